@@ -1,0 +1,47 @@
+# make test and make demo each prepare .venv the first time; PYTHON chooses the interpreter it is made from.
+# PY=python3 runs a target with that interpreter as it is, preparing nothing.
+PYTHON ?= python3
+VENV ?= .venv
+
+ifdef PY
+dev demo-env:
+else
+PY := $(VENV)/bin/python
+dev:
+	@$(PYTHON) tools/environment.py $(VENV) dev demo
+demo-env:
+	@$(PYTHON) tools/environment.py $(VENV) demo
+endif
+
+.PHONY: help test demo lint docs wheel gpu-test clean dev demo-env
+
+help:
+	@echo "make test      lint, types, tests and docs, as CI runs them"
+	@echo "make demo      a real encoder over real text, eager against warploom"
+	@echo "make lint      ruff and mypy"
+	@echo "make docs      build the documentation into site/"
+	@echo "make wheel     build the wheel and the source archive into dist/"
+	@echo "make gpu-test  the tests that need a CUDA device"
+	@echo "make clean     remove what the other targets made, .venv included"
+
+test: dev
+	@$(PY) tools/check.py
+
+demo: demo-env
+	@$(PY) -m warploom demo $(ARGS)
+
+lint: dev
+	@$(PY) tools/check.py lint types
+
+docs: dev
+	@$(PY) tools/check.py docs
+
+wheel: dev
+	@$(PY) -m build
+
+gpu-test: dev
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+clean:
+	rm -rf .venv build dist site demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

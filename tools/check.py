@@ -1,0 +1,39 @@
+"""Run every check that `make test` promises and print one summary; the exit status is 1 if any failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+CHECKS = {
+    "lint": ["ruff", "check", "."],
+    "types": ["mypy"],
+    "tests": ["pytest", "-n", "2", "-q"],
+    "docs": ["mkdocs", "build", "--strict", "--quiet"],
+}
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown:
+        print(f"check: no check named {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+        return 2
+    # Two test workers share two cores: more threads each would only fight.
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    results: dict[str, tuple[int, float]] = {}
+    for name in names or CHECKS:
+        print(f"== {name}: {' '.join(CHECKS[name])}", flush=True)
+        start = time.perf_counter()
+        status = subprocess.run([sys.executable, "-m", *CHECKS[name]], env=environment).returncode
+        results[name] = status, time.perf_counter() - start
+
+    print("\n== summary")
+    for name, (status, seconds) in results.items():
+        print(f"{name:<8}{'ok' if status == 0 else f'FAILED (exit {status})':<18}{seconds:6.1f} s")
+    return int(any(status for status, _ in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
