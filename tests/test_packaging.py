@@ -1,0 +1,144 @@
+"""What is installed: a pure Python wheel, a light import, an environment that leaves a GPU torch alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("triton", "cutlass", "tvm_ffi", "transformers", "matplotlib", "numpy.testing", "torch._dynamo")
+
+
+def python(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_import_is_light() -> None:
+    """Less than 0.3 s over torch, and nothing optional: the median of five fresh interpreters."""
+    code = f"""
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import warploom
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted(m for m in {HEAVY!r} if m in sys.modules and m not in before)]))
+"""
+    runs = [json.loads(python(code)) for _ in range(5)]
+    assert statistics.median(seconds for seconds, _ in runs) < 0.3, runs
+    assert runs[0][1] == [], "import warploom also imported these"
+
+
+def test_import_needs_no_unix_module() -> None:
+    """The core imports where Python has no fcntl, resource, pwd, grp or termios (Windows)."""
+    python(
+        "import sys, torch\n"
+        "for name in ('fcntl', 'resource', 'pwd', 'grp', 'termios'): sys.modules[name] = None\n"
+        "import warploom"
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from a copy so that the working tree stays clean."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "warploom", folder / "warploom", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (path,) = (folder / "dist").iterdir()
+    assert path.name.endswith("-py3-none-any.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_our_source_and_nothing_compiled(wheel: zipfile.ZipFile) -> None:
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom").rglob("*.py")}
+    assert source | {"warploom/py.typed"} <= set(names)
+    assert {Path(name).parts[0] for name in names} == {"warploom"}
+    assert {Path(name).suffix for name in names} <= {".py", ".typed"}
+
+
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    required = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
+    assert required == ["torch>=2.9"]
+    assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "hopper", "transformers", "demo", "dev"}
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+@pytest.fixture
+def environment() -> ModuleType:
+    """tools/environment.py, the script behind `make test` and `make demo`."""
+    spec = importlib.util.spec_from_file_location("environment", ROOT / "tools" / "environment.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("lent", "gpu", "wanted"),
+    [("", False, "torch==2.13.0"), ("", True, "torch"), ("2.11.0+cu130", True, None)],
+    ids=["no GPU", "GPU without torch", "GPU with torch"],
+)
+def test_environment_settles_torch_first(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lent: str,
+    gpu: bool,
+    wanted: str | None,
+) -> None:
+    installs: list[tuple[str, ...]] = []
+    made: list[str] = []
+
+    def make(folder: str, python: str, lent: str) -> None:
+        os.makedirs(folder)
+        made.append(lent)
+
+    def pip(python: str, *arguments: str) -> None:
+        if "-c" in arguments:
+            pinned = Path(arguments[1]).read_text().strip()
+            assert pinned == (wanted or f"torch=={lent}")
+        installs.append(arguments)
+
+    monkeypatch.setattr(environment, "answer", lambda python, code: lent)
+    monkeypatch.setattr(environment, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(environment, "make", make)
+    monkeypatch.setattr(environment, "pip", pip)
+    monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path / "venv"), "dev"])
+    environment.main()
+
+    assert made == [lent]
+    assert installs[:-1] == ([(wanted,)] if wanted else [])
+    assert installs[-1][-2:] == ("-e", ".[dev]")
+
+
+def test_environment_refuses_an_old_python_in_words(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match=r"needs Python 3\.11 or newer"):
+        environment.main()
