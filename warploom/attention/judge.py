@@ -1,0 +1,161 @@
+"""How a result is judged: its distance to the fp64 reference, against that of a correct low-precision kernel.
+
+A kernel passes when, for every output and gradient,
+
+    max |out - ref|          <= 2   * max |lowp - ref|          + atol
+    |out - ref| / |ref|      <= 1.5 * |lowp - ref| / |ref|      + eps
+
+where `lowp` models a correct flash kernel: fp32 scores and softmax, unnormalised P and dS rounded to the
+input dtype, fp32 products, one final rounding.  The bound follows the data; no test brings its own number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slack:
+    """What is granted beyond the model: `atol` in units of the result, `eps` of its norm."""
+
+    atol: float
+    eps: float
+
+
+# A few units in the last place of a result near 1: sums in another order, exp2 in place of exp.
+SLACK = {
+    torch.float64: Slack(1e-13, 1e-13),
+    torch.float32: Slack(1e-6, 1e-6),
+    torch.float16: Slack(1e-4, 1e-4),
+    torch.bfloat16: Slack(1e-3, 1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One compared tensor; a ratio above 1 is a failure, and so is a NaN."""
+
+    name: str
+    max_error: float
+    max_ratio: float
+    norm_ratio: float
+
+    @property
+    def ratio(self) -> float:
+        return max(self.max_ratio, self.norm_ratio)
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= 1.0  # False for NaN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: max error {self.max_error:.3g}, {self.max_ratio:.2f} of its bound; "
+            f"norm {self.norm_ratio:.2f} of its bound"
+        )
+
+
+def judge(name: str, out: Tensor, ref: Tensor, lowp: Tensor, dtype: torch.dtype) -> Verdict:
+    """Compare one tensor with the fp64 reference.
+
+    Args:
+        name: what it is called in the verdict.
+        out: the result, any dtype, shape of `ref`.
+        ref: the fp64 reference; where it is infinite (lse of a query that sees no key) `out` must equal it.
+        lowp: the model's result.
+        dtype: of the kernel's inputs; selects the slack.
+    """
+    if out.shape != ref.shape:
+        raise ValueError(f"{name} has shape {tuple(out.shape)}, the reference {tuple(ref.shape)}")
+    slack = SLACK[dtype]
+    out, ref, lowp = (t.detach().double() for t in (out, ref, lowp))
+    infinite = torch.isinf(ref)
+    if not torch.equal(out[infinite], ref[infinite]):
+        return Verdict(name, float("inf"), float("inf"), float("inf"))
+    error, model = ((t - ref).masked_fill(infinite, 0.0) for t in (out, lowp))
+    if error.numel() == 0:
+        return Verdict(name, 0.0, 0.0, 0.0)
+    size = float(ref.masked_fill(infinite, 0.0).norm()) or 1.0
+    max_error = float(error.abs().max())
+    max_ratio = max_error / (2.0 * float(model.abs().max()) + slack.atol)
+    norm_ratio = float(error.norm()) / size / (1.5 * float(model.norm()) / size + slack.eps)
+    return Verdict(name, max_error, max_ratio, norm_ratio)
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """What a correct kernel returns for one dense call; see `low_precision`."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor | None
+
+
+def low_precision(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> LowPrecision:
+    """The model of a correct flash kernel, forward and backward (FlashAttention-2, algorithms 1 and 2).
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim) in the kernel's dtype; heads of k and v divide those of q.
+        dout: gradient of out, in the same dtype; dlse: gradient of lse, fp32 (batch, heads, seqlen_q).
+        visible: bool (batch|1, heads|1, seqlen_q, seqlen_k); heads is 1 or that of q.
+        keep: dropout multipliers (batch, heads, seqlen_q, seqlen_k): 0 or 1 / (1 - p).
+    """
+    dtype = q.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    group = q.shape[2] // k.shape[2]
+
+    def lift(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).to(wide)
+
+    def lower(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).to(dtype)
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype).to(wide)
+
+    qs, gs = lift(q), lift(dout)
+    ks, vs = (lift(t).repeat_interleave(group, dim=1) for t in (k, v))
+    keeps = torch.ones((), dtype=wide, device=q.device) if keep is None else keep.to(wide)
+    sinks = None if sink is None else sink.to(wide)[None, :, None, None]
+
+    scores = qs @ ks.transpose(-1, -2) * scale
+    bend = torch.ones_like(scores)
+    if softcap:
+        squashed = torch.tanh(scores / softcap)
+        scores, bend = softcap * squashed, 1.0 - squashed**2
+    scores = scores.masked_fill(~visible, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    top = top if sinks is None else torch.maximum(top, sinks)
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    total = total if sinks is None else total + torch.exp(sinks - top)
+    empty = total == 0
+    out = rounded(rounded(weights * keeps) @ vs / total.masked_fill(empty, 1.0))
+    lse = (top + torch.log(total.masked_fill(empty, 1.0))).masked_fill(empty, float("-inf"))
+
+    probability = torch.exp(scores - lse.masked_fill(empty, 0.0))
+    delta = (gs * out).sum(-1, keepdim=True) - dlse.to(wide)[..., None].masked_fill(empty, 0.0)
+    slope = rounded(probability * (gs @ vs.transpose(-1, -2) * keeps - delta) * bend)
+    dk, dv = slope.transpose(-1, -2) @ qs * scale, rounded(probability * keeps).transpose(-1, -2) @ gs
+    dk, dv = (t.unflatten(1, (k.shape[2], group)).sum(2) for t in (dk, dv))
+    dsink = None if sinks is None else -(torch.exp(sinks - lse) * delta).sum((0, 2, 3))
+    return LowPrecision(lower(out), lse.squeeze(-1), lower(slope @ ks * scale), lower(dk), lower(dv), dsink)

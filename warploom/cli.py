@@ -1,0 +1,57 @@
+"""The command `warploom`: each subcommand is a module with `add_arguments(parser)` and `run(options)`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+COMMANDS = {
+    "doctor": ("warploom.commands.doctor", "what is installed, what can run here, and why the rest cannot"),
+    "explain": ("warploom.commands.explain", "which implementation serves a call of given shapes, and why"),
+    "demo": ("warploom.demo", "a real encoder over real text, eager against warploom, padded and packed"),
+}
+
+
+def package_version() -> str:
+    """The installed version, or "source" when the package runs from a folder that was never installed."""
+    try:
+        return version("warploom")
+    except PackageNotFoundError:
+        return "source"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="warploom",
+        description="Attention for PyTorch: look at a machine, ask for a plan, run the demo.",
+        epilog="Every command takes --json and --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"warploom {package_version()}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, summary) in COMMANDS.items():
+        module = import_module(module_name)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{name}: {summary}.",
+            epilog=getattr(module, "EXAMPLES", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for bad input."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (TypeError, ValueError) as error:
+        print(f"warploom {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
