@@ -1,0 +1,296 @@
+"""Which tiles of a column mask are hidden, partial or full, in O(seqlen_k) memory.
+
+Two steps. `column_bounds` reduces each vector to its minimum and maximum over a block of columns, empty
+intervals put aside first. `classify_row_block` then compares rows [m0, m1) with these eight numbers. With
+lts_max the greatest lower start in the block and so on, a tile is
+
+- hidden, if one interval covers it in every column, lts_max <= m0 and m1 <= lte_min (the same with uts, ute),
+  or both do together: uts_max <= m0 and ute_min >= lts_max and m1 <= lte_min, or with the pairs swapped; the
+  middle condition makes the hull of the two sound. Or if the band misses it.
+- full, if no interval touches it, m0 >= end_max or m1 <= start_min, and the band contains it.
+- partial otherwise.
+
+Sound means: a tile called hidden has no visible element and a full one no hidden element. A partial tile may
+    turn out to be
+either. Per-tile lists are never kept: they would be O(seqlen^2 / tile^2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.masks.arguments import integer
+from warploom.masks.intervals import ResolvedMask
+
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+LTS_MIN, LTS_MAX, LTE_MIN, LTE_MAX, UTS_MIN, UTS_MAX, UTE_MIN, UTE_MAX = range(8)
+_FAR = 1 << 40  # stands for an unlimited band
+_CELLS_AT_ONCE = 1 << 18  # tiles classified in one go: some MiB, however long the sequence
+
+
+def block_edges(length: int, block: int | Tensor, device: Any = None) -> Tensor:
+    """Edges of blocks of `block`, the last one cut at `length`: int64 (n_blocks + 1,). A tensor of edges
+    passes through.
+    """
+    if isinstance(block, Tensor):
+        return block.to(device=device, dtype=torch.int64)
+    count = (length + block - 1) // block
+    return (torch.arange(count + 1, device=device) * block).clamp(max=length)
+
+
+def column_bounds(
+    mask: ResolvedMask, seqlen_q: int, seqlen_k: int, block_n: int | Tensor, device: Any = None
+) -> Tensor:
+    """Minimum and maximum of each vector over each block of columns.
+
+    Args:
+        mask: the resolved mask.
+        seqlen_q, seqlen_k: lengths.
+        block_n: columns per block, or int edges (n_blocks + 1,) from 0 to seqlen_k, increasing.
+        device: where the result of a mask without vectors lives.
+
+    Returns:
+        int32 (batch|1, heads|1, n_blocks, 8): lts min, max, lte min, max, uts min, max, ute min, max. An
+        interval that is absent or empty has start seqlen_q and end 0; a column that one interval hides
+        altogether counts as hidden by both.
+    """
+    present = [t for t in mask[2:] if t is not None]
+    if present:
+        device, shape = present[0].device, present[0].shape
+    else:
+        shape = torch.Size((1, 1, seqlen_k))
+
+    def interval(start: Tensor | None, end: Tensor | None, exists: bool) -> tuple[Tensor, Tensor, Tensor]:
+        none = torch.full(shape, 0 if exists else seqlen_q, dtype=torch.int32, device=device)
+        start = none if start is None else start.clamp(0, seqlen_q)
+        end = torch.full_like(none, seqlen_q if exists else 0) if end is None else end.clamp(0, seqlen_q)
+        empty = start >= end
+        start, end = torch.where(empty, seqlen_q, start), torch.where(empty, 0, end)
+        return start, end, (start == 0) & (end == seqlen_q)
+
+    lts, lte, all_lower = interval(mask.lts, mask.lte, mask.lts is not None)
+    uts, ute, all_upper = interval(mask.uts, mask.ute, mask.ute is not None)
+    if (
+        mask.lts is not None and mask.ute is not None
+    ):  # so that such a column never spoils the block's common interval
+        hidden = all_lower | all_upper
+        lts, uts = lts.masked_fill(hidden, 0), uts.masked_fill(hidden, 0)
+        lte, ute = lte.masked_fill(hidden, seqlen_q), ute.masked_fill(hidden, seqlen_q)
+    vectors = torch.stack([lts, lte, uts, ute], dim=2)  # (batch, heads, 4, seqlen_k)
+    if isinstance(block_n, Tensor):
+        count = block_n.shape[0] - 1
+        column = torch.arange(seqlen_k, device=device)
+        block = torch.searchsorted(
+            block_n[1:].to(device=device, dtype=torch.int64), column, right=True
+        ).expand_as(vectors)
+        low = vectors.new_full((*vectors.shape[:3], count), seqlen_q).scatter_reduce(
+            3, block, vectors, "amin"
+        )
+        high = vectors.new_zeros((*vectors.shape[:3], count)).scatter_reduce(3, block, vectors, "amax")
+    else:
+        count = (seqlen_k + block_n - 1) // block_n
+        if seqlen_k % block_n:
+            fill = vectors[..., -1:].expand(*vectors.shape[:3], count * block_n - seqlen_k)
+            vectors = torch.cat([vectors, fill], dim=3)
+        low, high = (
+            vectors.reshape(*vectors.shape[:3], count, block_n).aminmax(dim=4)
+            if count
+            else (vectors, vectors)
+        )
+    return torch.stack([low, high], dim=3).flatten(2, 3).transpose(2, 3).contiguous()
+
+
+def classify_row_block(
+    bounds: Tensor,
+    edges: Tensor,
+    m0: int | Tensor,
+    m1: int | Tensor,
+    left: int | None,
+    right: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+) -> Tensor:
+    """Classes of the tiles of rows [m0, m1) against every block of columns.
+
+    Args:
+        bounds: from `column_bounds`, (batch|1, heads|1, n_blocks, 8).
+        edges: column edges (n_blocks + 1,), as `block_edges` makes them.
+        m0, m1: first and past-the-last row, m0 < m1 <= seqlen_q; ints, or tensors (n_row_blocks, 1) for
+            several row blocks.
+        left, right: the band.
+        seqlen_q, seqlen_k: lengths.
+
+    Returns:
+        int8 (batch|1, heads|1, n_blocks), or (batch|1, heads|1, n_row_blocks, n_blocks) where m0 is a tensor:
+        HIDDEN, PARTIAL or FULL (0, 1, 2).
+    """
+    if isinstance(m0, Tensor):
+        bounds = bounds.unsqueeze(2)
+    lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max = bounds.unbind(-1)
+    hidden = ((lts_max <= m0) & (lte_min >= m1)) | ((uts_max <= m0) & (ute_min >= m1))
+    hidden = hidden | ((uts_max <= m0) & (ute_min >= lts_max) & (lte_min >= m1))
+    hidden = hidden | ((lts_max <= m0) & (lte_min >= uts_max) & (ute_min >= m1))
+    touched = ((lte_max > m0) & (lts_min < m1)) | ((ute_max > m0) & (uts_min < m1))
+    offset = seqlen_k - seqlen_q
+    nearest = (
+        m0 + offset - (edges[1:] - 1)
+    )  # least and greatest p - j in the tile; every value between occurs
+    farthest = m1 - 1 + offset - edges[:-1]
+    low, high = -_FAR if right is None else -right, _FAR if left is None else left
+    hidden = hidden | (torch.clamp(nearest, min=low) > torch.clamp(farthest, max=high))
+    touched = touched | (nearest < low) | (farthest > high)
+    return torch.where(hidden, HIDDEN, torch.where(touched, PARTIAL, FULL)).to(torch.int8)
+
+
+def row_segments(
+    bounds: Tensor,
+    edges: Tensor,
+    left: int | None,
+    right: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_m: int = 1,
+) -> Tensor:
+    """For each block of columns, the at most three contiguous runs of row blocks outside of which all tiles
+    are hidden.
+
+    The backward pass walks these; they agree with `classify_row_block` tile for tile.
+
+    Args:
+        bounds, edges, left, right, seqlen_q, seqlen_k: as for `classify_row_block`.
+        block_m: rows per row block.
+
+    Returns:
+        int32 (batch|1, heads|1, n_blocks, 3, 2): first and past-the-last row block of each run, in order and
+        disjoint; an unused run has both equal.
+    """
+    lts_max, lte_min, uts_max, ute_min = (bounds[..., i] for i in (LTS_MAX, LTE_MIN, UTS_MAX, UTE_MIN))
+    offset = seqlen_k - seqlen_q
+    count = (seqlen_q + block_m - 1) // block_m
+
+    def whole_blocks(row: Tensor) -> Tensor:
+        """Row blocks that end at or before `row`; the last one ends at seqlen_q."""
+        return torch.where(row >= seqlen_q, count, row.clamp(min=0).div(block_m, rounding_mode="floor")).to(
+            torch.int32
+        )
+
+    def begun_blocks(row: Tensor) -> Tensor:
+        """Row blocks that begin before `row`."""
+        return (row.clamp(0, seqlen_q) + (block_m - 1)).div(block_m, rounding_mode="floor").to(torch.int32)
+
+    begin, end = torch.zeros_like(lts_max), torch.full_like(lts_max, count)
+    if right is not None:  # up to the first row that some column shows
+        begin = whole_blocks(edges[:-1] - right - offset).expand_as(begin)
+    if left is not None:
+        end = begun_blocks(edges[1:] + left - offset).expand_as(end)
+    if left is not None and right is not None and left < -right:
+        end = begin
+    end = torch.maximum(begin, end)
+
+    # Rows hidden in every column: two runs, or one where the intervals meet from both sides.
+    meet = (ute_min >= lts_max) & (lte_min >= uts_max)
+    first_start = torch.where(meet, torch.minimum(lts_max, uts_max), uts_max)
+    first_stop = torch.where(meet, torch.maximum(lte_min, ute_min), ute_min)
+    runs = []
+    for start, stop in ((first_start, first_stop), (lts_max, torch.where(meet, 0, lte_min))):
+        a = torch.maximum(begun_blocks(start), begin)
+        b = torch.minimum(whole_blocks(stop), end)
+        runs.append((torch.where(a < b, a, begin), torch.where(a < b, b, begin)))
+    (a0, b0), (a1, b1) = runs
+    swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
+    a0, a1 = torch.where(swap, a1, a0), torch.where(swap, a0, a1)
+    b0, b1 = torch.where(swap, b1, b0), torch.where(swap, b0, b1)
+    return torch.stack([begin, a0, b0, a1, b1, end], dim=-1).unflatten(-1, (3, 2))
+
+
+@dataclass(frozen=True)
+class TileClasses:
+    """Tiles of one mask, counted. Made by `Mask.tiles()`.
+
+    Attributes:
+        block_m, block_n: queries and keys per tile.
+        seqlen_q, seqlen_k: lengths.
+        left, right: the band.
+        bounds: int32 (batch|1, heads|1, n_blocks, 8), from `column_bounds`.
+        hidden, partial, full: int64 (batch|1, heads|1), tiles of each class.
+    """
+
+    block_m: int
+    block_n: int
+    seqlen_q: int
+    seqlen_k: int
+    left: int | None
+    right: int | None
+    bounds: Tensor = field(repr=False)
+    hidden: Tensor
+    partial: Tensor
+    full: Tensor
+
+    @classmethod
+    def of(
+        cls, mask: ResolvedMask, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, device: Any = None
+    ) -> TileClasses:
+        """Classifies the tiles of a resolved mask. Reads nothing back from the device."""
+        block_m, block_n = integer("block_m", block_m, minimum=1), integer("block_n", block_n, minimum=1)
+        bounds = column_bounds(mask, seqlen_q, seqlen_k, block_n, device)
+        counts = torch.zeros(3, *bounds.shape[:2], dtype=torch.int64, device=bounds.device)
+        uncounted = cls(block_m, block_n, seqlen_q, seqlen_k, mask.left, mask.right, bounds, *counts)
+        for classes in uncounted._chunks():
+            for kind in (HIDDEN, PARTIAL, FULL):
+                counts[kind] += (classes == kind).sum((2, 3))
+        return uncounted  # its counts are views of `counts`
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Row blocks and column blocks."""
+        return (self.seqlen_q + self.block_m - 1) // self.block_m, self.bounds.shape[2]
+
+    @property
+    def skipped(self) -> float:
+        """Fraction of tiles that are hidden, over all batch entries and heads."""
+        total = self.hidden.numel() * self.shape[0] * self.shape[1]
+        return int(self.hidden.sum()) / total if total else 0.0
+
+    def rows(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Row block by row block: first row, past-the-last row, int8 classes (batch|1, heads|1, n_blocks)."""
+        start = 0
+        for classes in self._chunks():
+            for i in range(classes.shape[2]):
+                stop = min(start + self.block_m, self.seqlen_q)
+                yield start, stop, classes[:, :, i]
+                start = stop
+
+    def matrix(self, batch: int = 0, head: int = 0) -> Tensor:
+        """One batch entry and head: int8 (row blocks, column blocks); 0 hidden, 1 partial, 2 full."""
+        batches, heads = self.bounds.shape[:2]
+        if (batches != 1 and not 0 <= batch < batches) or (heads != 1 and not 0 <= head < heads):
+            raise ValueError(
+                f"batch={batch}, head={head}: the mask has {batches} batch entries and {heads} heads"
+            )
+        one = self.bounds[batch if batches > 1 else 0 :, head if heads > 1 else 0 :][:1, :1]
+        parts = [classes[0, 0] for classes in self._chunks(one)]
+        return torch.cat(parts) if parts else one.new_zeros(self.shape, dtype=torch.int8)
+
+    def segments(self) -> Tensor:
+        """Row blocks a column block visits, int32 (batch|1, heads|1, n_blocks, 3, 2); see `row_segments`."""
+        edges = block_edges(self.seqlen_k, self.block_n, self.bounds.device)
+        return row_segments(
+            self.bounds, edges, self.left, self.right, self.seqlen_q, self.seqlen_k, self.block_m
+        )
+
+    def _chunks(self, bounds: Tensor | None = None) -> Iterator[Tensor]:
+        """Classes of several row blocks at a time, int8 (batch|1, heads|1, row blocks, n_blocks)."""
+        bounds = self.bounds if bounds is None else bounds
+        edges = block_edges(self.seqlen_k, self.block_n, bounds.device)
+        row_edges = block_edges(self.seqlen_q, self.block_m, bounds.device)
+        step = max(1, _CELLS_AT_ONCE // max(1, bounds[..., 0].numel()))
+        for at in range(0, self.shape[0], step):
+            part = row_edges[at : at + step + 1].unsqueeze(1)
+            yield classify_row_block(
+                bounds, edges, part[:-1], part[1:], self.left, self.right, self.seqlen_q, self.seqlen_k
+            )

@@ -1,0 +1,127 @@
+"""Masks around the diagonal, and key padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.masks.arguments import check_values, describe, integer, per_batch_rows
+from warploom.masks.columns import Mask
+from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
+
+
+class Band(Mask):
+    """Masks that are a band and nothing else: no vectors, no work."""
+
+    left: int | None
+    right: int | None
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        return ResolvedMask(self.left, self.right, None, None, None, None)
+
+
+class Full(Band):
+    """Every query sees every key."""
+
+    left = None
+    right = None
+
+
+class Causal(Band):
+    """Key j is visible to query i when j <= i + seqlen_k - seqlen_q (bottom-right aligned)."""
+
+    left = None
+    right = 0
+
+
+class SlidingWindow(Band):
+    """Key j is visible when -right <= p - j <= left, p = i + seqlen_k - seqlen_q.
+
+    Args:
+        left: keys visible before the query; None: unlimited. SlidingWindow(w - 1) is a window of w keys with
+            the query's own.
+        right: keys visible after it; None: unlimited. Negative values are legal and shrink the window.
+    """
+
+    _fields = ("left", "right")
+
+    def __init__(self, left: int | None, right: int | None = 0) -> None:
+        self.left, self.right = integer("left", left, optional=True), integer("right", right, optional=True)
+
+
+def band(left: int | None, right: int | None) -> Band:
+    """The plainest mask with this band."""
+    if left is None and right in (None, 0):
+        return Full() if right is None else Causal()
+    return SlidingWindow(left, right)
+
+
+class Chunked(Mask):
+    """Causal within chunks of `size` positions, as Llama 4's chunked attention: key j <= p in the chunk of p.
+
+    A query before position 0 sees nothing.
+    """
+
+    _fields = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = integer("size", size, minimum=1)
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        end = (columns(seqlen_k, device) // self.size + 1) * self.size
+        return ResolvedMask(None, 0, rows_of(end, seqlen_q, seqlen_k), None, None, None)
+
+
+class Padding(Mask):
+    """Hides padded keys from every query; padded queries still see the real keys, as in torch SDPA's key
+    padding.
+
+    Args:
+        mask_2d_or_lengths: a mask (batch, seqlen_k), bool or numeric, nonzero = real token, on any side
+            padded; or the number of real keys per batch entry, which come first (int, list, or tensor
+            (batch,)).
+    """
+
+    _fields = ("lengths", "mask_2d")
+
+    def __init__(self, mask_2d_or_lengths: Any) -> None:
+        value = mask_2d_or_lengths
+        takes = "a mask (batch, seqlen_k), nonzero = real, or lengths (batch,)"
+        self.lengths: Tensor | None = None
+        self.mask_2d: Tensor | None = None
+        if isinstance(value, Tensor) and value.ndim == 2:
+            self.mask_2d = value
+            return
+        if isinstance(value, Tensor) and value.is_floating_point():
+            raise TypeError(f"mask_2d_or_lengths takes {takes}; got {describe(value)}")
+        nested = (
+            isinstance(value, (list, tuple))
+            and len(value) > 0
+            and isinstance(value[0], (list, tuple, Tensor))
+        )
+        if nested and len({len(row) for row in value}) > 1:
+            raise ValueError(
+                f"mask_2d_or_lengths: rows of a mask differ in length: {sorted({len(row) for row in value})}"
+            )
+        rows = per_batch_rows("mask_2d_or_lengths", value, takes, allow_bool=True)
+        if nested or rows.dtype == torch.bool or rows.shape[0] > 1:
+            self.mask_2d = rows
+        else:
+            check_values("mask_2d_or_lengths", rows, minimum=0, what="lengths of at least 0")
+            self.lengths = rows
+
+    def _extent(self) -> int | None:
+        return None if self.mask_2d is None else self.mask_2d.shape[1]
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        if self.mask_2d is not None:
+            self._check_length("the mask", self.mask_2d.shape[1], seqlen_k)
+            real = self.mask_2d.to(device) != 0
+        else:
+            assert self.lengths is not None
+            real = columns(seqlen_k, device) < scalar_or_column(self.lengths.reshape(-1, 1), device)
+        lts = torch.where(real, seqlen_q, 0).to(torch.int32)
+        return ResolvedMask(None, None, lts.unsqueeze(1), None, None, None)

@@ -1,0 +1,187 @@
+"""Packed documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.masks.arguments import check_values, describe, per_batch_rows, readable
+from warploom.masks.columns import Mask, _rebuild
+from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
+
+_LENGTHS = "document lengths: ints (n,), or one list or row per batch entry"
+
+
+class Document(Mask):
+    """Documents packed one after another: a query sees only its own, causally by default.
+
+    Positions after the last document are padding, which sees and is seen by nothing; so does a query before
+    position 0.
+
+    Args:
+        lengths: tokens of each document, (n,) or (batch, n) or ragged lists; zeros are documents without
+            tokens.
+        causal: keys after the query are hidden too.
+    """
+
+    _fields = ("bounds", "ids", "kind", "causal")
+
+    def __init__(self, lengths: Any, causal: bool = True) -> None:
+        rows = per_batch_rows("lengths", lengths, _LENGTHS)
+        check_values("lengths", rows, minimum=0, what="document lengths of at least 0")
+        self.bounds: Tensor | None = rows
+        self.ids: Tensor | None = None
+        self.kind = "lengths"
+        self.causal = causal
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> Document:
+        """From cumulative lengths (n + 1,) or (batch, n + 1), as flash-attn's varlen functions take;
+        non-decreasing.
+        """
+        cu = per_batch_rows("cu_seqlens", cu_seqlens, "cumulative lengths (n + 1,) or (batch, n + 1)")
+        if cu.shape[1] < 1:
+            raise ValueError(f"cu_seqlens holds at least its leading 0, got {describe(cu)}")
+        if readable(cu):
+            check_values("cu_seqlens", cu, minimum=0)
+            falls = cu[:, 1:] < cu[:, :-1]
+            if bool(falls.any()):
+                b, j = falls.nonzero()[0].tolist()
+                raise ValueError(
+                    f"cu_seqlens must not decrease, got {cu[b].tolist()[j : j + 2]} at index {j + 1}"
+                )
+        return _rebuild(cls, {"bounds": cu, "ids": None, "kind": "cu_seqlens", "causal": causal})
+
+    @classmethod
+    def from_segment_ids(cls, ids: Any, causal: bool = True) -> Document:
+        """From one id per key, (seqlen_k,) or (batch, seqlen_k): a run of equal ids is a document, negative
+        ids are padding.
+        """
+        rows = per_batch_rows("segment_ids", ids, "segment ids (seqlen_k,) or (batch, seqlen_k)")
+        if readable(rows):
+            _check_runs(rows)
+        return _rebuild(cls, {"bounds": None, "ids": rows, "kind": "segment_ids", "causal": causal})
+
+    @classmethod
+    def from_position_ids(cls, ids: Any, causal: bool = True) -> Document:
+        """From position ids (seqlen_k,) or (batch, seqlen_k): a document begins wherever they do not go up by
+        one.
+        """
+        rows = per_batch_rows("position_ids", ids, "position ids (seqlen_k,) or (batch, seqlen_k)")
+        return _rebuild(cls, {"bounds": None, "ids": rows, "kind": "position_ids", "causal": causal})
+
+    def _extent(self) -> int | None:
+        if self.ids is not None:
+            return self.ids.shape[1]
+        if not readable(self.bounds):
+            return None
+        assert self.bounds is not None
+        last = self.bounds.sum(1) if self.kind == "lengths" else self.bounds[:, -1]
+        return int(last.max())
+
+    def _bounds(self, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if self.ids is not None:
+            self._check_length(self.kind, self.ids.shape[1], seqlen_k)
+            return _runs(self.ids.to(device), self.kind == "segment_ids")
+        assert self.bounds is not None
+        if self.kind == "lengths":
+            check_total("lengths", self.bounds, seqlen_k)
+            bounds = cumulative(self.bounds.to(device))
+        else:
+            if readable(self.bounds) and int(self.bounds[:, -1].max()) > seqlen_k:
+                raise ValueError(
+                    f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys"
+                )
+            bounds = self.bounds.to(device=device, dtype=torch.int32)
+        _, inside, start, end = locate(bounds, seqlen_k)
+        return inside, start, end
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        inside, start, end = self._bounds(seqlen_k, device)
+        lts = rows_of(end, seqlen_q, seqlen_k).where(inside.unsqueeze(1), 0)
+        if self.causal:
+            return ResolvedMask(None, 0, lts, None, None, None)
+        ute = rows_of(start, seqlen_q, seqlen_k).where(inside.unsqueeze(1), seqlen_q)
+        return ResolvedMask(None, None, lts, None, None, ute)
+
+    def __repr__(self) -> str:
+        from warploom.masks.arguments import summary
+
+        tail = "" if self.causal else ", causal=False"
+        if self.kind == "lengths":
+            return f"Document({summary(self.bounds)}{tail})"
+        return f"Document.from_{self.kind}({summary(self.bounds if self.ids is None else self.ids)}{tail})"
+
+
+class PrefixDocument(Mask):
+    """Packed documents, each with a prefix that all of its tokens see: key j is visible to p in the same
+    document when j <= p or j lies in the document's prefix.
+
+    Args:
+        lengths: tokens of each document, as for `Document`.
+        prefixes: prefix tokens of each document, of the same shape.
+    """
+
+    _fields = ("lengths", "prefixes")
+
+    def __init__(self, lengths: Any, prefixes: Any) -> None:
+        self.lengths = per_batch_rows("lengths", lengths, _LENGTHS)
+        self.prefixes = per_batch_rows("prefixes", prefixes, "prefix lengths of the same shape as lengths")
+        if self.lengths.shape[1] != self.prefixes.shape[1]:
+            raise ValueError(
+                f"prefixes holds {self.prefixes.shape[1]} values a row, but lengths {self.lengths.shape[1]}"
+            )
+        check_values("lengths", self.lengths, minimum=0)
+        check_values("prefixes", self.prefixes, minimum=0)
+
+    def _extent(self) -> int | None:
+        return int(self.lengths.sum(1).max()) if readable(self.lengths) else None
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        check_total("lengths", self.lengths, seqlen_k)
+        lengths, prefixes = self.lengths.to(device), self.prefixes.to(device=device, dtype=torch.int32)
+        batch = max(lengths.shape[0], prefixes.shape[0])
+        lengths, prefixes = lengths.expand(batch, -1), prefixes.expand(batch, -1)
+        index, inside, start, end = locate(cumulative(lengths), seqlen_k)
+        padded = torch.cat([prefixes, prefixes.new_zeros(batch, 1)], dim=1)
+        column = columns(seqlen_k, device)
+        first = torch.where(column < start + padded.gather(1, index), start, column)
+        inside = inside.unsqueeze(1)
+        lts = rows_of(end, seqlen_q, seqlen_k).where(inside, 0)
+        ute = rows_of(first, seqlen_q, seqlen_k).where(inside, seqlen_q)
+        return ResolvedMask(None, None, lts, None, None, ute)
+
+
+def _check_runs(ids: Tensor) -> None:
+    """ValueError where an id comes back after another: what its tokens share is not a run of columns."""
+    for b, row in enumerate(ids.tolist()):
+        seen: set[int] = set()
+        previous: int | None = None
+        for j, value in enumerate(row):
+            if value != previous and value >= 0:
+                if value in seen:
+                    raise ValueError(
+                        f"segment_ids: id {value} comes back at key {j} of batch entry {b}; the keys "
+                        "of a document must be adjacent"
+                    )
+                seen.add(value)
+            previous = value
+
+
+def _runs(ids: Tensor, segments: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(inside, start, end), each (batch, seqlen_k), of the documents that per-key ids describe."""
+    batch, length = ids.shape
+    ids = ids.to(torch.int32)
+    goes_on = ids[:, 1:] == (ids[:, :-1] if segments else ids[:, :-1] + 1)
+    edge = goes_on.new_zeros(batch, min(length, 1))
+    column = columns(length, ids.device)
+    start = torch.where(torch.cat([edge, goes_on], dim=1), 0, column)
+    end = torch.where(torch.cat([goes_on, edge], dim=1), length, column + 1)
+    if length:
+        start = start.cummax(1).values
+        end = end.flip(1).cummin(1).values.flip(1)
+    inside = ids >= 0 if segments else torch.ones_like(ids, dtype=torch.bool)
+    return inside, start, end
