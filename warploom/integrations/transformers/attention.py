@@ -1,0 +1,229 @@
+"""The attention function transformers calls in every layer."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import warploom
+from warploom.masks import ColumnMask, Document
+
+from .masks import is_open_ended
+
+_DENSE_DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Every layer of a forward is handed the same mask tensor: what is made of it lives as long as it does.
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as `AttentionInterface` calls it.
+
+    Args:
+        query, key, value: `(batch, heads, seqlen, head_dim)`; key and value have the KV heads, not repeated.
+        attention_mask: 4-D. int32 whose last dimension is 1, 2 or 4: column bounds, which then are the whole
+            truth (`is_causal` and `sliding_window` only describe them; two columns a key are read by
+            `is_causal`). bool (True = visible) or float (added to the scores): a dense mask, run by torch's
+            SDPA. None: `is_causal`, `sliding_window` and `cu_seq_lens_q`, `cu_seq_lens_k` say what is
+            visible.
+        dropout: used in training only.
+        scaling: of the scores; None is head_dim ** -0.5.
+        is_causal: None takes the module's own `is_causal`.
+        sliding_window: W keys including the query's own: left = W - 1, and right too where not causal.
+        softcap: tanh cap of the scores.
+        s_aux: sink logits `(heads,)`.
+
+    Returns:
+        `(batch, seqlen, heads, head_dim)` and None: attention weights never exist.
+
+    Raises:
+        ValueError: a mask of another kind, or an argument that cannot be honoured (position_bias,
+            output_attentions, a paged cache).
+    """
+    _refuse(kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": float(softcap or 0.0),
+        "sink": s_aux,
+        "dropout_p": float(dropout) if module.training else 0.0,
+        "deterministic": True if kwargs.get("deterministic") else None,
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+
+    if attention_mask is None:
+        options.update(causal=causal, window=_window(sliding_window, causal))
+        if cu_q is not None:
+            return _packed(q, k, v, kwargs, options), None
+        return cast(Tensor, warploom.attention(q, k, v, **options)), None
+    _check_rank(attention_mask)
+    if attention_mask.dtype == torch.int32:
+        mask = _from_bounds(attention_mask, causal, key.shape[2], cu_q, cu_k)
+        return cast(Tensor, warploom.attention(q, k, v, mask=mask, **options)), None
+    if attention_mask.dtype in _DENSE_DTYPES:
+        return _dense(query, key, value, attention_mask, options), None
+    raise ValueError(
+        f"attention_mask: got dtype {attention_mask.dtype}; it takes int32 column bounds "
+        "(batch, heads, keys, 1 | 2 | 4), or a dense mask as bool (True = visible) or float (added to the "
+        "scores)"
+    )
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            "position_bias: additive position biases (T5, Swin and the like) are not supported; "
+            "use attn_implementation='sdpa' for this model"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: attention weights are never materialised here; use "
+            "attn_implementation='eager' for them"
+        )
+    if kwargs.get("cache") is not None:
+        raise ValueError(
+            "cache: PagedAttentionCache (continuous batching) is not supported; use generate(), or "
+            "attn_implementation='sdpa' for continuous batching"
+        )
+    for name in ("sinks", "head_mask"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: not supported; use attn_implementation='eager' for this model")
+
+
+def _window(sliding_window: int | None, causal: bool) -> tuple[int | None, int | None] | None:
+    if sliding_window is None:
+        return None
+    if sliding_window < 1:
+        raise ValueError(
+            f"sliding_window: got {sliding_window}; it counts keys including the query's own, from 1 up"
+        )
+    return (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _check_rank(mask: Tensor) -> None:
+    if mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}; the attention function takes 4-D masks. A 2-D "
+            "padding mask belongs to the model's own attention_mask argument"
+        )
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Documents in one row, without padding, by their offsets (DataCollatorWithFlattening)."""
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q: packed rows have batch 1, got batch {q.shape[0]}")
+    offsets = {f"cu_seqlens_{x}": kwargs.get(f"cu_seq_lens_{x}") for x in "qk"}
+    longest = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
+    out = warploom.attention_varlen(
+        q[0],
+        k[0],
+        v[0],
+        **{name: None if cu is None else cu.to(torch.int32) for name, cu in offsets.items()},
+        **{name: None if length is None else int(length) for name, length in longest.items()},
+        **options,
+    )
+    return cast(Tensor, out).unsqueeze(0)
+
+
+def _from_bounds(
+    bounds: Tensor, causal: bool, seqlen_k: int, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Any:
+    """The mask of int32 column bounds, within the packed documents whose offsets the model passes, if any."""
+    columns = bounds.shape[-1]
+    if columns not in (1, 2, 4) or bounds.shape[-2] != seqlen_k:
+        raise ValueError(
+            f"attention_mask: got int32 of shape {tuple(bounds.shape)} for {seqlen_k} keys; int32 masks are "
+            "column bounds (batch, heads, keys, 1 | 2 | 4). Give a dense mask as bool or float"
+        )
+    if columns == 1 and not causal:
+        raise ValueError(
+            "attention_mask: one bound a key (the first hidden row below the diagonal) is a causal mask, and "
+            "this layer is not causal; give two or four bounds a key"
+        )
+    if cu_q is not None and cu_k is not None and cu_q.shape != cu_k.shape:
+        raise ValueError(
+            "cu_seq_lens_q, cu_seq_lens_k: with column bounds both must be of the same documents"
+        )
+    if not _may_keep(bounds, cu_q):
+        return _build(bounds, causal, cu_q)
+    kept = _made.setdefault(bounds, {})
+    tag = (bounds._version, causal, None if cu_q is None else (id(cu_q), cu_q._version))
+    if tag not in kept:
+        kept.clear()
+        kept[tag] = (_build(bounds, causal, cu_q), cu_q)  # holding cu_q keeps its id its own
+    return kept[tag][0]
+
+
+def _build(bounds: Tensor, causal: bool, cu: Tensor | None) -> Any:
+    """Made of copies: a kept mask that held on to its own key would never be let go."""
+    open_ended = is_open_ended(bounds)
+    if bounds.stride(0) == 0:
+        bounds = bounds[:1]
+    mask: Any
+    if open_ended:
+        lts, ute = (bounds[..., i].clone(memory_format=torch.contiguous_format) for i in (0, 3))
+        mask = ColumnMask(lts, ute=ute)
+    else:
+        mask = ColumnMask.from_startend_row_indices(bounds.clone(), causal and bounds.shape[-1] < 4)
+    return mask if cu is None else mask & Document.from_cu_seqlens(cu.to(torch.int32), causal=False)
+
+
+def _may_keep(*tensors: Tensor | None) -> bool:
+    """Whether a mask made of these may be kept for the next layer: versions are known, no graph records."""
+    given = [t for t in tensors if t is not None]
+    if torch.compiler.is_compiling() or any(t.is_inference() or type(t) is not Tensor for t in given):
+        return False
+    return not (any(t.is_cuda for t in given) and torch.cuda.is_current_stream_capturing())
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    if options["softcap"] or options["sink"] is not None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return cast(Tensor, warploom.attention(q, k, v, mask=_dense_as_columns(mask), **options))
+    if mask.is_floating_point() and mask.dtype != query.dtype:
+        mask = mask.to(query.dtype)
+    out = warploom.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=options["dropout_p"],
+        scale=options["scale"],
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def _dense_as_columns(mask: Tensor) -> Any:
+    """A dense mask as columns, exactly, once a tensor: torch's SDPA takes neither a softcap nor sinks."""
+    keep = _may_keep(mask)
+    kept = _made.setdefault(mask, {}) if keep else {}
+    tag = ("dense", mask._version if keep else 0)
+    if tag not in kept:
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        if mask.is_floating_point() and not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all()):
+            raise ValueError(
+                "attention_mask: a dense float mask with values other than 0 and -inf is a bias, which "
+                "cannot be combined with a softcap or sinks; use attn_implementation='eager'"
+            )
+        kept.clear()
+        kept[tag] = ColumnMask.from_dense(visible)
+    return kept[tag]
