@@ -1,0 +1,21 @@
+"""Warploom: every attention you train, serve and study, in one package."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from warploom import masks
+from warploom.attention.api import attention, attention_varlen, explain, scaled_dot_product_attention
+from warploom.runtime.dispatch import strict
+
+try:
+    __version__ = version("warploom")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "explain",
+    "masks",
+    "scaled_dot_product_attention",
+    "strict",
+]

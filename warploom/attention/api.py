@@ -1,0 +1,278 @@
+"""The door: attention(), attention_varlen(), scaled_dot_product_attention() and explain()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.attention import reference, registry  # noqa: F401  (registry fills the dispatch list)
+from warploom.attention.arguments import Window, dense_args, varlen_args
+from warploom.attention.plan import Plan, plan_of, torch_plan
+from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.masks import Mask, Padding, SlidingWindow
+from warploom.runtime import dispatch
+from warploom.runtime.ops import attention_op
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention, softmax(scale · q kᵀ, masked) v, differentiable in q, k, v and sink.
+
+    Causal masks and windows are bottom-right aligned: with p = i + seqlen_k - seqlen_q, query i sees key j when
+    -right <= p - j <= left. A query that sees no key has out 0 and lse -inf, and zero gradients.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim); float16, bfloat16, float32 or float64. Any strides; where the last
+            dimension is not contiguous a copy is made.
+        k: (batch, seqlen_k, heads_kv, head_dim); heads_q is a multiple of heads_kv.
+        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        mask: a builder or ColumnMask of `warploom.masks`; intersects with causal and window.
+        causal: hide keys after the query's position, p < j.
+        window: (left, right) keys kept before and after the position; None is unlimited, negatives are legal.
+        scale: factor on q kᵀ; default 1/√head_dim.
+        softcap: c > 0 replaces a scaled score s by c · tanh(s / c); 0 is off.
+        sink: (heads_q,) a logit a head that joins the softmax's denominator, neither scaled nor softcapped.
+        dropout_p: probability of dropping a softmax weight, in [0, 1).
+        dropout_seed: int64 tensor of one element, or an int; default: drawn on q's device by torch's generator.
+        deterministic: bitwise equal run to run; None follows torch.are_deterministic_algorithms_enabled().
+        return_lse: also return lse, the natural log of the softmax's denominator (sink included, dropout ignored),
+            float32 (batch, heads_q, seqlen_q), differentiable.
+        backend: run this implementation or raise its refusal; default: the first that does not refuse.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, lse).
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
+    """
+    args = dense_args(
+        q,
+        k,
+        v,
+        mask=mask,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+    )
+    out, lse = _run(args, backend)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() over sequences packed without padding; masks apply within each sequence.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        k, v: (total_k, heads_kv, ·); with block_table the page pools (pages, page_size, heads_kv, ·).
+        cu_seqlens_q: int32 (batch + 1,), starts of the sequences in q, from 0. Tokens past the last entry get out 0,
+            lse -inf and zero gradients.
+        cu_seqlens_k: the same for k; default: cu_seqlens_q. Not with block_table.
+        max_seqlen_q, max_seqlen_k: the longest sequences; default: bounds that need no synchronisation.
+        seqused_k: int32 (batch,), keys of each sequence that count; default: all. Required with block_table.
+        block_table: int32 (batch, pages_per_sequence), the pages of each sequence in order.
+        mask: a band (Full, Causal, SlidingWindow) or a ColumnMask whose columns are packed as k is, with rows local to
+            each sequence.
+
+    The other keywords are attention()'s.
+
+    Returns:
+        out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
+    """
+    args = varlen_args(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        mask=mask,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+    )
+    out, lse = _run(args, backend)
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Drop-in for torch.nn.functional.scaled_dot_product_attention, same arguments and (…, heads, seqlen, head_dim).
+
+    ``is_causal`` is top-left aligned, as torch's. ``attn_mask`` also takes a mask of `warploom.masks`. A boolean mask
+    over keys alone (query dimension 1) runs here; any other tensor mask goes to torch's own function, since turning a
+    dense mask into columns on the hot path would cost more than it saves. explain(..., attn_mask=...) says which.
+    """
+    if _why_torch(query, attn_mask) is not None:
+        assert attn_mask is None or isinstance(attn_mask, Tensor)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    q, k, v, options = _sdpa_call(query, key, value, attn_mask, is_causal, enable_gqa)
+    out = attention(q, k, v, scale=scale, dropout_p=dropout_p, **options)
+    assert isinstance(out, Tensor)
+    out = out.transpose(1, 2)
+    return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *packed: Any,
+    attn_mask: Tensor | Mask | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **keywords: Any,
+) -> Plan:
+    """What a call would run and why, without running it; print the result.
+
+    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; those of
+    scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device tensors to
+    count tiles.
+    """
+    if attn_mask is not None or is_causal or enable_gqa:
+        reason = _why_torch(q, attn_mask)
+        if reason is not None:
+            return torch_plan(reason)
+        q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal, enable_gqa)
+        keywords = {**keywords, **options}
+    make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
+    args = make(q, k, v, *packed, **keywords)
+    return plan_of(args, _problem(args), backend)
+
+
+def _run(args: AttentionArgs, backend: str | None) -> tuple[Tensor, Tensor]:
+    chosen = dispatch.choose(_problem(args), backend)
+    if chosen == "reference":
+        # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
+        out, lse = reference.forward(args)
+        return out, lse.float()
+    return attention_op(args._replace(backend=chosen))
+
+
+def _problem(args: AttentionArgs) -> AttentionProblem:
+    tensors = (args.q, args.k, args.v, args.sink)
+    backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    return AttentionProblem.from_args(args, backward)
+
+
+def _why_torch(query: Tensor, attn_mask: Tensor | Mask | None) -> str | None:
+    """Why the SDPA drop-in hands a call to torch, or None."""
+    if not isinstance(attn_mask, Tensor):
+        return None
+    if attn_mask.dtype != torch.bool:
+        return f"attn_mask is a {str(attn_mask.dtype).removeprefix('torch.')} tensor, an additive bias"
+    if query.ndim == 4 and _is_key_padding(attn_mask):
+        return None
+    return f"attn_mask is a dense mask of shape {tuple(attn_mask.shape)}; ColumnMask.from_dense converts it once, ahead"
+
+
+def _is_key_padding(attn_mask: Tensor) -> bool:
+    """(batch|1, 1, 1, seqlen_k), or with leading ones left out: a row over keys for each batch entry."""
+    shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+    return attn_mask.ndim <= 4 and shape[1] == 1 and shape[2] == 1
+
+
+def _sdpa_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """q, k, v as attention() takes them and its keywords."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.ndim < 3 or t.ndim != query.ndim:
+            raise ValueError(
+                f"{name} must have 3 or more dimensions (…, heads, seqlen, head_dim) and as many as query, "
+                f"got shape {tuple(t.shape)}"
+            )
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "attn_mask and is_causal=True together are not allowed, as in torch; use attention(mask=, causal=)"
+        )
+    if query.ndim == 3:
+        query, key, value = (t[None] for t in (query, key, value))
+    elif query.ndim > 4:
+        query, key, value = (t.flatten(0, -4) for t in (query, key, value))
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for grouped heads"
+        )
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    options: dict[str, Any] = {}
+    if is_causal:
+        # torch aligns top-left, j <= i: in our coordinates p - j >= seqlen_k - seqlen_q.
+        options["mask"] = SlidingWindow(None, seqlen_q - seqlen_k)
+    elif isinstance(attn_mask, Tensor):
+        keys = attn_mask.reshape(-1, attn_mask.shape[-1])
+        options["mask"] = Padding(keys.expand(keys.shape[0], seqlen_k))
+    elif attn_mask is not None:
+        options["mask"] = attn_mask
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    return q, k, v, options

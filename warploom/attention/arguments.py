@@ -1,0 +1,265 @@
+"""From the user's arguments to validated AttentionArgs: every error of a call is raised here, in words, before any work."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from warploom.attention.problem import (
+    AttentionArgs,
+    check_columns,
+    check_contents,
+    check_int32,
+    check_scalars,
+    check_sink,
+    check_tensors,
+)
+from warploom.masks import Causal, ColumnMask, Full, Mask, ResolvedMask, SlidingWindow
+
+Window = tuple[int | None, int | None]
+
+_warned_layout = False
+
+
+def dense_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
+    deterministic: bool | None = None,
+) -> AttentionArgs:
+    """The arguments of attention()."""
+    q, k, v = _autocast(q, k, v)
+    check_tensors(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
+    _warn_layout(q)
+    resolved = _resolve(mask, causal, window, q.shape[1], k.shape[1], q)
+    check_columns(resolved, q.shape[0], q.shape[2], k.shape[2], k.shape[1], q)
+    return _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
+
+
+def varlen_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
+    deterministic: bool | None = None,
+) -> AttentionArgs:
+    """The arguments of attention_varlen()."""
+    q, k, v = _autocast(q, k, v)
+    paged = block_table is not None
+    check_tensors(q, k, v, 3, "(total_tokens, heads, head_dim)", kv_rank=4 if paged else 3)
+    _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None and length < 0:
+            raise ValueError(f"{name} must not be negative, got {length}")
+
+    _check_mask(mask)
+    if mask is not None and not isinstance(mask, (Full, Causal, SlidingWindow, ColumnMask)):
+        raise ValueError(
+            "attention_varlen takes a band (Full, Causal, SlidingWindow) or a ColumnMask with packed columns as mask, "
+            f"got {type(mask).__name__}; call attention(), or build the columns of each sequence"
+        )
+    total_k = k.shape[0] * k.shape[1] if paged else k.shape[0]
+    resolved = _resolve(mask, causal, window, q.shape[0], total_k, q)
+    if paged and any(vector is not None for vector in resolved[2:]):
+        raise ValueError("mask: column vectors together with block_table are not supported; use a band")
+    check_columns(resolved, 1, q.shape[1], k.shape[-2], total_k, q)
+    if max_seqlen_q is None:
+        max_seqlen_q = q.shape[0]
+    if max_seqlen_k is None:
+        max_seqlen_k = total_k if block_table is None else block_table.shape[1] * k.shape[1]
+    args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
+    args = args._replace(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    check_contents(args)
+    return args
+
+
+def _check_lengths(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
+    """Types and shapes of the tensors that describe packed sequences."""
+    if cu_seqlens_q is None:
+        raise TypeError("cu_seqlens_q must be an int32 tensor of batch + 1 entries, got None")
+    for name, t, ndim in (
+        ("cu_seqlens_q", cu_seqlens_q, 1),
+        ("cu_seqlens_k", cu_seqlens_k, 1),
+        ("seqused_k", seqused_k, 1),
+        ("block_table", block_table, 2),
+    ):
+        check_int32(name, t, ndim, q)
+    if cu_seqlens_q.shape[0] < 1:
+        raise ValueError("cu_seqlens_q must have batch + 1 entries, got none")
+    batch = cu_seqlens_q.shape[0] - 1
+    if block_table is not None and (seqused_k is None or cu_seqlens_k is not None):
+        raise ValueError(
+            "block_table takes the keys' lengths from seqused_k: give seqused_k and leave cu_seqlens_k out"
+        )
+    if cu_seqlens_k is not None and cu_seqlens_k.shape[0] != batch + 1:
+        raise ValueError(f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries but cu_seqlens_q has {batch + 1}")
+    if cu_seqlens_k is None and block_table is None and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has {k.shape[0]} packed tokens but q has {q.shape[0]}: give cu_seqlens_k")
+    for name, t in (("seqused_k", seqused_k), ("block_table", block_table)):
+        if t is not None and t.shape[0] != batch:
+            raise ValueError(f"{name} has {t.shape[0]} entries but cu_seqlens_q describes {batch} sequences")
+
+
+def _assemble(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    resolved: ResolvedMask,
+    scale: float | None,
+    softcap: float,
+    sink: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | int | None,
+    deterministic: bool | None,
+) -> AttentionArgs:
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    check_scalars(scale, softcap, dropout_p)
+    check_sink(sink, q)
+    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return AttentionArgs(
+        q=q,
+        k=k,
+        v=v,
+        lts=resolved.lts,
+        lte=resolved.lte,
+        uts=resolved.uts,
+        ute=resolved.ute,
+        bounds=None,
+        sink=sink,
+        dropout_seed=_seed(dropout_p, dropout_seed, q),
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        block_table=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        left=resolved.left,
+        right=resolved.right,
+        scale=float(scale),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        deterministic=deterministic,
+        backend="",
+    )
+
+
+def _seed(dropout_p: float, seed: Tensor | int | None, q: Tensor) -> Tensor | None:
+    """The Philox key: the caller's, or drawn on the device, so that a captured graph draws anew at every replay."""
+    if not dropout_p:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return torch.tensor([seed], dtype=torch.int64, device=q.device)
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
+        raise TypeError(f"dropout_seed must be an int or an int64 tensor of one element, got {seed!r}")
+    if seed.device != q.device:
+        raise ValueError(f"dropout_seed is on {seed.device} but q is on {q.device}")
+    return seed
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under torch.autocast, fp32, fp16 and bf16 inputs take the autocast dtype, as torch's own attention's do."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(t: Tensor) -> Tensor:
+        eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible else t
+
+    return cast(q), cast(k), cast(v)
+
+
+def _check_mask(mask: object) -> None:
+    if mask is None or isinstance(mask, Mask):
+        return
+    if isinstance(mask, Tensor):
+        raise TypeError(
+            f"mask must be a builder or ColumnMask of warploom.masks, got a {mask.dtype} tensor of shape {tuple(mask.shape)}; "
+            "turn a dense boolean mask into columns once with warploom.masks.ColumnMask.from_dense(mask)"
+        )
+    raise TypeError(f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}")
+
+
+def _resolve(
+    mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor
+) -> ResolvedMask:
+    """The mask of the call: columns and the intersection of all bands."""
+    _check_mask(mask)
+    resolved = ResolvedMask(None, None, None, None, None, None)
+    if mask is not None:
+        resolved = mask.resolve(seqlen_q, seqlen_k, None if isinstance(mask, ColumnMask) else q.device)
+    left, right = resolved.left, resolved.right
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window must be a pair (left, right) of ints or None, got {window!r}")
+        for name, bound in zip(("left", "right"), window, strict=True):
+            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
+                raise TypeError(f"window's {name} must be an int or None, got {bound!r}")
+        left, right = _narrower(left, window[0]), _narrower(right, window[1])
+    if causal:
+        right = _narrower(right, 0)
+    return resolved._replace(left=left, right=right)
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _warn_layout(q: Tensor) -> None:
+    global _warned_layout
+    if _warned_layout or torch.compiler.is_compiling() or q.shape[2] <= 256 or q.shape[1] > 256:
+        return
+    _warned_layout = True
+    warnings.warn(
+        f"q has {q.shape[2]} heads and seqlen {q.shape[1]}: warploom.attention takes (batch, seqlen, heads, head_dim); "
+        "scaled_dot_product_attention takes (batch, heads, seqlen, head_dim)",
+        stacklevel=4,
+    )

@@ -1,0 +1,465 @@
+"""Tiled attention on the CPU: skips what the mask hides, runs torch's own kernels on what it shows.
+
+A plan covers the visible elements by rectangles (masks/rectangles.py). Each rectangle is one call of torch's CPU
+flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, unequal head dims, a
+gradient through lse). Partial results merge by log-sum-exp in fp32; the backward of a rectangle needs only the merged
+out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory is O(seqlen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from warploom.attention import philox
+from warploom.attention.packing import sequences
+from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, cover
+from warploom.masks.visible import visible
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+TILES = (BLOCK_ROWS, BLOCK_COLS)
+# Columns of one step of the tile arithmetic: its score tile stays within a core's L2.
+_ARITHMETIC_COLS = 512
+
+
+def available() -> str | None:
+    return None
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on CPU tensors, not on {problem.device}"
+    if problem.dtype == torch.float64:
+        return "accumulates in fp32; float64 runs on the reference"
+    return None
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    if args.cu_seqlens_q is None:
+        return _forward_dense(args)
+    q = args.q
+    out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
+    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
+    for n, sequence in enumerate(sequences(args)):
+        if sequence.args.q.shape[1]:
+            part_out, part_lse = _forward_dense(sequence.args, n)
+            out[sequence.queries], lse[:, sequence.queries] = part_out[0], part_lse[0]
+    return out, lse
+
+
+def backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    if args.cu_seqlens_q is None:
+        return _backward_dense(args, dout, dlse, out, lse)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
+    dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
+    for n, sequence in enumerate(sequences(args)):
+        rows = sequence.queries
+        if not sequence.args.q.shape[1]:
+            continue
+        part = _backward_dense(
+            sequence.args,
+            dout[rows][None],
+            None if dlse is None else dlse[None, :, rows],
+            out[rows][None],
+            lse[None, :, rows],
+            n,
+        )
+        dq[rows] = part[0][0].float()
+        for total, gradient in ((dk, part[1][0]), (dv, part[2][0])):
+            if sequence.keys is not None:
+                total[sequence.keys] += gradient
+            else:
+                assert sequence.pages is not None
+                page_size = total.shape[1]
+                slots = (sequence.pages[:, None] * page_size + torch.arange(page_size)).flatten()
+                total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient.float())
+        if args.sink is not None:
+            dsink += part[3]
+    return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A slice of the call that shares one mask: its batch entries and query heads, and the plan."""
+
+    batches: slice
+    heads: slice  # of q
+    heads_kv: slice
+    mask_batch: int
+    mask_head: int
+    batch_index: Tensor  # int64, the entries' numbers in the whole call: dropout is keyed by them
+    plan: list[Rectangle]
+
+
+def _parts(args: AttentionArgs, first_batch: int) -> Iterator[_Part]:
+    """One part for each (batch, head) of the mask vectors that differs."""
+    batch, seqlen_q, heads_q = args.q.shape[:3]
+    seqlen_k, heads_kv = args.k.shape[1:3]
+    vectors = [t for t in (args.lts, args.lte, args.uts, args.ute) if t is not None]
+    mask_batches = 1 if all(_same_along(t, 0) for t in vectors) else batch
+    widths = {t.shape[1] for t in vectors if not _same_along(t, 1)}
+    mask_heads = max(widths, default=1)
+    per_head = heads_q // mask_heads
+    group = heads_q // heads_kv
+    for b in range(mask_batches):
+        batches = slice(None) if mask_batches == 1 else slice(b, b + 1)
+        for h in range(mask_heads):
+            kv = slice(h * per_head // group, -(-(h + 1) * per_head // group))
+            yield _Part(
+                batches=batches,
+                heads=slice(h * per_head, (h + 1) * per_head),
+                heads_kv=kv,
+                mask_batch=b,
+                mask_head=h,
+                batch_index=torch.arange(first_batch, first_batch + batch)[batches],
+                plan=cover(args.mask, b, h, seqlen_q, seqlen_k),
+            )
+
+
+def _same_along(t: Tensor, dim: int) -> bool:
+    return t.shape[dim] == 1 or bool((t == t.narrow(dim, 0, 1)).all())
+
+
+class _Tile:
+    """One rectangle of one part: the rows and columns it reads and, when masked, its element test.
+
+    Rows and columns without a visible element are left out, so that a NaN hidden from every query is never read.
+    """
+
+    def __init__(self, args: AttentionArgs, part: _Part, rectangle: Rectangle) -> None:
+        self.causal = rectangle.kind == "causal"
+        self.rows: slice | Tensor = slice(rectangle.r0, rectangle.r1)
+        self.cols: slice | Tensor = slice(rectangle.c0, rectangle.c1)
+        self.row_index = torch.arange(rectangle.r0, rectangle.r1)
+        self.col_index = torch.arange(rectangle.c0, rectangle.c1)
+        self.seen: Tensor | None = None
+        self.empty = False
+        if rectangle.kind != "masked":
+            return
+        mask = args.mask
+        picked = {
+            name: None if (t := getattr(mask, name)) is None else _pick(t, part.mask_batch, part.mask_head)
+            for name in ("lts", "lte", "uts", "ute")
+        }
+        offset = args.k.shape[1] - args.q.shape[1]
+        seen = visible(mask._replace(**picked), self.row_index, self.col_index, offset)[0, 0]
+        some_row, some_col = seen.any(1), seen.any(0)
+        self.empty = not bool(some_row.any())
+        if not bool(some_row.all()):
+            self.row_index = self.rows = self.row_index[some_row]
+            seen = seen[some_row]
+        if not bool(some_col.all()):
+            self.col_index = self.cols = self.col_index[some_col]
+            seen = seen[:, some_col]
+        self.seen = seen
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask (1, 1, rows, cols) for torch's kernel, or None."""
+        if self.seen is None:
+            return None
+        return torch.zeros(self.seen.shape, dtype=dtype).masked_fill_(~self.seen, float("-inf"))[None, None]
+
+
+def _pick(vector: Tensor, batch: int, head: int) -> Tensor:
+    b, h = min(batch, vector.shape[0] - 1), min(head, vector.shape[1] - 1)
+    return vector[b : b + 1, h : h + 1]
+
+
+def _take(t: Tensor, part: _Part, heads: slice, index: slice | Tensor) -> Tensor:
+    """(batch, heads, rows, dim) view (or gather, where rows were left out) of a (batch, seqlen, heads, dim) tensor."""
+    return t[part.batches][:, index][:, :, heads].transpose(1, 2)
+
+
+def _needs_arithmetic(args: AttentionArgs) -> bool:
+    """Whether torch's flash kernel lacks a feature of the call."""
+    return bool(args.softcap or args.dropout_p) or args.q.shape[-1] != args.v.shape[-1]
+
+
+def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, Tensor]:
+    q = args.q
+    batch, seqlen_q, heads = q.shape[:3]
+    parts = list(_parts(args, first_batch))
+    if (
+        len(parts) == 1
+        and _is_whole(parts[0].plan, args)
+        and not _needs_arithmetic(args)
+        and args.sink is None
+    ):
+        tile = _Tile(args, parts[0], parts[0].plan[0])
+        out, lse = _flash_forward(args, parts[0], tile)
+        return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+    merges = any(_rows_overlap(part.plan) for part in parts) or args.sink is not None
+    out = torch.zeros((batch, seqlen_q, heads, args.v.shape[-1]), dtype=torch.float32 if merges else q.dtype)
+    lse = torch.full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
+    run = _arithmetic_forward if _needs_arithmetic(args) else _flash_forward
+    for part in parts:
+        for tile in _tiles(args, part):
+            part_out, part_lse = run(args, part, tile)
+            _merge(out, lse, part, tile.rows, part_out, part_lse, merges)
+    if args.sink is not None:
+        with_sink = torch.logaddexp(lse, args.sink.float()[:, None])
+        out *= _weight(lse, with_sink).transpose(1, 2)[..., None]
+        lse = with_sink
+    return out.to(q.dtype), lse
+
+
+def _is_whole(plan: list[Rectangle], args: AttentionArgs) -> bool:
+    seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
+    return len(plan) == 1 and plan[0][:4] == (0, seqlen_q, 0, seqlen_k) and plan[0].kind != "masked"
+
+
+def _tiles(args: AttentionArgs, part: _Part) -> Iterator[_Tile]:
+    for rectangle in part.plan:
+        tile = _Tile(args, part, rectangle)
+        if not tile.empty:
+            yield tile
+
+
+def _rows_overlap(plan: list[Rectangle]) -> bool:
+    spans = sorted((r.r0, r.r1) for r in plan)
+    return any(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def _merge(
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    rows: slice | Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    merges: bool,
+) -> None:
+    """Fold one rectangle's result into out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen)."""
+    out_view = out[part.batches][:, :, part.heads].transpose(1, 2)
+    lse_view = lse[part.batches][:, part.heads]
+    if not merges:
+        out_view[:, :, rows], lse_view[:, :, rows] = part_out, part_lse
+        return
+    before = lse_view[:, :, rows]
+    after = torch.logaddexp(before, part_lse)
+    old = out_view[:, :, rows] * _weight(before, after)[..., None]
+    out_view[:, :, rows] = old.addcmul_(part_out.float(), _weight(part_lse, after)[..., None])
+    lse_view[:, :, rows] = after
+
+
+def _weight(part: Tensor, total: Tensor) -> Tensor:
+    """exp(part - total), 0 where both are -inf; a NaN stays a NaN."""
+    return torch.exp(part - total.masked_fill(total == float("-inf"), 0.0))
+
+
+def _flash_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor]:
+    q = _take(args.q, part, part.heads, tile.rows)
+    k, v = (_take(t, part, part.heads_kv, tile.cols) for t in (args.k, args.v))
+    return _flash(q, k, v, 0.0, tile.causal, attn_mask=tile.bias(q.dtype), scale=args.scale)  # type: ignore[no-any-return]
+
+
+def _arithmetic_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor]:
+    group = args.q.shape[2] // args.k.shape[2]
+    outs, lses = [], []
+    for heads, heads_kv in _by_group(part, group):
+        q = _take(args.q, part, heads, tile.rows).float()
+        out = torch.zeros((*q.shape[:-1], args.v.shape[-1]))
+        lse = torch.full(q.shape[:-1], float("-inf"))
+        for step in _steps(tile):
+            k, v = (_take(t, part, heads_kv, step.take(tile.cols)).float() for t in (args.k, args.v))
+            scores, _ = _scores(args, q, k, tile, step)
+            top = scores.amax(-1, keepdim=True)
+            top = top.masked_fill(top == float("-inf"), 0.0)
+            weights = torch.exp(scores - top)
+            total = weights.sum(-1, keepdim=True)
+            step_lse = (top + torch.log(total)).squeeze(-1)
+            keep = _kept(args, part, heads, tile, step)
+            if keep is not None:
+                weights = weights * keep
+            after = torch.logaddexp(lse, step_lse)
+            out *= _weight(lse, after)[..., None]
+            # The step's unnormalised sum divided by its total, weighed by exp(step_lse - after).
+            out += (weights @ v) * _weight(top.squeeze(-1), after)[..., None]
+            lse = after
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Columns [start, stop) of a tile's column list."""
+
+    start: int
+    stop: int
+
+    def take(self, cols: slice | Tensor) -> slice | Tensor:
+        if isinstance(cols, slice):
+            return slice(cols.start + self.start, cols.start + self.stop)
+        return cols[self.start : self.stop]
+
+
+def _steps(tile: _Tile) -> Iterator[_Step]:
+    count = tile.col_index.numel()
+    for start in range(0, count, _ARITHMETIC_COLS):
+        yield _Step(start, min(start + _ARITHMETIC_COLS, count))
+
+
+def _by_group(part: _Part, group: int) -> Iterator[tuple[slice, slice]]:
+    """(query heads, key head) that share a key head; all heads at once without grouping."""
+    if group == 1:
+        yield part.heads, part.heads_kv
+        return
+    for head in range(part.heads_kv.start, part.heads_kv.stop):
+        yield (
+            slice(max(part.heads.start, head * group), min(part.heads.stop, (head + 1) * group)),
+            slice(head, head + 1),
+        )
+
+
+def _scores(
+    args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, softcapped and masked scores, and d(score)/d(scaled product) under a softcap."""
+    scores = (q @ k.transpose(-1, -2)).mul_(args.scale)
+    slope = None
+    if args.softcap:
+        squashed = torch.tanh(scores / args.softcap)
+        scores, slope = args.softcap * squashed, 1.0 - squashed * squashed
+    if tile.causal:
+        rows = torch.arange(tile.row_index.numel())[:, None]
+        scores = scores.masked_fill(torch.arange(step.start, step.stop) > rows, float("-inf"))
+    elif tile.seen is not None:
+        scores = scores.masked_fill(~tile.seen[:, step.start : step.stop], float("-inf"))
+    return scores, slope
+
+
+def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _Step) -> Tensor | None:
+    """1/(1-p) where dropout keeps an element, else 0; None without dropout."""
+    if not args.dropout_p:
+        return None
+    assert args.dropout_seed is not None
+    heads_index = torch.arange(heads.start, heads.stop)
+    cols = tile.col_index[step.start : step.stop]
+    keep = philox.keep_mask(
+        args.dropout_seed, args.dropout_p, part.batch_index, heads_index, tile.row_index, cols
+    )
+    return keep.float() / (1.0 - args.dropout_p)
+
+
+def _backward_dense(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = args
+    if not _has_native_half(args.q.dtype):
+        # torch's half-precision backward is an order of magnitude slower than fp32 where the CPU has no such
+        # instructions; O(seqlen) fp32 copies also spare the rounding of partial gradients.
+        args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
+        dout, out = dout.float(), out.float()
+    arithmetic = _needs_arithmetic(args) or dlse is not None
+    need_delta = arithmetic or args.sink is not None
+    delta = None
+    if need_delta:
+        delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+        if dlse is not None:
+            delta = delta - dlse
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
+    for part in _parts(args, first_batch):
+        for tile in _tiles(args, part):
+            if arithmetic:
+                assert delta is not None
+                _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv))
+            else:
+                _flash_backward_tile(args, part, tile, dout, out, lse, (dq, dk, dv))
+    dsink = given.q.new_zeros(0)
+    if args.sink is not None:
+        assert delta is not None
+        share = torch.exp(args.sink.float()[:, None] - lse)
+        dsink = (-share * delta).sum((0, 2)).to(args.sink.dtype)
+    return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsink
+
+
+@cache
+def _has_native_half(dtype: torch.dtype) -> bool:
+    """Whether matmuls in this dtype run on instructions of their own here; fp32 always does."""
+    if dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return False
+
+
+def _add(total: Tensor, part: _Part, heads: slice, index: slice | Tensor, gradient: Tensor) -> None:
+    """total[batches, index, heads] += gradient (batch, heads, rows, dim); index holds no row twice."""
+    view = total[part.batches][:, :, heads].transpose(1, 2)
+    if isinstance(index, slice):
+        view[:, :, index] += gradient
+    else:
+        view.index_add_(2, index, gradient.to(view.dtype))
+
+
+def _flash_backward_tile(
+    args: AttentionArgs,
+    part: _Part,
+    tile: _Tile,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    totals: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    bias = tile.bias(args.q.dtype)
+    for heads, heads_kv in _by_group(part, args.q.shape[2] // args.k.shape[2]):
+        q, do, o = (_take(t, part, heads, tile.rows) for t in (args.q, dout, out))
+        k, v = (_take(t, part, heads_kv, tile.cols).expand(-1, q.shape[1], -1, -1) for t in (args.k, args.v))
+        tile_lse = lse[part.batches][:, heads][:, :, tile.rows]
+        dq, dk, dv = _flash_backward(
+            do, q, k, v, o, tile_lse, 0.0, tile.causal, attn_mask=bias, scale=args.scale
+        )
+        if heads_kv.stop - heads_kv.start < q.shape[1]:
+            dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
+        _add(totals[0], part, heads, tile.rows, dq)
+        _add(totals[1], part, heads_kv, tile.cols, dk)
+        _add(totals[2], part, heads_kv, tile.cols, dv)
+
+
+def _arithmetic_backward(
+    args: AttentionArgs,
+    part: _Part,
+    tile: _Tile,
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    totals: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """P = exp(S - lse), dV = Pᵀ dO, dS = P∘(dP - delta), dQ = dS·K, dK = dSᵀ·Q on one tile, column step by step."""
+    for heads, heads_kv in _by_group(part, args.q.shape[2] // args.k.shape[2]):
+        q, do = (_take(t, part, heads, tile.rows).float() for t in (args.q, dout))
+        row_lse, row_delta = (t[part.batches][:, heads][:, :, tile.rows][..., None] for t in (lse, delta))
+        row_lse = row_lse.masked_fill(row_lse == float("-inf"), 0.0)
+        for step in _steps(tile):
+            cols = step.take(tile.cols)
+            k, v = (_take(t, part, heads_kv, cols).float() for t in (args.k, args.v))
+            scores, slope = _scores(args, q, k, tile, step)
+            weights = torch.exp(scores - row_lse)
+            keep = _kept(args, part, heads, tile, step)
+            dweights = do @ v.transpose(-1, -2)
+            dropped = weights
+            if keep is not None:
+                dropped, dweights = weights * keep, dweights * keep
+            dscores = weights * (dweights - row_delta)
+            if slope is not None:
+                dscores = dscores * slope
+            dscores = dscores * args.scale
+            dk, dv = dscores.transpose(-1, -2) @ q, dropped.transpose(-1, -2) @ do
+            if heads_kv.stop - heads_kv.start < q.shape[1]:
+                dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
+            _add(totals[0], part, heads, tile.rows, dscores @ k)
+            _add(totals[1], part, heads_kv, cols, dk)
+            _add(totals[2], part, heads_kv, cols, dv)

@@ -1,0 +1,68 @@
+"""What explain() returns: the chosen implementation, its tiles, what it skips, and who refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.masks.tiles import TileClasses
+from warploom.runtime import dispatch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call's plan; ``str(plan)`` is the text for people, ``to_dict()`` the same for programs."""
+
+    call: str
+    implementation: str
+    reason: str
+    tile: tuple[int, int] | None = None  # queries × keys
+    tiles: dict[str, int] | None = None  # counts: hidden, partial, full
+    skipped: float | None = None  # fraction of tiles that hold no visible element
+    refused: tuple[tuple[str, str], ...] = ()  # (implementation, why), in dispatch order
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "call": self.call,
+            "implementation": self.implementation,
+            "reason": self.reason,
+            "tile": list(self.tile) if self.tile else None,
+            "tiles": self.tiles,
+            "skipped": self.skipped,
+            "refused": [{"implementation": name, "why": why} for name, why in self.refused],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"call      {self.call}", f"runs      {self.implementation}: {self.reason}"]
+        if self.tile is not None and self.tiles is not None and self.skipped is not None:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.tiles.items())
+            lines.append(f"tiles     {self.tile[0]}×{self.tile[1]}: {counts}; {self.skipped:.1%} skipped")
+        lines += [f"refused   {name}: {why}" for name, why in self.refused]
+        return "\n".join(lines)
+
+
+def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None) -> Plan:
+    """The plan of a validated call; raises as the call would where ``backend`` refuses."""
+    chosen = dispatch.choose(problem, backend)
+    refused, reason = [], f"forced by backend={backend!r}"
+    if backend is None:
+        reason = "the first that does not refuse"
+        for implementation in dispatch.implementations("attention"):
+            if implementation.name == chosen:
+                break
+            refused.append((implementation.name, implementation.refusal(problem) or ""))
+    tile = getattr(dispatch.find(chosen).module, "TILES", None)
+    counts, skipped = (None, None)
+    if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
+        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, *tile, device=args.q.device)
+        counts = {kind: int(getattr(classes, kind).sum()) for kind in ("hidden", "partial", "full")}
+        skipped = classes.skipped
+    return Plan(problem.describe(), chosen, reason, tile, counts, skipped, tuple(refused))
+
+
+def torch_plan(reason: str) -> Plan:
+    """The plan of a drop-in call that torch's own function takes."""
+    return Plan(
+        "scaled_dot_product_attention", "torch", f"torch.nn.functional.scaled_dot_product_attention: {reason}"
+    )

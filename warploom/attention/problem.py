@@ -1,0 +1,280 @@
+"""One validated, frozen description of an attention call: what dispatch decides on and explain() prints."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from warploom.masks.intervals import ResolvedMask
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class AttentionArgs(NamedTuple):
+    """The arguments of the attention op, in schema order; every implementation receives one of these.
+
+    Dense calls have q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ·); packed calls
+    have q (total_q, heads_q, head_dim) and ``cu_seqlens_q``; paged ones k and v (pages, page_size, heads_kv, ·)
+    and ``block_table``. ``lts … ute`` are int32 (batch|1, heads|1, seqlen_k) with rows local to each sequence.
+    ``bounds`` is a slot for prepared per-tile extrema of those four. left and right are the band
+    -right <= p - j <= left with p = i + seqlen_k - seqlen_q; None is unlimited.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lts: Tensor | None
+    lte: Tensor | None
+    uts: Tensor | None
+    ute: Tensor | None
+    bounds: Tensor | None
+    sink: Tensor | None
+    dropout_seed: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    backend: str
+
+    @property
+    def mask(self) -> ResolvedMask:
+        return ResolvedMask(self.left, self.right, self.lts, self.lte, self.uts, self.ute)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Everything dispatch may look at: shapes, dtypes and features, never tensor contents."""
+
+    device: str
+    dtype: torch.dtype
+    layout: str  # "dense", "varlen" or "paged"
+    batch: int
+    seqlen_q: int  # the longest, for packed calls
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    left: int | None = None
+    right: int | None = None
+    columns: tuple[str, ...] = ()  # which of lts, lte, uts, ute are present
+    softcap: bool = False
+    sink: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    backward: bool = False
+
+    @classmethod
+    def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
+        q, k, v = args.q, args.k, args.v
+        if args.cu_seqlens_q is None:
+            layout, batch, seqlen_q, seqlen_k = "dense", q.shape[0], q.shape[1], k.shape[1]
+        else:
+            layout = "varlen" if args.block_table is None else "paged"
+            batch = args.cu_seqlens_q.shape[0] - 1
+            seqlen_q, seqlen_k = args.max_seqlen_q or 0, args.max_seqlen_k or 0
+        columns = tuple([name for name in ("lts", "lte", "uts", "ute") if getattr(args, name) is not None])
+        return cls(
+            device=q.device.type,
+            dtype=q.dtype,
+            layout=layout,
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads_q=q.shape[-2],
+            heads_kv=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            left=args.left,
+            right=args.right,
+            columns=columns,
+            softcap=args.softcap != 0.0,
+            sink=args.sink is not None,
+            dropout=args.dropout_p > 0.0,
+            deterministic=args.deterministic,
+            backward=backward,
+        )
+
+    def describe(self) -> str:
+        """One line in the words of a user."""
+        dims = (
+            f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        )
+        parts = [
+            f"{self.layout} {str(self.dtype).removeprefix('torch.')} on {self.device}",
+            f"batch {self.batch}, seqlen {self.seqlen_q}×{self.seqlen_k}, "
+            f"heads {self.heads_q}/{self.heads_kv}, head_dim {dims}",
+            band_words(self.left, self.right),
+        ]
+        if self.columns:
+            parts.append(f"column mask ({', '.join(self.columns)})")
+        parts += [name for name in ("softcap", "sink", "dropout", "deterministic") if getattr(self, name)]
+        parts.append("forward + backward" if self.backward else "forward")
+        return "; ".join(parts)
+
+
+def band_words(left: int | None, right: int | None) -> str:
+    """The band as a user would name it."""
+    if left is None and right is None:
+        return "no band"
+    if left is None and right == 0:
+        return "causal"
+    return f"window (left {'∞' if left is None else left}, right {'∞' if right is None else right})"
+
+
+def check_tensors(
+    q: object, k: object, v: object, rank: int, layout: str, kv_rank: int | None = None
+) -> None:
+    """Type, rank, dtype, device and shape agreement of q, k and v; raises in the user's words."""
+    kv_rank = rank if kv_rank is None else kv_rank
+    for name, t, ndim in (("q", q, rank), ("k", k, kv_rank), ("v", v, kv_rank)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(t.shape)}")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q has dtype {q.dtype}; attention takes float16, bfloat16, float32 or float64")
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(
+                f"{name} has dtype {t.dtype} but q has {q.dtype}; give all three one dtype, or call under torch.autocast"
+            )
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} but q is on {q.device}; move them to one device")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k and v must agree in all but the last dimension, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head_dim must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q % heads_kv != 0:
+        raise ValueError(f"q has {heads_q} heads, which is not a multiple of the {heads_kv} heads of k and v")
+
+
+def check_scalars(scale: float, softcap: float, dropout_p: float) -> None:
+    """Ranges of the scalar keywords."""
+    # Comparisons rather than math.isfinite, which torch.compile cannot trace on a symbolic float.
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {softcap}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def check_sink(sink: Tensor | None, q: Tensor) -> None:
+    """A sink is one logit a query head."""
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise TypeError(f"sink must be a floating point tensor of shape ({q.shape[-2]},), got {_kind(sink)}")
+    if sink.shape != (q.shape[-2],):
+        raise ValueError(
+            f"sink must have shape ({q.shape[-2]},), one logit a query head, got {tuple(sink.shape)}"
+        )
+    if sink.device != q.device:
+        raise ValueError(f"sink is on {sink.device} but q is on {q.device}")
+
+
+def check_columns(
+    mask: ResolvedMask, batch: int, heads_q: int, heads_kv: int, seqlen_k: int, q: Tensor
+) -> None:
+    """Shapes of the column vectors against the call."""
+    for name in ("lts", "lte", "uts", "ute"):
+        vector = getattr(mask, name)
+        if vector is None:
+            continue
+        b, h, s = vector.shape
+        if s != seqlen_k:
+            raise ValueError(f"mask has {s} columns ({name}) but k has seqlen {seqlen_k}")
+        if b not in (1, batch):
+            raise ValueError(f"mask has batch {b} ({name}); it must be 1 or the batch of q, {batch}")
+        if h not in (1, heads_kv, heads_q):
+            raise ValueError(
+                f"mask has {h} heads ({name}); it must be 1, {heads_kv} (of k) or {heads_q} (of q)"
+            )
+        if vector.device != q.device:
+            raise ValueError(f"mask is on {vector.device} but q is on {q.device}; use mask.to(q.device)")
+
+
+def check_int32(name: str, t: Tensor | None, ndim: int, q: Tensor) -> None:
+    """An index tensor: int32, of the given rank, on q's device."""
+    if t is None:
+        return
+    if not isinstance(t, Tensor) or t.dtype != torch.int32:
+        raise TypeError(f"{name} must be an int32 tensor, got {_kind(t)}")
+    if t.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim > 1)}, got shape {tuple(t.shape)}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device} but q is on {q.device}")
+
+
+def check_contents(args: AttentionArgs) -> None:
+    """Values of index tensors, where looking costs nothing (CPU) or was asked for (WARPLOOM_CHECK=1)."""
+    q = args.q
+    if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter):
+        return
+    if q.device.type != "cpu" and os.environ.get("WARPLOOM_CHECK") != "1":
+        return
+    if args.cu_seqlens_q is not None:
+        _check_cu_seqlens("cu_seqlens_q", args.cu_seqlens_q, q.shape[0], args.max_seqlen_q)
+    if args.cu_seqlens_k is not None and args.block_table is None:
+        _check_cu_seqlens("cu_seqlens_k", args.cu_seqlens_k, args.k.shape[0], args.max_seqlen_k)
+    if args.seqused_k is not None and args.seqused_k.numel() and int(args.seqused_k.min()) < 0:
+        raise ValueError(f"seqused_k must not be negative, got {int(args.seqused_k.min())}")
+    if args.block_table is not None:
+        assert args.seqused_k is not None
+        pages, page_size = args.k.shape[:2]
+        capacity = args.block_table.shape[1] * page_size
+        if args.seqused_k.numel() and int(args.seqused_k.max()) > capacity:
+            raise ValueError(
+                f"seqused_k reaches {int(args.seqused_k.max())} but block_table holds "
+                f"{args.block_table.shape[1]} pages of {page_size} a sequence, {capacity} keys"
+            )
+        used = torch.arange(args.block_table.shape[1], device=q.device) * page_size < args.seqused_k[:, None]
+        bad = used & ((args.block_table < 0) | (args.block_table >= pages))
+        if bool(bad.any()):
+            row, col = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"block_table[{row}, {col}] is {int(args.block_table[row, col])}, outside the {pages} pages of k"
+            )
+
+
+def _check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int | None) -> None:
+    values = cu.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {values[0]}")
+    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    for n, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"{name} must not decrease, got {values[n]} then {values[n + 1]} at index {n + 1}"
+            )
+    if values[-1] > total:
+        raise ValueError(f"{name} ends at {values[-1]}, past the {total} packed tokens")
+    if longest is not None and lengths and max(lengths) > longest:
+        which = name.replace("cu_seqlens", "max_seqlen")
+        raise ValueError(f"{which} is {longest} but the longest sequence of {name} has {max(lengths)} tokens")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,112 @@
+"""The specification: eager attention in plain differentiable torch ops, any float dtype, every feature.
+
+Arithmetic is fp32, or fp64 for fp64 inputs. Memory is O(seqlen_q · seqlen_k). Everything torch can differentiate
+works through it: double backward, forward AD, vmap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warploom.attention import philox
+from warploom.attention.packing import sequences
+from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.masks.visible import visible
+
+
+def available() -> str | None:
+    return None
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    return None
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Out (…, heads_q, head_dim_v) in q's dtype and lse, fp32 (fp64 for fp64 inputs), of validated arguments."""
+    if args.cu_seqlens_q is None:
+        batches = torch.arange(args.q.shape[0], device=args.q.device)
+        return _attend(args, batches)
+    return _attend_packed(args)
+
+
+def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    q = args.q
+    outs, lses = [], []
+    for index, sequence in enumerate(sequences(args)):
+        out, lse = _attend(sequence.args, torch.tensor([index], device=q.device))
+        outs.append(out[0])
+        lses.append(lse[0])
+    rest = q.shape[0] - sum(o.shape[0] for o in outs)
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    outs.append(q.new_zeros((rest, q.shape[1], args.v.shape[-1])))
+    lses.append(q.new_full((q.shape[1], rest), float("-inf"), dtype=accumulate))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
+    accumulate = torch.promote_types(args.q.dtype, torch.float32)
+    group = args.q.shape[2] // args.k.shape[2]
+    q = args.q.transpose(1, 2).to(accumulate)
+    k, v = (t.transpose(1, 2).to(accumulate).repeat_interleave(group, dim=1) for t in (args.k, args.v))
+    heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
+    rows, cols = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
+
+    seen = visible(args.mask, rows, cols, seqlen_k - seqlen_q)
+    if seen.shape[1] not in (1, heads):
+        seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
+    exact = _has_nonfinite(q, k, v)
+    scores = _scores(q, k, seen, exact) * args.scale
+    if args.softcap:
+        scores = args.softcap * torch.tanh(scores / args.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+
+    top = (
+        scores.detach().amax(-1, keepdim=True)
+        if seqlen_k
+        else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+    )
+    sink = None if args.sink is None else args.sink.to(accumulate)[:, None, None]
+    if sink is not None:
+        top = torch.maximum(top, sink.detach())
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    lse = (top + torch.log(total)).masked_fill(nothing, float("-inf")).squeeze(-1)
+
+    weights = weights / total
+    if args.dropout_p:
+        assert args.dropout_seed is not None
+        heads_index = torch.arange(heads, device=q.device)
+        keep = philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads_index, rows, cols)
+        weights = weights * keep / (1.0 - args.dropout_p)
+    out = _weighted_sum(weights, v, seen, exact)
+    return out.transpose(1, 2).to(args.q.dtype), lse
+
+
+def _has_nonfinite(*tensors: Tensor) -> bool:
+    """Whether matmuls would spread a NaN or infinity to rows that do not see it; unknown while tracing: no."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(type(t) is not Tensor for t in tensors):
+        return False
+    return not all(bool(torch.isfinite(t.detach()).all()) for t in tensors)
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor, exact: bool) -> Tensor:
+    """q·kᵀ; `exact` multiplies element by element, so that a hidden NaN reaches no value and no gradient."""
+    if not exact:
+        return q @ k.transpose(-1, -2)
+    pairs = torch.where(seen[..., None], k[..., None, :, :], 0.0)
+    return (q[..., :, None, :] * pairs).sum(-1)
+
+
+def _weighted_sum(weights: Tensor, v: Tensor, seen: Tensor, exact: bool) -> Tensor:
+    if not exact:
+        return weights @ v
+    return (weights[..., None] * torch.where(seen[..., None], v[..., None, :, :], 0.0)).sum(-2)

@@ -1,0 +1,11 @@
+"""The implementations of exact attention, fastest first."""
+
+from warploom.attention import cpu, reference
+from warploom.runtime import dispatch
+from warploom.runtime.dispatch import Implementation
+
+dispatch.register(
+    "attention",
+    Implementation("cpu", cpu),
+    Implementation("reference", reference),
+)

@@ -1,0 +1,104 @@
+"""Dispatch is data: for each family an ordered list of implementations that say, in words, what they refuse."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a family's problems.
+
+    The module defines ``available() -> str | None`` (None: can run on this machine, else why not) and
+    ``supports(problem) -> str | None`` (None: takes the problem, else the refusal in words). It imports optional
+    dependencies only when it runs.
+    """
+
+    name: str
+    module: ModuleType
+
+    def available(self) -> str | None:
+        reason: str | None = self.module.available()
+        return reason
+
+    def supports(self, problem: Any) -> str | None:
+        reason: str | None = self.module.supports(problem)
+        return reason
+
+    def refusal(self, problem: Any) -> str | None:
+        """Why this implementation does not run the problem, or None."""
+        return self.available() or self.supports(problem)
+
+
+_families: dict[str, tuple[Implementation, ...]] = {}
+
+_strict = False
+_warned: set[tuple[str, str]] = set()
+
+
+def strict(enabled: bool = True) -> None:
+    """Make falling to a slower implementation on a GPU an error instead of one warning a process."""
+    global _strict
+    _strict = enabled
+
+
+def register(family: str, *ordered: Implementation) -> None:
+    """Set a family's dispatch list, fastest first: the first that does not refuse runs."""
+    _families[family] = ordered
+
+
+def implementations(family: str = "attention") -> tuple[Implementation, ...]:
+    """The ordered dispatch list of a family."""
+    return _families[family]
+
+
+def find(name: str, family: str = "attention") -> Implementation:
+    """The implementation called ``name``; ValueError lists the names there are."""
+    for implementation in _families[family]:
+        if implementation.name == name:
+            return implementation
+    names = ", ".join(repr(i.name) for i in _families[family])
+    raise ValueError(f"backend must be one of {names}, got {name!r}")
+
+
+def choose(problem: Any, backend: str | None = None, family: str = "attention") -> str:
+    """The name of the implementation that runs ``problem``.
+
+    Raises:
+        ValueError: ``backend`` names none, or one that refuses; the message is its refusal.
+        RuntimeError: under strict(), where a GPU call would fall to a slower implementation.
+    """
+    if backend is not None:
+        forced = find(backend, family)
+        reason = forced.refusal(problem)
+        if reason is not None:
+            raise ValueError(f"backend={backend!r} cannot run this call: {reason}")
+        return forced.name
+    refusals: list[tuple[str, str]] = []
+    for implementation in _families[family]:
+        unavailable = implementation.available()
+        reason = unavailable or implementation.supports(problem)
+        if reason is None:
+            if problem.device != "cpu":
+                _report_fallback(implementation.name, refusals)
+            return implementation.name
+        if unavailable is None:
+            refusals.append((implementation.name, reason))
+    raise ValueError("no implementation takes this call: " + "; ".join(f"{n}: {r}" for n, r in refusals))
+
+
+def _report_fallback(chosen: str, refusals: list[tuple[str, str]]) -> None:
+    slower = [(name, reason) for name, reason in refusals if name != "cpu"]
+    if not slower and chosen != "reference":
+        return
+    reasons = (
+        "; ".join(f"{name}: {reason}" for name, reason in slower) or "no GPU implementation is available here"
+    )
+    if _strict:
+        raise RuntimeError(f"warploom.strict(): this call would fall to the slower {chosen!r} ({reasons})")
+    if (chosen, reasons) not in _warned:
+        _warned.add((chosen, reasons))
+        warnings.warn(f"warploom runs the slower {chosen!r} here ({reasons})", stacklevel=4)

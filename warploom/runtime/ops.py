@@ -1,0 +1,183 @@
+"""The torch.library boundary: one forward and one backward op, whose schema later implementations share.
+
+The op is opaque to compilers; its autograd formula is an autograd.Function that calls the backward op. Under
+torch.func transforms a dispatcher kernel cannot enter an autograd.Function, so `attention_op` applies the Function
+directly there.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.attention.problem import AttentionArgs
+from warploom.runtime import dispatch
+
+_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
+
+
+def _schema_type(annotation: Any) -> str:
+    if isinstance(annotation, types.UnionType):
+        inner = next(a for a in typing.get_args(annotation) if a is not type(None))
+        return _schema_type(inner) + "?"
+    return _SCHEMA_TYPES[annotation]
+
+
+_ARGS = ", ".join(f"{_schema_type(t)} {n}" for n, t in typing.get_type_hints(AttentionArgs).items())
+_COUNT = len(AttentionArgs._fields)
+
+_library = torch.library.Library("warploom", "DEF")
+_library.define(f"attention({_ARGS}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _lse_shape(args: AttentionArgs) -> tuple[int, ...]:
+    q = args.q
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+
+
+def _is_empty(args: AttentionArgs) -> bool:
+    return args.q.numel() == 0 or args.k.numel() == 0
+
+
+def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
+    args = AttentionArgs(*flat)
+    if _is_empty(args):
+        lse = args.q.new_full(_lse_shape(args), float("-inf"), dtype=torch.float32)
+        if args.sink is not None:
+            lse.copy_(args.sink[:, None].expand(lse.shape))
+        return args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1])), lse
+    return dispatch.find(args.backend).module.forward(args)
+
+
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = AttentionArgs(*flat)
+    if _is_empty(args):
+        dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
+        if args.sink is not None and dlse is not None:
+            dsink += dlse.sum(dim=[d for d in range(dlse.ndim) if d != dlse.ndim - 2]).to(dsink.dtype)
+        return tuple(t.new_zeros(t.shape) for t in (args.q, args.k, args.v)) + (dsink,)  # type: ignore[return-value]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return dispatch.find(args.backend).module.backward(args, dout, dlse, out, lse)
+
+
+def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+    args = AttentionArgs(*flat)
+    out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
+    return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
+
+
+def _backward_fake(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any
+) -> tuple[Tensor, ...]:
+    args = AttentionArgs(*flat)
+    dsink = args.q.new_empty(0) if args.sink is None else args.sink.new_empty(args.sink.shape)
+    return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink)
+
+
+_attention = torch.ops.warploom.attention.default
+_attention_backward = torch.ops.warploom.attention_backward.default
+
+_ADVICE = "; backend='reference' supports it"
+
+
+class _Attention(torch.autograd.Function):
+    """out, lse = attention(*AttentionArgs), differentiable in q, k, v and sink."""
+
+    @staticmethod
+    def forward(*flat: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _attention(*flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        args, (out, lse) = AttentionArgs(*inputs), output
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *[a for a in args if isinstance(a, Tensor)])
+        ctx.others = [None if isinstance(a, Tensor) else (a,) for a in args]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return (None,) * _COUNT
+        out, lse, *tensors = ctx.saved_tensors
+        saved = iter(tensors)
+        args = AttentionArgs(*[next(saved) if other is None else other[0] for other in ctx.others])
+        call = (
+            _AttentionBackward.apply if torch._C._are_functorch_transforms_active() else _attention_backward
+        )
+        dq, dk, dv, dsink = call(dout, dlse, out, lse, *args)
+        nones = dict.fromkeys(AttentionArgs._fields)
+        nones.update(q=dq, k=dk, v=dv, sink=dsink if args.sink is not None else None)
+        return tuple(nones.values())
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            "torch.vmap over warploom.attention is not supported by this backend" + _ADVICE
+        )
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward op, whose own derivative is refused in words rather than silently dropped."""
+
+    @staticmethod
+    def forward(*flat: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _attention_backward(*flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError(
+            "double backward through warploom.attention is not supported by this backend" + _ADVICE
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            "torch.vmap over warploom.attention is not supported by this backend" + _ADVICE
+        )
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", _forward, _key)
+    _library.impl("attention_backward", _backward, _key)
+torch.library.register_fake("warploom::attention", _forward_fake, lib=_library)
+torch.library.register_fake("warploom::attention_backward", _backward_fake, lib=_library)
+_library.impl("attention", lambda *flat: _Attention.apply(*flat), "Autograd")
+_library.impl("attention_backward", lambda *flat: _AttentionBackward.apply(*flat), "Autograd")
+
+
+def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Run the op on validated arguments; refuses forward AD in words, where torch would name an internal class."""
+    if torch.compiler.is_compiling():
+        return _attention(*args)
+    if torch._C._are_functorch_transforms_active():
+        if torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
+            _refuse_forward_ad()
+        return _Attention.apply(*args)  # type: ignore[no-any-return]
+    if torch.autograd.forward_ad._current_level >= 0 and any(
+        isinstance(t, Tensor) and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in (args.q, args.k, args.v, args.sink)
+    ):
+        _refuse_forward_ad()
+    return _attention(*args)
+
+
+def _refuse_forward_ad() -> None:
+    raise NotImplementedError(
+        "forward-mode AD through warploom.attention is not supported by this backend" + _ADVICE
+    )
