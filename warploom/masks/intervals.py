@@ -176,22 +176,3 @@ def visible_per_column(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, device)
         (a0, b0), (a1, b1) = cut
         shown = shown + (torch.minimum(b0, b1) - torch.maximum(a0, a1)).clamp(min=0)
     return shown
-
-
-def dense(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, device) -> Tensor:
-    """The whole matrix, bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible."""
-    row = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1)
-    distance = row + (seqlen_k - seqlen_q) - torch.arange(seqlen_k, device=device)
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if mask.left is not None:
-        visible = visible & (distance <= mask.left)
-    if mask.right is not None:
-        visible = visible & (distance >= -mask.right)
-    for start, end in intervals_of(mask):
-        hidden = torch.ones_like(visible)
-        if start is not None:
-            hidden = hidden & (row >= start.unsqueeze(2))
-        if end is not None:
-            hidden = hidden & (row < end.unsqueeze(2))
-        visible = visible & ~hidden
-    return visible

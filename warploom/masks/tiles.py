@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import integer
-from warploom.masks.intervals import ResolvedMask
+from warploom.masks.intervals import ResolvedMask, band_rows
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 LTS_MIN, LTS_MAX, LTE_MIN, LTE_MAX, UTS_MIN, UTS_MAX, UTE_MIN, UTE_MAX = range(8)
@@ -55,54 +55,71 @@ def column_bounds(
         device: where the result of a mask without vectors lives.
 
     Returns:
-        int32 (batch|1, heads|1, n_blocks, 8): lts min, max, lte min, max, uts min, max, ute min, max. An
-        interval that is absent or empty has start seqlen_q and end 0; a column that one interval hides
-        altogether counts as hidden by both.
+        int32 (batch|1, heads|1, n_blocks, 8): lts min, max, lte min, max, uts min, max, ute min, max, of the
+        intervals as `normalised` gives them.
+    """
+    vectors = normalised(mask, seqlen_q, seqlen_k, device)
+    lead, device = vectors.shape[:3], vectors.device
+    if isinstance(block_n, Tensor):
+        count = block_n.shape[0] - 1
+        inner = block_n[1:].to(device=device, dtype=torch.int64)
+        block = torch.searchsorted(inner, torch.arange(seqlen_k, device=device), right=True).expand_as(
+            vectors
+        )
+        low = vectors.new_full((*lead, count), seqlen_q).scatter_reduce(3, block, vectors, "amin")
+        high = vectors.new_zeros((*lead, count)).scatter_reduce(3, block, vectors, "amax")
+    else:
+        count = (seqlen_k + block_n - 1) // block_n
+        if seqlen_k % block_n:
+            fill = vectors[..., -1:].expand(*lead, count * block_n - seqlen_k)
+            vectors = torch.cat([vectors, fill], dim=3)
+        blocks = vectors.reshape(*lead, count, block_n)
+        low, high = blocks.aminmax(dim=4) if count else (vectors, vectors)
+    return torch.stack([low, high], dim=3).flatten(2, 3).transpose(2, 3).contiguous()
+
+
+def normalised(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, device: Any = None) -> Tensor:
+    """The vectors in the form whose block minima and maxima say most; together with the band they hide the
+    same.
+
+    An interval that is absent or empty starts at seqlen_q and ends at 0, so that it neither covers nor
+    touches. One that reaches rows the band hides anyway goes on to the edge, and a column that shows nothing
+    at all is hidden by both intervals, so that it never spoils what the other columns of its block have in
+    common.
+
+    Returns:
+        int32 (batch|1, heads|1, 4, seqlen_k): lts, lte, uts, ute.
     """
     present = [t for t in mask[2:] if t is not None]
     if present:
         device, shape = present[0].device, present[0].shape
     else:
         shape = torch.Size((1, 1, seqlen_k))
+    empty_start = torch.full(shape, seqlen_q, dtype=torch.int32, device=device)
+    empty_end = torch.zeros_like(empty_start)
+    if not present:
+        return torch.stack([empty_start, empty_end, empty_start, empty_end], dim=2)
+    column = torch.arange(seqlen_k, dtype=torch.int32, device=device).view(1, 1, -1)
+    first, last = band_rows(mask.left, mask.right, seqlen_q, seqlen_k, column)
 
-    def interval(start: Tensor | None, end: Tensor | None, exists: bool) -> tuple[Tensor, Tensor, Tensor]:
-        none = torch.full(shape, 0 if exists else seqlen_q, dtype=torch.int32, device=device)
-        start = none if start is None else start.clamp(0, seqlen_q)
-        end = torch.full_like(none, seqlen_q if exists else 0) if end is None else end.clamp(0, seqlen_q)
-        empty = start >= end
-        start, end = torch.where(empty, seqlen_q, start), torch.where(empty, 0, end)
-        return start, end, (start == 0) & (end == seqlen_q)
+    def interval(start: Tensor | None, end: Tensor | None, exists: bool) -> tuple[Tensor, Tensor]:
+        if not exists:
+            return empty_start, empty_end
+        start = empty_end if start is None else start
+        end = empty_start if end is None else end
+        empty = (start >= end) | (start >= seqlen_q) | (end <= 0)
+        start = torch.where(start <= first, 0, start)
+        end = torch.where(end >= last, seqlen_q, end)
+        return torch.where(empty, seqlen_q, start), torch.where(empty, 0, end)
 
-    lts, lte, all_lower = interval(mask.lts, mask.lte, mask.lts is not None)
-    uts, ute, all_upper = interval(mask.uts, mask.ute, mask.ute is not None)
-    if (
-        mask.lts is not None and mask.ute is not None
-    ):  # so that such a column never spoils the block's common interval
-        hidden = all_lower | all_upper
-        lts, uts = lts.masked_fill(hidden, 0), uts.masked_fill(hidden, 0)
-        lte, ute = lte.masked_fill(hidden, seqlen_q), ute.masked_fill(hidden, seqlen_q)
-    vectors = torch.stack([lts, lte, uts, ute], dim=2)  # (batch, heads, 4, seqlen_k)
-    if isinstance(block_n, Tensor):
-        count = block_n.shape[0] - 1
-        column = torch.arange(seqlen_k, device=device)
-        block = torch.searchsorted(
-            block_n[1:].to(device=device, dtype=torch.int64), column, right=True
-        ).expand_as(vectors)
-        low = vectors.new_full((*vectors.shape[:3], count), seqlen_q).scatter_reduce(
-            3, block, vectors, "amin"
-        )
-        high = vectors.new_zeros((*vectors.shape[:3], count)).scatter_reduce(3, block, vectors, "amax")
-    else:
-        count = (seqlen_k + block_n - 1) // block_n
-        if seqlen_k % block_n:
-            fill = vectors[..., -1:].expand(*vectors.shape[:3], count * block_n - seqlen_k)
-            vectors = torch.cat([vectors, fill], dim=3)
-        low, high = (
-            vectors.reshape(*vectors.shape[:3], count, block_n).aminmax(dim=4)
-            if count
-            else (vectors, vectors)
-        )
-    return torch.stack([low, high], dim=3).flatten(2, 3).transpose(2, 3).contiguous()
+    lts, lte = interval(mask.lts, mask.lte, mask.lts is not None)
+    uts, ute = interval(mask.uts, mask.ute, mask.ute is not None)
+    hidden = (first >= last) | ((lts == 0) & (lte == seqlen_q)) | ((uts == 0) & (ute == seqlen_q))
+    hidden = hidden | ((uts == 0) & (ute >= lts) & (lte == seqlen_q))
+    hidden = hidden | ((lts == 0) & (lte >= uts) & (ute == seqlen_q))
+    lts, uts = lts.masked_fill(hidden, 0), uts.masked_fill(hidden, 0)
+    lte, ute = lte.masked_fill(hidden, seqlen_q), ute.masked_fill(hidden, seqlen_q)
+    return torch.stack([lts, lte, uts, ute], dim=2)
 
 
 def classify_row_block(

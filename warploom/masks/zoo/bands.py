@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import check_values, describe, integer, per_batch_rows
-from warploom.masks.columns import Mask
+from warploom.masks.base import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 

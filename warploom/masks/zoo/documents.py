@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import check_values, describe, per_batch_rows, readable
-from warploom.masks.columns import Mask, _rebuild
+from warploom.masks.base import Mask, rebuild
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
 
@@ -53,7 +53,7 @@ class Document(Mask):
                 raise ValueError(
                     f"cu_seqlens must not decrease, got {cu[b].tolist()[j : j + 2]} at index {j + 1}"
                 )
-        return _rebuild(cls, {"bounds": cu, "ids": None, "kind": "cu_seqlens", "causal": causal})
+        return rebuild(cls, {"bounds": cu, "ids": None, "kind": "cu_seqlens", "causal": causal})
 
     @classmethod
     def from_segment_ids(cls, ids: Any, causal: bool = True) -> Document:
@@ -63,7 +63,7 @@ class Document(Mask):
         rows = per_batch_rows("segment_ids", ids, "segment ids (seqlen_k,) or (batch, seqlen_k)")
         if readable(rows):
             _check_runs(rows)
-        return _rebuild(cls, {"bounds": None, "ids": rows, "kind": "segment_ids", "causal": causal})
+        return rebuild(cls, {"bounds": None, "ids": rows, "kind": "segment_ids", "causal": causal})
 
     @classmethod
     def from_position_ids(cls, ids: Any, causal: bool = True) -> Document:
@@ -71,7 +71,7 @@ class Document(Mask):
         one.
         """
         rows = per_batch_rows("position_ids", ids, "position ids (seqlen_k,) or (batch, seqlen_k)")
-        return _rebuild(cls, {"bounds": None, "ids": rows, "kind": "position_ids", "causal": causal})
+        return rebuild(cls, {"bounds": None, "ids": rows, "kind": "position_ids", "causal": causal})
 
     def _extent(self) -> int | None:
         if self.ids is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from warploom.masks.arguments import per_batch_value
-from warploom.masks.columns import Mask
+from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable
+from warploom.masks.base import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 
@@ -26,7 +28,56 @@ class PrefixLM(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         column = columns(seqlen_k, device)
-        ute = rows_of(column, seqlen_q, seqlen_k).where(
-            (column >= scalar_or_column(self.prefix, device)).unsqueeze(1), 0
-        )
+        in_prefix = column < scalar_or_column(self.prefix, device)
+        ute = rows_of(column, seqlen_q, seqlen_k).masked_fill(in_prefix.unsqueeze(1), 0)
         return ResolvedMask(None, None, None, None, None, ute)
+
+
+class BidirectionalSpans(Mask):
+    """Causal text with spans (image tokens, say) whose tokens see all of their own span.
+
+    Args:
+        starts: first position of each span, (n,) or (batch, n) or ragged lists.
+        lengths: tokens of each span, same shape; a span of length 0 is none. Spans do not overlap.
+    """
+
+    _fields = ("starts", "lengths")
+
+    def __init__(self, starts: Any, lengths: Any) -> None:
+        self.starts = per_batch_rows("starts", starts, "span starts (n,), or one row per batch entry")
+        self.lengths = per_batch_rows("lengths", lengths, "span lengths of the same shape as starts")
+        if self.starts.shape[1] != self.lengths.shape[1]:
+            raise ValueError(
+                f"lengths holds {self.lengths.shape[1]} values a row, but starts {self.starts.shape[1]}"
+            )
+        check_values("starts", self.starts, minimum=0)
+        check_values("lengths", self.lengths, minimum=0)
+        if readable(self.starts) and readable(self.lengths):
+            _check_apart(self.starts, self.lengths)
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        batch = max(self.starts.shape[0], self.lengths.shape[0])
+        start = self.starts.to(device=device, dtype=torch.int32).expand(batch, -1)
+        length = self.lengths.to(device=device, dtype=torch.int32).expand(batch, -1)
+        used = (length > 0) & (start >= 0) & (start < seqlen_k)
+        at = torch.where(used, start, seqlen_k).long()  # unused ones land behind the last column
+        begin = start.new_full((batch, seqlen_k + 1), -1).scatter(1, at, start)[:, :seqlen_k]
+        stop = start.new_zeros(batch, seqlen_k + 1).scatter(1, at, start + length)
+        if seqlen_k:
+            begin = begin.cummax(1).values
+        column = columns(seqlen_k, device)
+        inside = (begin >= 0) & (column < stop.gather(1, begin.clamp(min=0).long()))
+        return ResolvedMask(
+            None, None, None, None, None, rows_of(torch.where(inside, begin, column), seqlen_q, seqlen_k)
+        )
+
+
+def _check_apart(starts: Tensor, lengths: Tensor) -> None:
+    starts, lengths = torch.broadcast_tensors(starts, lengths)
+    for b, (row, sizes) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        spans = sorted((s, s + n) for s, n in zip(row, sizes, strict=True) if n)
+        for (s0, e0), (s1, e1) in pairwise(spans):
+            if s1 < e0:
+                raise ValueError(
+                    f"spans must not overlap, got [{s0}, {e0}) and [{s1}, {e1}) in batch entry {b}"
+                )

@@ -1,0 +1,294 @@
+"""The base of every mask: resolving with a cache, pytree registration, and what all masks can do."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from warploom.masks import intervals as iv
+from warploom.masks.arguments import describe, integer, summary
+from warploom.masks.intervals import ResolvedMask
+from warploom.masks.visible import visible
+
+if TYPE_CHECKING:
+    from warploom.masks.tiles import TileClasses
+
+_CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or two (prefill and decode)
+
+
+class Mask:
+    """Base of every mask: a description that resolves to a band and column intervals for given sequence
+    lengths.
+
+    Masks are immutable, hold tensors on any device, are pytree nodes, move with `.to(device)` and intersect
+    with `&`. Changing a tensor in place that a mask was built from is allowed: the next call sees it.
+    """
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+    # What a builder provides.
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        raise NotImplementedError
+
+    def _extent(self) -> int | None:
+        """seqlen_k where the mask itself determines it."""
+        return None
+
+    # What every mask has.
+
+    def resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> ResolvedMask:
+        """Band and column vectors for one pair of lengths, on `device` (default: where the mask's tensors
+        are).
+
+        Never synchronises with the device and has no data-dependent shapes. Kept per sizes, device and tensor
+        versions, except while compiling or capturing a CUDA graph.
+        """
+        if torch.compiler.is_compiling():
+            where = self.device if device is None else torch.device(device)
+            return finish(self._resolve(seqlen_q, seqlen_k, where))
+        seqlen_q, seqlen_k = (
+            integer("seqlen_q", seqlen_q, minimum=0),
+            integer("seqlen_k", seqlen_k, minimum=0),
+        )
+        where = _indexed(self.device if device is None else torch.device(device))
+        state = self._state()
+        cache: dict[Any, ResolvedMask] = self.__dict__.setdefault("_cache", {})
+        key = (seqlen_q, seqlen_k, where, state, os.environ.get("WARPLOOM_CHECK"))
+        if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if all(t.device.type == "cuda" for t in self._tensors()):
+                return finish(self._resolve(seqlen_q, seqlen_k, where))
+            if key in cache:
+                return cache[key]
+            raise ValueError(
+                f"{type(self).__name__} holds host data, which no CUDA graph capture can copy: call "
+                "it once before the capture with the same lengths, or move it with .to(device) first"
+            )
+        if state is not None and key in cache:
+            return cache[key]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # kept vectors must be usable by autograd later
+                resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
+        else:
+            resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
+        if state is not None and all(type(t) is Tensor for t in resolved[2:] if t is not None):
+            if len(cache) >= _CACHED_SIZES:
+                cache.pop(next(iter(cache)))
+            cache[key] = resolved
+        return resolved
+
+    def dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
+        """The whole matrix: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible. For tests and small
+        masks.
+        """
+        q, k = self._sizes(seqlen_q, seqlen_k)
+        rows, columns = torch.arange(q, device=self.device), torch.arange(k, device=self.device)
+        return visible(self.resolve(q, k), rows, columns, k - q)
+
+    def density(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> float:
+        """Visible fraction of the matrix over all batch entries and heads, from the intervals, in
+        O(seqlen_k).
+        """
+        q, k = self._sizes(seqlen_q, seqlen_k)
+        shown = iv.visible_per_column(self.resolve(q, k), q, k, self.device)
+        cells = (shown.numel() // k) * q * k if k else 0
+        return int(shown.sum()) / cells if cells else 0.0
+
+    def tiles(
+        self, block_m: int, block_n: int, seqlen_q: int | None = None, seqlen_k: int | None = None
+    ) -> TileClasses:
+        """Which tiles of block_m queries by block_n keys are hidden, partial or full; see `TileClasses`."""
+        from warploom.masks.tiles import TileClasses
+
+        q, k = self._sizes(seqlen_q, seqlen_k)
+        return TileClasses.of(self.resolve(q, k), q, k, block_m, block_n, device=self.device)
+
+    def draw(
+        self,
+        path: Any,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        *,
+        block_m: int | None = None,
+        block_n: int | None = None,
+        batch: int = 0,
+        head: int = 0,
+    ) -> None:
+        """Draws the mask's tiles to an .svg or .png file, and its elements too up to 64 x 64. Needs
+        matplotlib.
+
+        Args:
+            path: the file; its suffix picks the format.
+            seqlen_q, seqlen_k: lengths; a mask of known length needs none.
+            block_m, block_n: tile size in queries and keys; default: a size that gives a readable picture.
+            batch, head: which one is drawn.
+        """
+        from warploom.masks.draw import draw
+
+        q, k = self._sizes(seqlen_q, seqlen_k)
+        draw(self, path, q, k, block_m=block_m, block_n=block_n, batch=batch, head=head)
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same mask with its tensors on `device`."""
+        values = {name: getattr(self, name) for name in self._fields}
+        return rebuild(
+            type(self),
+            {
+                name: value.to(device) if isinstance(value, (Tensor, Mask)) else value
+                for name, value in values.items()
+            },
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mask's tensors are; the CPU for a mask without any."""
+        for tensor in self._tensors():
+            return tensor.device
+        return torch.device("cpu")
+
+    def __and__(self, other: Mask) -> Mask:
+        """What both show. Bands give a band, column intervals unite.
+
+        Raises ValueError, here or when the lengths are known, where a column would need more than two
+        intervals.
+        """
+        if not isinstance(other, Mask):
+            if isinstance(other, Tensor):
+                raise TypeError(
+                    f"& takes another mask, got {describe(other)}; turn a dense mask into one with "
+                    "ColumnMask.from_dense"
+                )
+            return NotImplemented
+        from warploom.masks.intersect import intersect
+
+        return intersect(self, other)
+
+    def to_startend_row_indices(
+        self, seqlen_q: int | None = None, seqlen_k: int | None = None
+    ) -> tuple[Tensor, bool]:
+        """Paddle's flashmask_attention bounds: int32 (batch|1, heads|1, seqlen_k, n), and its `causal` flag.
+
+        causal: n=1 is LTS, n=2 is LTS, LTE. Not causal: n=2 is LTS, UTE, n=4 all. The smallest n that holds
+            the mask by its
+        structure is taken; a band other than causal is folded into the intervals.
+
+        Args:
+            seqlen_q: rows; defaults to seqlen_k. An interval to the end is written as ending there.
+            seqlen_k: columns; a mask of known length needs none.
+
+        Raises:
+            ValueError: a column would need more than two intervals.
+        """
+        from warploom.masks.startend import startend
+
+        q, k = self._sizes(seqlen_q, seqlen_k)
+        return startend(self, q, k)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={summary(getattr(self, name))}" for name in self._fields)
+        return f"{type(self).__name__}({fields})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
+
+    def _tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for name in self._fields:
+            value = getattr(self, name)
+            if isinstance(value, Mask):
+                found.extend(value._tensors())
+            elif isinstance(value, Tensor):
+                found.append(value)
+        return found
+
+    def _state(self) -> tuple[int, ...] | None:
+        """Versions of the tensors; None where they have none, and nothing may be kept."""
+        tensors = self._tensors()
+        if any(t.is_inference() or type(t) is not Tensor for t in tensors):
+            return None
+        return tuple(t._version for t in tensors)
+
+    def _sizes(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
+        if seqlen_k is None:
+            extent = self._extent()
+            seqlen_k = seqlen_q if extent is None else extent
+        if seqlen_k is None:
+            raise ValueError(f"{type(self).__name__} fits any length: give seqlen_q and seqlen_k")
+        return integer("seqlen_q", seqlen_k if seqlen_q is None else seqlen_q, 0), integer(
+            "seqlen_k", seqlen_k, 0
+        )
+
+    def _check_length(self, what: str, length: int, seqlen_k: int) -> None:
+        if length != seqlen_k:
+            raise ValueError(
+                f"{type(self).__name__}: {what} has length {length}, but the keys have seqlen_k {seqlen_k}"
+            )
+
+
+def rebuild(cls: type, values: dict[str, Any]) -> Any:
+    mask: Any = object.__new__(cls)
+    for name, value in values.items():
+        setattr(mask, name, value)
+    return mask
+
+
+def _register(cls: type) -> None:
+    """Makes a mask a pytree node: tensors and inner masks are children, everything else is context."""
+
+    def split(mask: Any) -> tuple[list[str], tuple[Any, ...]]:
+        values = [(name, getattr(mask, name)) for name in mask._fields]
+        children = [
+            name for name, value in values if value is not None and not isinstance(value, (bool, int, str))
+        ]
+        return children, (
+            tuple(children),
+            tuple((name, value) for name, value in values if name not in children),
+        )
+
+    def flatten(mask: Any) -> tuple[list[Any], Any]:
+        names, context = split(mask)
+        return [getattr(mask, name) for name in names], context
+
+    def flatten_with_keys(mask: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        names, context = split(mask)
+        return [(_pytree.GetAttrKey(name), getattr(mask, name)) for name in names], context
+
+    def unflatten(children: Any, context: Any) -> Any:
+        names, static = context
+        return rebuild(cls, {**dict(zip(names, children, strict=True)), **dict(static)})
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"warploom.masks.{cls.__name__}",
+        to_dumpable_context=lambda context: [list(context[0]), [list(pair) for pair in context[1]]],
+        from_dumpable_context=lambda data: (tuple(data[0]), tuple((name, value) for name, value in data[1])),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def finish(mask: ResolvedMask) -> ResolvedMask:
+    """Vectors as kernels take them: int32, contiguous, one shape."""
+    present = [t for t in mask[2:] if t is not None]
+    if not present:
+        return mask
+    batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
+    ready = [
+        None if t is None else t.to(torch.int32).expand(batch, heads, length).contiguous() for t in mask[2:]
+    ]
+    return ResolvedMask(mask.left, mask.right, *ready)

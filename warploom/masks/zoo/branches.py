@@ -1,0 +1,159 @@
+"""Sequences that share a part: one question with several answers, demonstrations before a test, trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable
+from warploom.masks.base import Mask
+from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_of
+
+
+class SharedQuestion(Mask):
+    """One question followed by several answers; an answer sees the question and itself, causally (DPO, GRPO,
+    reward models).
+
+    Positions after the last answer are padding, which sees and is seen by nothing.
+
+    Args:
+        question: tokens of the question, one int, or one per batch entry.
+        answers: tokens of each answer, (n,) or (batch, n) or ragged lists.
+    """
+
+    _fields = ("question", "answers")
+
+    def __init__(self, question: Any, answers: Any) -> None:
+        self.question = per_batch_value("question", question)
+        self.answers = per_batch_rows("answers", answers, "answer lengths (n,), or one row per batch entry")
+        check_values("answers", self.answers, minimum=0)
+
+    def _parts(self, device: torch.device) -> Tensor:
+        answers = self.answers.to(device=device, dtype=torch.int32)
+        if isinstance(self.question, Tensor):
+            question = self.question.to(device=device, dtype=torch.int32)
+        else:
+            question = torch.full((1, 1), self.question, dtype=torch.int32, device=device)
+        batch = max(question.shape[0], answers.shape[0])
+        return torch.cat([question.expand(batch, 1), answers.expand(batch, -1)], dim=1)
+
+    def _extent(self) -> int | None:
+        if not readable(self.answers) or (isinstance(self.question, Tensor) and not readable(self.question)):
+            return None
+        return int(self._parts(self.answers.device).sum(1).max())
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        parts = self._parts(device)
+        if self._extent() is not None:
+            check_total("question and answers", parts, seqlen_k)
+        bounds = cumulative(parts)
+        index, inside, _, end = locate(bounds, seqlen_k)
+        end = torch.where(index == 0, bounds[:, -1:], end)
+        lts = rows_of(end, seqlen_q, seqlen_k).masked_fill(~inside.unsqueeze(1), 0)
+        return ResolvedMask(None, 0, lts, None, None, None)
+
+
+class CausalBlockwise(Mask):
+    """Demonstration blocks that see only themselves, and a last block that sees everything before it; all
+    causally.
+
+    Positions after the last block are padding, which sees and is seen by nothing.
+
+    Args:
+        block_lengths: tokens of each block, (n,) or (batch, n) or ragged lists; the last one with tokens is
+            the test block.
+    """
+
+    _fields = ("block_lengths",)
+
+    def __init__(self, block_lengths: Any) -> None:
+        self.block_lengths = per_batch_rows(
+            "block_lengths", block_lengths, "block lengths (n,), or one row per batch entry"
+        )
+        check_values("block_lengths", self.block_lengths, minimum=0)
+
+    def _extent(self) -> int | None:
+        return int(self.block_lengths.sum(1).max()) if readable(self.block_lengths) else None
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        check_total("block_lengths", self.block_lengths, seqlen_k)
+        lengths = self.block_lengths.to(device)
+        bounds = cumulative(lengths)
+        test = torch.where(lengths > 0, bounds[:, :-1], 0)
+        test = test.amax(1, keepdim=True) if lengths.shape[1] else bounds[:, :1]
+        _, inside, start, end = locate(bounds, seqlen_k)
+        hides = inside & (start < test)  # a demonstration's columns, from its end to the test block
+        begin = rows_of(torch.where(hides, end, seqlen_k), seqlen_q, seqlen_k)
+        stop = rows_of(torch.where(hides, test, seqlen_k), seqlen_q, seqlen_k)
+        if readable(self.block_lengths) and bool((self.block_lengths.sum(1) == seqlen_k).all()):
+            return ResolvedMask(None, 0, begin, stop, None, None)
+        padding = rows_of(torch.where(inside, bounds[:, -1:], 0), seqlen_q, seqlen_k).masked_fill(
+            ~inside.unsqueeze(1), 0
+        )
+        return ResolvedMask(None, 0, padding, None, begin, stop)
+
+
+class Tree(Mask):
+    """A tree of tokens in preorder: a node sees its ancestors and itself (speculative decoding, prefix trees
+    of rollouts).
+
+    Args:
+        parents: parent of each node, (n,) or (batch, n) or ragged lists; -1 is a root, below -1 padding at
+            the end, which sees and is seen by nothing, as are positions after the last node. In preorder a
+            node's parent is the node before it or one of that node's ancestors.
+    """
+
+    _fields = ("parents",)
+
+    def __init__(self, parents: Any) -> None:
+        self.parents = per_batch_rows("parents", parents, "parents (n,), or one row per batch entry", pad=-2)
+        if readable(self.parents):
+            _check_preorder(self.parents)
+
+    def _extent(self) -> int | None:
+        return self.parents.shape[1]
+
+    def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        batch, count = self.parents.shape
+        if count > seqlen_k:
+            raise ValueError(f"parents holds {count} nodes, but there are only {seqlen_k} keys")
+        parents = self.parents.to(device=device, dtype=torch.int64)
+        node = torch.arange(count, device=device).unsqueeze(0)
+        # Pointer doubling: after t rounds `last` covers descendants less than 2^t generations below, `up`
+        # leads 2^t up. Index `count` stands above the roots.
+        none = parents.new_full((batch, 1), count)
+        up = torch.cat([torch.where((parents < 0) | (parents >= node), count, parents), none], dim=1)
+        last = torch.cat([node.expand(batch, -1), none], dim=1)
+        reach = 1
+        while reach < count:
+            last = last.scatter_reduce(1, up, last, "amax")
+            up = up.gather(1, up)
+            reach *= 2
+        end = (last[:, :count] + 1).masked_fill(parents < -1, -seqlen_q - seqlen_k)
+        end = torch.cat([end, end.new_full((batch, seqlen_k - count), -seqlen_q - seqlen_k)], dim=1)
+        return ResolvedMask(None, 0, rows_of(end, seqlen_q, seqlen_k), None, None, None)
+
+
+def _check_preorder(parents: Tensor) -> None:
+    for b, row in enumerate(parents.tolist()):
+        path: list[int] = []
+        ended = False
+        for node, parent in enumerate(row):
+            if parent < -1:
+                ended = True
+                continue
+            if ended:
+                raise ValueError(
+                    f"parents: node {node} of batch entry {b} comes after padding (a value below -1)"
+                )
+            while path and path[-1] != parent:
+                path.pop()
+            if parent >= 0 and not path:
+                raise ValueError(
+                    f"parents: node {node} of batch entry {b} has parent {parent}, neither the node before it "
+                    "nor an ancestor of that; nodes come in preorder"
+                )
+            path.append(node)
