@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+
+import warploom
 
 COMMANDS = {
     "doctor": ("warploom.commands.doctor", "what is installed, what can run here, and why the rest cannot"),
@@ -15,21 +16,13 @@ COMMANDS = {
 }
 
 
-def package_version() -> str:
-    """The installed version, or "source" when the package runs from a folder that was never installed."""
-    try:
-        return version("warploom")
-    except PackageNotFoundError:
-        return "source"
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warploom",
         description="Attention for PyTorch: look at a machine, ask for a plan, run the demo.",
         epilog="Every command takes --json and --help.",
     )
-    parser.add_argument("--version", action="version", version=f"warploom {package_version()}")
+    parser.add_argument("--version", action="version", version=f"warploom {warploom.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, (module_name, summary) in COMMANDS.items():
         module = import_module(module_name)

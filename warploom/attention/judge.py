@@ -19,18 +19,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slack:
-    """What is granted beyond the model: `atol` in units of the result, `eps` of its norm."""
+    """What is granted beyond the model: `atol` of the largest element, at least of 1; `eps` of the norm."""
 
     atol: float
     eps: float
 
 
-# A few units in the last place of a result near 1: sums in another order, exp2 in place of exp.
+# fp32: sums in another order. Half precision: an lse of fp32 accuracy by a kernel whose exp is a short polynomial
+# (torch's own CPU kernel errs by up to 8e-5 there), where the model's lse is all but exact.
 SLACK = {
     torch.float64: Slack(1e-13, 1e-13),
     torch.float32: Slack(1e-6, 1e-6),
     torch.float16: Slack(1e-4, 1e-4),
-    torch.bfloat16: Slack(1e-3, 1e-3),
+    torch.bfloat16: Slack(2e-4, 2e-4),
 }
 
 
@@ -80,7 +81,8 @@ def judge(name: str, out: Tensor, ref: Tensor, lowp: Tensor, dtype: torch.dtype)
         return Verdict(name, 0.0, 0.0, 0.0)
     size = float(ref.masked_fill(infinite, 0.0).norm()) or 1.0
     max_error = float(error.abs().max())
-    max_ratio = max_error / (2.0 * float(model.abs().max()) + slack.atol)
+    largest = max(1.0, float(ref.masked_fill(infinite, 0.0).abs().max()))
+    max_ratio = max_error / (2.0 * float(model.abs().max()) + slack.atol * largest)
     norm_ratio = float(error.norm()) / size / (1.5 * float(model.norm()) / size + slack.eps)
     return Verdict(name, max_error, max_ratio, norm_ratio)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import warploom
 from warploom.commands.table import table
 from warploom.runtime import dispatch
 
@@ -66,7 +67,7 @@ def examine() -> dict[str, Any]:
         for reason in [implementation.available()]
     ]
     return {
-        "warploom": installed("warploom"),
+        "warploom": warploom.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: installed(name) for name in PACKAGES},
@@ -154,7 +155,7 @@ def render(report: dict[str, Any]) -> str:
     stored = report["cache"]
     runs = [(row["name"], row["reason"] or "can run here") for row in report["implementations"]]
     sections = [
-        f"warploom {report['warploom'] or 'source'}, Python {report['python']}, {report['platform']}",
+        f"warploom {report['warploom']}, Python {report['python']}, {report['platform']}",
         "packages\n" + table(packages),
         "devices\n" + table(devices),
         "implementations, in the order they are asked\n" + table(runs),

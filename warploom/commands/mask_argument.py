@@ -9,9 +9,10 @@ from warploom import masks
 
 
 def builders() -> dict[str, type]:
-    """The public mask classes by name."""
+    """The mask builders by name; ColumnMask takes tensors, which a command line has none of."""
     public = [getattr(masks, name) for name in masks.__all__]
-    return {item.__name__: item for item in public if isinstance(item, type) and issubclass(item, masks.Mask)}
+    classes = [item for item in public if isinstance(item, type) and issubclass(item, masks.Mask)]
+    return {item.__name__: item for item in classes if item not in (masks.Mask, masks.ColumnMask)}
 
 
 def parse_mask(text: str) -> Any:

@@ -1,0 +1,93 @@
+"""The judge lets a correct kernel pass and no wrong one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from warploom.attention.judge import judge
+from warploom.commands.selftest_cases import CASES, Call
+
+
+def named(name: str) -> Call:
+    (case,) = [case for case in CASES if case.name == name]
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    return Call(case, torch.bfloat16, "cpu", seed)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_model_in_fp64_is_the_reference(case) -> None:
+    """The model's formulas, without its rounding, give what autograd gives of the reference."""
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    call = Call(case, torch.float64, "cpu", seed)
+    wanted, model = call.results("reference", torch.float64), call.model()
+    assert wanted.keys() == model.keys()
+    torch.testing.assert_close(
+        model.pop("lse").float(), wanted.pop("lse"), atol=2e-6, rtol=0
+    )  # fp32 by contract
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(model[name], tensor.double(), atol=1e-11, rtol=1e-11)
+
+
+def verdicts(call: Call, got: dict[str, torch.Tensor]) -> dict[str, bool]:
+    wanted, model = call.results("reference", torch.float64), call.model()
+    return {name: judge(name, got[name], wanted[name], model[name], call.dtype).passed for name in wanted}
+
+
+def test_reference_in_bf16_passes() -> None:
+    call = named("causal")
+    assert all(verdicts(call, call.results("reference", torch.bfloat16)).values())
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ({"causal": False}, {"out", "lse", "dq", "dk", "dv"}),
+        ({"causal": True, "window": (90, 0)}, {"out", "dk", "dv"}),  # 15 hidden elements of 4656
+        ({"causal": True, "scale": 0.1275}, {"out", "lse", "dq", "dk"}),  # 2 % off
+        ({"causal": True, "softcap": 8.0}, {"out", "lse", "dq", "dk"}),
+        ({"causal": True, "dropout_p": 0.01, "dropout_seed": 3}, {"out", "dq", "dk", "dv"}),
+    ],
+    ids=str,
+)
+def test_faults_are_seen(fault: dict, seen: set[str]) -> None:
+    call = named("causal")
+    wanted, model = call.results("reference", torch.float64), call.model()
+    call.case = replace(call.case, keywords=fault)
+    got = call.results("reference", torch.bfloat16)
+    failed = {
+        name for name in wanted if not judge(name, got[name], wanted[name], model[name], call.dtype).passed
+    }
+    assert seen <= failed
+
+
+def test_lse_gradient_is_judged() -> None:
+    """dlse left out of the backward shows in dq and dk."""
+    call = named("full")
+    wanted, model = call.results("reference", torch.float64), call.model()
+    call.dlse.zero_()
+    got = call.results("reference", torch.bfloat16)
+    for name in ("dq", "dk"):
+        assert not judge(name, got[name], wanted[name], model[name], call.dtype).passed
+
+
+def test_nan_fails() -> None:
+    ref = torch.zeros(3, dtype=torch.float64)
+    assert not judge("out", torch.tensor([0.0, math.nan, 0.0]), ref, ref, torch.float32).passed
+
+
+def test_infinity_must_be_the_reference_s() -> None:
+    ref = torch.tensor([0.0, -math.inf], dtype=torch.float64)
+    assert judge("lse", ref.float(), ref, ref, torch.float32).passed
+    assert not judge("lse", torch.tensor([0.0, -1e30]), ref, ref, torch.float32).passed
+    assert not judge("lse", torch.tensor([-math.inf, -math.inf]), ref, ref, torch.float32).passed
+
+
+def test_shape_must_agree() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        judge("out", torch.zeros(2), torch.zeros(3), torch.zeros(3), torch.float32)
