@@ -1,0 +1,42 @@
+"""The command as a user meets it: help, version, exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import warploom
+from warploom.cli import COMMANDS, main
+
+
+def test_module_is_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "warploom", "--version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, f"warploom {warploom.__version__}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_examples_and_json(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    assert f"examples:\n  warploom {command}" in shown
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["explain", "--seqlen", "-1", "--heads", "1"]])
+def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "error:" in capsys.readouterr().err
