@@ -27,10 +27,10 @@ def test_prints_the_plan_of_the_same_call(capsys: pytest.CaptureFixture) -> None
     plan = warploom.explain(
         q, k, v, causal=True, window=(40, 3), softcap=5.0, sink=torch.zeros(8), dropout_p=0.1
     )
-    call = "--batch 2 --seqlen 96 --seqlen-k 160 --heads 8 --kv-heads 2 --head-dim 32 --head-dim-v 48 --dtype fp32"
-    features = "--causal --window 40,3 --softcap 5 --sink --dropout 0.1 --backward"
-    assert printed(capsys, *call.split(), *features.split()) == f"{plan}\n"
-    assert json.loads(printed(capsys, *call.split(), *features.split(), "--json")) == plan.to_dict()
+    call = "--batch 2 --seqlen 96 --seqlen-k 160 --heads 8 --kv-heads 2 --head-dim 32 --head-dim-v 48"
+    options = "--dtype fp32 --causal --window 40,3 --softcap 5 --sink --dropout 0.1 --backward"
+    assert printed(capsys, *call.split(), *options.split()) == f"{plan}\n"
+    assert json.loads(printed(capsys, *call.split(), *options.split(), "--json")) == plan.to_dict()
 
 
 def test_mask_and_backend(capsys: pytest.CaptureFixture) -> None:
@@ -68,7 +68,7 @@ def test_allocates_nothing_of_the_call_s_size() -> None:
         (["--mask", "__import__('os').getcwd()"], "is no mask"),
         (["--mask", "Document("], "cannot be read"),
         (["--mask", "SlidingWindow()"], "SlidingWindow"),
-        (["--mask", "Document([50, 100])"], "Document"),
+        (["--mask", "Document([50, 100])"], "lengths sum to 150"),
         (["--kv-heads", "3"], "heads"),
         (["--backend", "nonsense"], "backend"),
         (["--softcap", "-1"], "softcap"),
