@@ -1,4 +1,6 @@
-"""Tiny randomly initialised models of every kind the integration must run, built alike for eager and warploom."""
+"""Tiny randomly initialised models of every kind the integration must run, built alike for eager and
+warploom.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ DECODERS = ("llama", "gemma2", "gemma3", "gpt_oss", "llama4")
 
 
 def build(name: str, seed: int = 0):
-    """(eager, warploom): two models of the same weights in evaluation mode, initialised wide enough to matter."""
+    """(eager, warploom): two models of the same weights in evaluation mode, initialised wide enough to
+    matter.
+    """
     import copy
 
     cls, config = recipe(name)
@@ -101,3 +105,23 @@ def build(name: str, seed: int = 0):
                 parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.5)
         models.append(model.eval())
     return models
+
+
+def close(result: torch.Tensor, expected: torch.Tensor, what: str = "result", floor: float = 1e-3) -> None:
+    """Equal to fp32 rounding of values as large as the largest, or `floor`; a wrong mask is off by a tenth
+    and more.
+    """
+    assert result.shape == expected.shape and torch.isfinite(expected).all(), what
+    delta, size = (result - expected).abs().max().item(), expected.abs().max().item()
+    assert delta <= 3e-5 * max(size, floor), f"{what}: max |delta| {delta:.2e} at size {size:.2e}"
+
+
+def close_gradients(result: dict, expected: dict) -> None:
+    """Every parameter's gradient; one that is zero but for rounding is measured by the largest of the model."""
+    assert result.keys() == expected.keys()
+    largest = max(g.abs().max().item() for g in expected.values() if g is not None)
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert result[name] is None, name
+        else:
+            close(result[name], gradient, name, floor=0.01 * largest)
