@@ -176,7 +176,7 @@ def test_a_window_that_sees_nothing_is_refused():
 
 def test_models_refuse_output_attentions():
     _, llama = build("llama")
-    with pytest.raises(ValueError, match="output_attentions: .*eager"):
+    with pytest.raises(ValueError, match=r"output_attentions: .*eager"):
         llama(torch.ones(1, 3, dtype=torch.long), output_attentions=True)
 
 

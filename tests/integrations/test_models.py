@@ -168,3 +168,14 @@ def test_functional_gradient_of_a_model():
 
         gradients.append(torch.func.grad(loss)(parameters))
     close_gradients(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt_oss"])
+def test_compiled_in_one_graph(name):
+    batch, real = inputs(name, "left", seed=11)
+    eager, ours = build(name)
+    if name != "bert":
+        batch["use_cache"] = False
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    close(output(compiled, batch)[real], output(eager, batch)[real])

@@ -117,7 +117,7 @@ def close(result: torch.Tensor, expected: torch.Tensor, what: str = "result", fl
 
 
 def close_gradients(result: dict, expected: dict) -> None:
-    """Every parameter's gradient; one that is zero but for rounding is measured by the largest of the model."""
+    """Every parameter's gradient; one that is zero but for rounding is measured by the model's largest."""
     assert result.keys() == expected.keys()
     largest = max(g.abs().max().item() for g in expected.values() if g is not None)
     for name, gradient in expected.items():

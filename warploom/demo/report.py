@@ -107,7 +107,7 @@ class DemoReport:
             "",
             "same embeddings (largest difference of an element, all of length 1)",
             *(self._comparison(c) for c in self.comparisons),
-            f"            nearest neighbour is the same sentence for {self.neighbours_agreeing:,} of {self.sentences:,}",
+            f"            same nearest neighbour for {self.neighbours_agreeing:,} of {self.sentences:,} sentences",
             "",
             "speed       real tokens/s      passes (s)           padding   peak memory",
             *(self._timing(t) for t in self.timings),
