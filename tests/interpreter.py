@@ -1,0 +1,34 @@
+"""Triton's interpreter in a process of its own: TRITON_INTERPRET must be set before triton is first imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_interpreted(*paths: Path, timeout: int = 280) -> str:
+    """Run pytest over ``paths`` under the interpreter; AssertionError shows its output, the output is returned."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def patch_numpy_scalars() -> None:
+    """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, *args: object) -> None:
+        patch(tensor, *args)
+        tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
+
+    interpreter._patch_lang_tensor = patched
