@@ -40,7 +40,7 @@ def test_resolved_vectors_are_what_kernels_take(name, seed):
             assert v.dtype == torch.int32 and v.is_contiguous() and v.shape == vectors[0].shape
             assert v.shape[0] in (1, sample.batch) and v.shape[1] in (1, sample.heads)
             assert v.shape[2] == sample.seqlen_k
-            assert not v.numel() or (0 <= int(v.min()) and int(v.max()) <= sample.seqlen_q)
+            assert not v.numel() or (int(v.min()) >= 0 and int(v.max()) <= sample.seqlen_q)
         assert resolved.lte is None or resolved.lts is not None
         assert resolved.uts is None or resolved.ute is not None
 

@@ -1,4 +1,4 @@
-"""Tile classes against the dense truth: never unsound, how tight, and in memory that grows with seqlen alone."""
+"""Tile classes against the dense truth: never unsound, how tight, in memory that grows with seqlen alone."""
 
 import random
 
@@ -22,23 +22,18 @@ from .samples import SAMPLERS
 
 def true_classes(dense, m_edges, n_edges):
     """Classes read off the dense matrix, (batch, heads, row blocks, column blocks)."""
-    rows = []
-    for m0, m1 in zip(m_edges[:-1], m_edges[1:], strict=True):
-        row = []
-        for n0, n1 in zip(n_edges[:-1], n_edges[1:], strict=True):
-            tile = dense[:, :, m0:m1, n0:n1].flatten(2)
-            row.append(torch.where(tile.all(-1), FULL, torch.where(tile.any(-1), PARTIAL, HIDDEN)))
-        rows.append(torch.stack(row, -1))
-    return torch.stack(rows, -2)
+    sums = torch.nn.functional.pad(dense.long(), (1, 0, 1, 0)).cumsum(2).cumsum(3)
+    corners = sums[:, :, m_edges][..., n_edges]
+    visible = corners.diff(dim=2).diff(dim=3)
+    size = torch.tensor(m_edges).diff()[:, None] * torch.tensor(n_edges).diff()
+    return torch.where(visible == size, FULL, torch.where(visible > 0, PARTIAL, HIDDEN))
 
 
-def adversarial(rng, q, k):
-    """Random vectors in every combination, in runs or not, sorted or not, beyond the rows, empty and
-    inverted.
-    """
+def adversarial(rng, q, k, beyond=2):
+    """Random vectors in every combination, in runs or not, sorted or not, `beyond` the rows, inverted too."""
     batch, heads = rng.choice([1, 2]), rng.choice([1, 2])
     torch.manual_seed(rng.randrange(1 << 30))
-    vectors = torch.randint(-2, q + 3, (4, batch, heads, k), dtype=torch.int32)
+    vectors = torch.randint(-beyond, q + beyond + 1, (4, batch, heads, k), dtype=torch.int32)
     run = rng.choice([1, 1, 4, 16])
     vectors = vectors[..., torch.arange(k) // run * run]
     if rng.random() < 0.3:
@@ -47,7 +42,7 @@ def adversarial(rng, q, k):
         vectors[0] = vectors[3] - rng.randint(-1, 1)
     if rng.random() < 0.2:
         vectors[2] = vectors[1] - rng.randint(-1, 1)
-    lts, lte, uts, ute = vectors
+    lts, lte, uts, ute = vectors.clamp(-beyond, q + beyond)
     lower, upper = rng.choice([(1, 1), (1, 1), (1, 1), (1, 0), (0, 1)])
     mask = ColumnMask(
         lts if lower else None,
@@ -91,7 +86,7 @@ def range_edges(length, block):
 
 def test_adversarial_vectors(seed):
     total = [0, 0, 0]
-    for round_ in range(400):
+    for round_ in range(300):
         rng = random.Random(f"{seed} {round_}")
         q, k = rng.randint(1, 70), rng.randint(1, 70)
         mask = adversarial(rng, q, k)
@@ -100,13 +95,13 @@ def test_adversarial_vectors(seed):
         )
         total = [a + b for a, b in zip(total, found, strict=True)]
     print(f"{total[0]} tiles, {total[1]} partial, {total[2] / total[1]:.1%} of them needlessly")
-    assert total[2] / total[0] < 0.06
+    assert total[2] / total[0] < 0.02
 
 
-# Partial tiles that are in truth hidden or full, as a fraction of all tiles, over the sampled shapes with 4 x
-# 4 tiles. What is left comes from blocks whose columns are hidden for different reasons: by the band here and
-# by an interval there.
-LOOSE = {"sliding_window": 0.0, "full": 0.0, "causal": 0.0}
+# Partial tiles that are in truth hidden or full, as a fraction of all tiles (4 x 4 here). Only masks whose
+# neighbouring columns are hidden for different reasons, by the band here and by an interval there, have any
+# to speak of.
+LOOSE = {"qk_sparse": 0.04, "random_eviction": 0.04}
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -122,7 +117,7 @@ def test_builders(name, seed):
         )
         total = [a + b for a, b in zip(total, found, strict=True)]
     print(f"{name}: {total[0]} tiles, {total[1]} partial, {total[2]} of them needlessly")
-    assert total[2] / total[0] <= LOOSE.get(name, 0.06)
+    assert total[2] / total[0] <= LOOSE.get(name, 0.005)
 
 
 def test_arbitrary_edges(seed):
@@ -193,12 +188,12 @@ def test_padding_beside_documents_is_skipped():
 
 
 def test_memory_grows_with_length_only():
-    """64k x 64k in tiles of 32: four million tiles, whose matrix is never made; the bounds are 64 KiB."""
-    tiles = masks.Document([4096] * 16).tiles(32, 32, 1 << 16, 1 << 16)
-    assert tiles.bounds.numel() * 4 == 2048 * 8 * 4
-    assert int(tiles.hidden + tiles.partial + tiles.full) == 2048 * 2048
-    assert int(tiles.partial) == 2048 and int(tiles.full) == 16 * 128 * 127 // 2
-    assert tiles.skipped == pytest.approx(1 - (2048 + int(tiles.full)) / 2048**2)
+    """32k x 32k in tiles of 32: a million tiles, whose matrix is never made; the bounds are 32 KiB."""
+    tiles = masks.Document([2048] * 16).tiles(32, 32, 1 << 15, 1 << 15)
+    assert tiles.bounds.numel() * 4 == 1024 * 8 * 4
+    assert int(tiles.hidden + tiles.partial + tiles.full) == 1024 * 1024
+    assert int(tiles.partial) == 1024 and int(tiles.full) == 16 * 64 * 63 // 2
+    assert tiles.skipped == pytest.approx(1 - (1024 + int(tiles.full)) / 1024**2)
 
 
 @pytest.mark.parametrize("q,k", [(0, 0), (0, 5), (5, 0)])

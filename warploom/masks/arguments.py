@@ -132,11 +132,11 @@ def summary(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     if type(value) is Tensor and value.device.type == "cpu" and value.numel() <= 16:
-        rows = value.tolist()
-        if value.ndim == 2 and value.shape[0] == 1:
+        rows = value
+        while rows.ndim > 1 and rows.shape[0] == 1:
             rows = rows[0]
-        elif value.ndim == 2 and value.shape[1] == 1:
-            rows = [row[0] for row in rows]
-        return repr(rows)
+        while rows.ndim > 1 and rows.shape[-1] == 1:
+            rows = rows[..., 0]
+        return repr(rows.tolist())
     place = "" if value.device.type == "cpu" else f" on {value.device}"
     return f"<{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))}{place}>"

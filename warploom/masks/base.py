@@ -241,7 +241,10 @@ def rebuild(cls: type, values: dict[str, Any]) -> Any:
 
 
 def _register(cls: type) -> None:
-    """Makes a mask a pytree node: tensors and inner masks are children, everything else is context."""
+    """Makes a mask a pytree node: tensors and inner masks are children, everything else is context.
+
+    Masks hold nothing but tensors and plain values, so weights_only loading may make them.
+    """
 
     def split(mask: Any) -> tuple[list[str], tuple[Any, ...]]:
         values = [(name, getattr(mask, name)) for name in mask._fields]
@@ -265,6 +268,7 @@ def _register(cls: type) -> None:
         names, static = context
         return rebuild(cls, {**dict(zip(names, children, strict=True)), **dict(static)})
 
+    torch.serialization.add_safe_globals([cls])
     _pytree.register_pytree_node(
         cls,
         flatten,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import check_values, describe, integer, per_batch_rows
+from warploom.masks.arguments import check_values, describe, integer, per_batch_rows, summary
 from warploom.masks.base import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
@@ -125,3 +125,6 @@ class Padding(Mask):
             real = columns(seqlen_k, device) < scalar_or_column(self.lengths.reshape(-1, 1), device)
         lts = torch.where(real, seqlen_q, 0).to(torch.int32)
         return ResolvedMask(None, None, lts.unsqueeze(1), None, None, None)
+
+    def __repr__(self) -> str:
+        return f"Padding({summary(self.lengths if self.mask_2d is None else self.mask_2d)})"

@@ -153,7 +153,7 @@ def _check_preorder(parents: Tensor) -> None:
                 path.pop()
             if parent >= 0 and not path:
                 raise ValueError(
-                    f"parents: node {node} of batch entry {b} has parent {parent}, neither the node before it "
-                    "nor an ancestor of that; nodes come in preorder"
+                    f"parents: node {node} of batch entry {b} has parent {parent}, not the node before it "
+                    "nor an ancestor of it; nodes come in preorder"
                 )
             path.append(node)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import check_values, describe, per_batch_rows, readable
+from warploom.masks.arguments import check_values, describe, per_batch_rows, readable, summary
 from warploom.masks.base import Mask, rebuild
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
@@ -108,8 +108,6 @@ class Document(Mask):
         return ResolvedMask(None, None, lts, None, None, ute)
 
     def __repr__(self) -> str:
-        from warploom.masks.arguments import summary
-
         tail = "" if self.causal else ", causal=False"
         if self.kind == "lengths":
             return f"Document({summary(self.bounds)}{tail})"
