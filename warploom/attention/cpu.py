@@ -182,8 +182,11 @@ def _take(t: Tensor, part: _Part, heads: slice, index: slice | Tensor) -> Tensor
 
 
 def _needs_arithmetic(args: AttentionArgs) -> bool:
-    """Whether torch's flash kernel lacks a feature of the call."""
-    return bool(args.softcap or args.dropout_p) or args.q.shape[-1] != args.v.shape[-1]
+    """Whether torch's flash kernel lacks a feature of the call.
+
+    It masks before it scales, so that a scale of 0 or below turns a causal mask's -inf into NaN.
+    """
+    return bool(args.softcap or args.dropout_p) or args.q.shape[-1] != args.v.shape[-1] or args.scale <= 0
 
 
 def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, Tensor]:

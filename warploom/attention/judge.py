@@ -2,11 +2,11 @@
 
 A kernel passes when, for every output and gradient,
 
-    max |out - ref|          <= 2   * max |lowp - ref|          + atol
+    max |out - ref|          <= 2   * max |lowp - ref|          + atol + u * max |ref|
     |out - ref| / |ref|      <= 1.5 * |lowp - ref| / |ref|      + eps
 
 where `lowp` models a correct flash kernel: fp32 scores and softmax, unnormalised P and dS rounded to the
-input dtype, fp32 products, one final rounding.  The bound follows the data; no test brings its own number.
+input dtype, fp32 products, one final rounding, and u is that rounding's unit (half an ulp of 1).  The bound follows the data; no test brings its own number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ class Slack:
 SLACK = {
     torch.float64: Slack(1e-13, 1e-13),
     torch.float32: Slack(1e-6, 1e-6),
-    torch.float16: Slack(1e-4, 1e-4),
+    torch.float16: Slack(2e-5, 1e-4),
     torch.bfloat16: Slack(2e-4, 2e-4),
 }
+
+# Elements from which on the norms' ratio of two independent roundings stays within the criterion's factor.
+FEWEST_FOR_NORM = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return self.ratio <= 1.0  # False for NaN
+        return self.max_ratio <= 1.0 and self.norm_ratio <= 1.0  # False for NaN
 
     def __str__(self) -> str:
         return (
@@ -79,11 +82,16 @@ def judge(name: str, out: Tensor, ref: Tensor, lowp: Tensor, dtype: torch.dtype)
     error, model = ((t - ref).masked_fill(infinite, 0.0) for t in (out, lowp))
     if error.numel() == 0:
         return Verdict(name, 0.0, 0.0, 0.0)
-    size = float(ref.masked_fill(infinite, 0.0).norm()) or 1.0
+    size = float(ref.masked_fill(infinite, 0.0).norm())
     max_error = float(error.abs().max())
-    largest = max(1.0, float(ref.masked_fill(infinite, 0.0).abs().max()))
-    max_ratio = max_error / (2.0 * float(model.abs().max()) + slack.atol * largest)
-    norm_ratio = float(error.norm()) / size / (1.5 * float(model.norm()) / size + slack.eps)
+    largest = float(ref.masked_fill(infinite, 0.0).abs().max())
+    # The final rounding of the largest elements is granted apart: how the model happens to round those few is luck.
+    rounding = torch.finfo(dtype).eps / 2 * largest
+    max_ratio = max_error / (2.0 * float(model.abs().max()) + slack.atol * max(1.0, largest) + rounding)
+    # Norms compare averages: of a handful of numbers, or of a result that cancels to zero, they would compare luck.
+    # The maximum is bounded all the same.
+    averages = error.numel() >= FEWEST_FOR_NORM and size > slack.atol * error.numel() ** 0.5
+    norm_ratio = float(error.norm()) / (1.5 * float(model.norm()) + slack.eps * size) if averages else 0.0
     return Verdict(name, max_error, max_ratio, norm_ratio)
 
 
@@ -97,6 +105,17 @@ class LowPrecision:
     dk: Tensor
     dv: Tensor
     dsink: Tensor | None
+    dsink_terms: Tensor | None  # what dsink sums, (batch, heads_q, seqlen_q)
+
+    def dsink_like(self, exact: LowPrecision) -> Tensor:
+        """dsink with the error expected of it, given the same call's fp64 model.
+
+        One number a head sums many terms; its error may vanish by luck, so the root of the terms' squared errors,
+        and of the sum's own fp32 roundings, stands for it.
+        """
+        assert self.dsink_terms is not None and exact.dsink_terms is not None and exact.dsink is not None
+        error = (self.dsink_terms.double() - exact.dsink_terms).square() + (2.0**-24 * exact.dsink_terms).square()
+        return exact.dsink + error.sum((0, 2)).sqrt()
 
 
 def low_precision(
@@ -159,5 +178,6 @@ def low_precision(
     slope = rounded(probability * (gs @ vs.transpose(-1, -2) * keeps - delta) * bend)
     dk, dv = slope.transpose(-1, -2) @ qs * scale, rounded(probability * keeps).transpose(-1, -2) @ gs
     dk, dv = (t.unflatten(1, (k.shape[2], group)).sum(2) for t in (dk, dv))
-    dsink = None if sinks is None else -(torch.exp(sinks - lse) * delta).sum((0, 2, 3))
-    return LowPrecision(lower(out), lse.squeeze(-1), lower(slope @ ks * scale), lower(dk), lower(dv), dsink)
+    terms = None if sinks is None else -(torch.exp(sinks - lse) * delta).squeeze(-1)
+    dsink = None if terms is None else terms.sum((0, 2))
+    return LowPrecision(lower(out), lse.squeeze(-1), lower(slope @ ks * scale), lower(dk), lower(dv), dsink, terms)
