@@ -170,12 +170,10 @@ def test_functional_gradient_of_a_model():
     close_gradients(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt_oss"])
-def test_compiled_in_one_graph(name):
-    batch, real = inputs(name, "left", seed=11)
-    eager, ours = build(name)
-    if name != "bert":
-        batch["use_cache"] = False
+def test_compiled_in_one_graph():
+    batch, real = inputs("gemma2", "left", seed=11)
+    eager, ours = build("gemma2")
+    batch["use_cache"] = False
     torch.compiler.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     close(output(compiled, batch)[real], output(eager, batch)[real])

@@ -67,17 +67,22 @@ def run_demo(options: DemoOptions) -> DemoReport:
         route.key: groups(lengths, route.layout, options.batch_size, options.row_tokens) for route in ROUTES
     }
     low_precision = options.dtype != "float32"
-    passes = options.repeats + 1
-    progress = Progress(
-        passes * sum(map(len, plans.values())) + low_precision * len(plans[ROUTES[0].key]), options.progress
-    )
+    steps = options.repeats * sum(map(len, plans.values())) + len(ROUTES)
+    steps += len(plans[ROUTES[0].key]) if low_precision else 0
+    progress = Progress(steps, options.progress)
 
-    embeddings, computed, peaks = {}, {}, {}
+    embeddings, computed = {}, {}
+    peaks: dict[str, list[int | None]] = {route.key: [] for route in ROUTES}
     seconds: dict[str, list[float]] = {route.key: [] for route in ROUTES}
     memory = PeakMemory(device)
-    for number in range(passes):
+    for route in ROUTES:
+        progress.start(f"{route.name} (warm-up)")
+        embed(loaded.model, tokens, route, plans[route.key][:1], progress.step)
+    for _ in range(
+        options.repeats
+    ):  # in turn, so that a busy moment of the machine touches every route alike
         for route in ROUTES:
-            progress.start(route.name if number else f"{route.name} (warm-up)")
+            progress.start(route.name)
             memory.start()
             start = perf_counter()
             embeddings[route.key], computed[route.key] = embed(
@@ -85,9 +90,8 @@ def run_demo(options: DemoOptions) -> DemoReport:
             )
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
-            if number:
-                seconds[route.key].append(perf_counter() - start)
-                peaks[route.key] = memory.stop()
+            seconds[route.key].append(perf_counter() - start)
+            peaks[route.key].append(memory.stop())
     bound = FP32_BOUND
     if low_precision:
         bound = 2 * _rounding(loaded.model, tokens, plans, embeddings, progress)
@@ -96,7 +100,8 @@ def run_demo(options: DemoOptions) -> DemoReport:
     nearest, agreeing = _neighbours(texts, embeddings["eager_padded"], embeddings["warploom_packed"])
     pictures: list[str] = []
     timings = [
-        Timing(r.key, r.name, seconds[r.key], sum(lengths), computed[r.key], peaks[r.key]) for r in ROUTES
+        Timing(r.key, r.name, seconds[r.key], sum(lengths), computed[r.key], _highest(peaks[r.key]))
+        for r in ROUTES
     ]
     machine = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     if options.out is not None:
@@ -140,6 +145,11 @@ def _device(name: str) -> str:
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device: got {name!r}; it takes auto, cpu, or cuda where there is a GPU")
     return name
+
+
+def _highest(peaks: list[int | None]) -> int | None:
+    known = [peak for peak in peaks if peak is not None]
+    return max(known, default=None)
 
 
 def _compare(name: str, embeddings: dict[str, Tensor], other: str, bound: float) -> Comparison:

@@ -107,7 +107,7 @@ class DemoReport:
             "",
             "same embeddings (largest difference of an element, all of length 1)",
             *(self._comparison(c) for c in self.comparisons),
-            f"            same nearest neighbour for {self.neighbours_agreeing:,} of {self.sentences:,} sentences",
+            f"            same nearest neighbour: {self.neighbours_agreeing:,} of {self.sentences:,}",
             "",
             "speed       real tokens/s      passes (s)           padding   peak memory",
             *(self._timing(t) for t in self.timings),

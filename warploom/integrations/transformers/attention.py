@@ -130,14 +130,16 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: di
     """Documents in one row, without padding, by their offsets (DataCollatorWithFlattening)."""
     if q.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q: packed rows have batch 1, got batch {q.shape[0]}")
-    offsets = {f"cu_seqlens_{x}": kwargs.get(f"cu_seq_lens_{x}") for x in "qk"}
-    longest = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
+    cu_q, cu_k = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs.get("cu_seq_lens_k")
+    longest_q, longest_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     out = warploom.attention_varlen(
         q[0],
         k[0],
         v[0],
-        **{name: None if cu is None else cu.to(torch.int32) for name, cu in offsets.items()},
-        **{name: None if length is None else int(length) for name, length in longest.items()},
+        cu_q,
+        None if cu_k is None else cu_k.to(torch.int32),
+        None if longest_q is None else int(longest_q),
+        None if longest_k is None else int(longest_k),
         **options,
     )
     return cast(Tensor, out).unsqueeze(0)
