@@ -110,12 +110,13 @@ class LowPrecision:
     def dsink_like(self, exact: LowPrecision) -> Tensor:
         """dsink with the error expected of it, given the same call's fp64 model.
 
-        One number a head sums many terms; its error may vanish by luck, so the root of the terms' squared errors,
-        and of the sum's own fp32 roundings, stands for it.
+        One number a head sums many terms; its error may vanish by luck, so 1.5 times the root of the terms' squared
+        errors, and of the sum's own fp32 roundings, stands for it: the criterion then allows three standard
+        deviations. Two would refuse one correct kernel in a hundred.
         """
         assert self.dsink_terms is not None and exact.dsink_terms is not None and exact.dsink is not None
         error = (self.dsink_terms.double() - exact.dsink_terms).square() + (2.0**-24 * exact.dsink_terms).square()
-        return exact.dsink + error.sum((0, 2)).sqrt()
+        return exact.dsink + 1.5 * error.sum((0, 2)).sqrt()
 
 
 def low_precision(
