@@ -193,20 +193,17 @@ def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, T
     q = args.q
     batch, seqlen_q, heads = q.shape[:3]
     parts = list(_parts(args, first_batch))
-    if (
-        len(parts) == 1
-        and _is_whole(parts[0].plan, args)
-        and not _needs_arithmetic(args)
-        and args.sink is None
-    ):
+    arithmetic = _needs_arithmetic(args)
+    if len(parts) == 1 and _is_whole(parts[0].plan, args) and not arithmetic and args.sink is None:
         tile = _Tile(args, parts[0], parts[0].plan[0])
         out, lse = _flash_forward(args, parts[0], tile)
         return out.transpose(1, 2).contiguous(), lse.contiguous()
 
+    run = _arithmetic_forward if arithmetic else _flash_forward
     merges = any(_rows_overlap(part.plan) for part in parts) or args.sink is not None
-    out = torch.zeros((batch, seqlen_q, heads, args.v.shape[-1]), dtype=torch.float32 if merges else q.dtype)
+    wide = torch.float32 if merges or arithmetic else q.dtype
+    out = torch.zeros((batch, seqlen_q, heads, args.v.shape[-1]), dtype=wide)
     lse = torch.full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
-    run = _arithmetic_forward if _needs_arithmetic(args) else _flash_forward
     for part in parts:
         for tile in _tiles(args, part):
             part_out, part_lse = run(args, part, tile)

@@ -56,6 +56,9 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
     seen = visible(args.mask, rows, cols, seqlen_k - seqlen_q)
     if seen.shape[1] not in (1, heads):
         seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
+    # What no query sees, and a query that sees nothing, must not reach a matmul: 0 · NaN is NaN.
+    k, v = (t.masked_fill(~seen.any(-2)[..., None], 0.0) for t in (k, v))
+    q = q.masked_fill(~seen.any(-1)[..., None], 0.0)
     exact = _has_nonfinite(q, k, v)
     scores = _scores(q, k, seen, exact) * args.scale
     if args.softcap:
