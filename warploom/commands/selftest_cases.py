@@ -144,7 +144,7 @@ class Call:
         low = low_precision(q, k, v, dout, dlse, seen, **options)
         parts = {"out": low.out, "lse": low.lse, "dq": low.dq, "dk": low.dk, "dv": low.dv}
         if self.sink is not None:
-            tensors = [t.double() for t in (q, k, v, dout, dlse)]
-            exact = low_precision(*tensors, visible=seen, **options)
+            q, k, v, dout, dlse = (t.double() for t in (q, k, v, dout, dlse))
+            exact = low_precision(q, k, v, dout, dlse, seen, **options)
             parts["dsink"] = low.dsink_like(exact)
         return parts
