@@ -1,0 +1,100 @@
+"""From decode()'s arguments to validated DecodeArgs: every error of a call is raised here, before any work."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warploom.attention.problem import check_scalars, check_sink
+from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.decode.contents import check_contents
+from warploom.decode.problem import DecodeArgs
+
+Window = tuple[int | None, int | None]
+
+MAX_QUERIES = 16
+
+
+def decode_args(
+    q: Tensor,
+    cache: KVCache | PagedKVCache,
+    scale: float | None,
+    softcap: float,
+    window: Window | None,
+    sink: Tensor | None,
+) -> DecodeArgs:
+    """The op's arguments of a decode call."""
+    if isinstance(cache, PagedKVCache):
+        k, v, block_table = cache.k_pages, cache.v_pages, cache.block_table
+    elif isinstance(cache, KVCache):
+        k, v, block_table = cache.k, cache.v, None
+    else:
+        raise TypeError(f"cache must be a KVCache or PagedKVCache, got {type(cache).__name__}")
+    lengths = cache.lengths
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    if q.ndim != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, T, heads_q, head_dim), got shape {tuple(q.shape)}")
+    _refuse_transforms(q, k, v, sink)
+    if q.dtype != k.dtype:
+        if not torch.is_autocast_enabled(q.device.type) or not q.is_floating_point():
+            raise TypeError(f"q has dtype {q.dtype} but the cache has {k.dtype}; give q the cache's dtype")
+        q = q.to(k.dtype)
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device} but the cache is on {k.device}; move them to one device")
+    batch, queries, heads_q, head_dim = q.shape
+    if batch != lengths.shape[0]:
+        raise ValueError(f"q has batch {batch} but the cache holds {lengths.shape[0]} sequences")
+    if queries > MAX_QUERIES:
+        raise ValueError(
+            f"q has {queries} queries a sequence; decode takes 1 to {MAX_QUERIES}. attention_varlen(q, k, v, cu_seqlens_q, "
+            "seqused_k=lengths, block_table=...) runs longer ones over the same pages"
+        )
+    if head_dim != k.shape[3]:
+        raise ValueError(f"q has head_dim {head_dim} but the cache has {k.shape[3]}")
+    if head_dim == 0 or v.shape[3] == 0:
+        raise ValueError(f"head_dim must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+    heads_kv = k.shape[2]
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise ValueError(f"q has {heads_q} heads, which is not a multiple of the cache's {heads_kv}")
+    scale = head_dim**-0.5 if scale is None else scale
+    check_scalars(scale, softcap, 0.0)
+    check_sink(sink, q)
+    check_contents(k, lengths, block_table)
+    left, right = _band(window)
+    if q.stride(-1) != 1 and head_dim > 1:
+        q = q.contiguous()
+    return DecodeArgs(q, k, v, lengths, block_table, sink, left, right, float(scale), float(softcap), "")
+
+
+def _band(window: Window | None) -> tuple[int | None, int]:
+    """left and right of the window cut by causality."""
+    if window is None:
+        return None, 0
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right) of ints or None, got {window!r}")
+    for name, bound in zip(("left", "right"), window, strict=True):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
+            raise TypeError(f"window's {name} must be an int or None, got {bound!r}")
+    left, right = window
+    return left, 0 if right is None else min(right, 0)
+
+
+def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
+    """decode has no derivative: it says so rather than return a result that looks constant."""
+    tensors = (q, k, v) if sink is None else (q, k, v, sink)
+    if torch.is_grad_enabled():
+        for name, t in zip(("q", "the cache's k", "the cache's v", "sink"), tensors, strict=False):
+            if t.requires_grad:
+                raise ValueError(
+                    f"{name} requires grad, and decode() has no backward: call it under torch.no_grad(), "
+                    "or use attention(), which is differentiable"
+                )
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("decode() under a torch.func transform is not supported; use attention()")
+    if torch.autograd.forward_ad._current_level >= 0 and any(
+        torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise NotImplementedError("forward-mode AD through decode() is not supported; use attention()")

@@ -1,0 +1,71 @@
+"""Split-KV decode on the CPU: one sequence after the other, fp32 arithmetic over splits of its visible keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warploom.decode.gather import keys_and_values
+from warploom.decode.merge import merge
+from warploom.decode.problem import DecodeArgs, DecodeProblem
+
+# Keys of a split: its fp32 copies of K and V and its scores stay within a core's L2 for usual head dims.
+SPLIT = 512
+
+
+def available() -> str | None:
+    return None
+
+
+def supports(problem: DecodeProblem) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on CPU tensors, not on {problem.device}"
+    if problem.dtype == torch.float64:
+        return "accumulates in fp32; float64 runs on the reference"
+    return None
+
+
+def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
+    """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
+    batch, queries, heads_q, _ = args.q.shape
+    heads_kv = args.k.shape[2]
+    out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
+    lse = args.q.new_empty((batch, heads_q, queries), dtype=torch.float32)
+    for b, (k, v) in enumerate(keys_and_values(args)):
+        # Rows of a kv head: T queries of each head of its group, so that K and V are read once.
+        rows = args.q[b].float().unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        part, part_lse = _attend(args, rows, k, v)
+        out[b] = part.view(heads_q, queries, -1).transpose(0, 1)
+        lse[b] = part_lse.view(heads_q, queries)
+    return out, lse
+
+
+def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Out (heads_kv, group · T, head_dim_v) and lse of one sequence."""
+    queries, length = args.q.shape[1], k.shape[0]
+    position = torch.arange(length - queries, length).repeat(rows.shape[1] // queries)[:, None]
+    first = 0 if args.left is None else max(length - queries - args.left, 0)
+    outs, lses = [], []
+    for begin in range(first, length + args.right, SPLIT):
+        end = min(begin + SPLIT, length + args.right)
+        keys, values = (t[begin:end].transpose(0, 1).float() for t in (k, v))
+        scores = rows @ keys.transpose(-1, -2) * args.scale
+        if args.softcap:
+            scores = args.softcap * torch.tanh(scores / args.softcap)
+        if queries > 1:
+            distance = position - torch.arange(begin, end)
+            hidden = distance < -args.right
+            if args.left is not None:
+                hidden = hidden | (distance > args.left)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        top = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
+        total = weights.sum(-1, keepdim=True)
+        outs.append(weights @ values / total.masked_fill(total == 0, 1.0))
+        lses.append((top + torch.log(total)).squeeze(-1))
+    sink = None
+    if args.sink is not None:
+        sink = args.sink.float().repeat_interleave(queries).view(rows.shape[:2])
+    if not outs:
+        outs, lses = [rows.new_zeros((*rows.shape[:2], v.shape[-1]))], [rows.new_full(rows.shape[:2], float("-inf"))]
+    return merge(torch.stack(outs), torch.stack(lses), sink)

@@ -1,0 +1,76 @@
+"""A decode call after validation: the op's arguments and the description dispatch decides on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DecodeArgs(NamedTuple):
+    """The arguments of the decode op, in schema order; every implementation receives one of these.
+
+    ``k`` and ``v`` are (batch, capacity, heads_kv, ·), or pages (pages, page_size, heads_kv, ·) with ``block_table``
+    int32 (batch, pages_per_sequence). Query t of T sits at p = length - T + t and sees key j when
+    -right <= p - j <= left; left None is unlimited, right is never positive (decode is causal).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    block_table: Tensor | None
+    sink: Tensor | None
+    left: int | None
+    right: int
+    scale: float
+    softcap: float
+    backend: str
+
+    @property
+    def capacity(self) -> int:
+        """Keys a sequence can hold."""
+        if self.block_table is None:
+            return self.k.shape[1]
+        return self.block_table.shape[1] * self.k.shape[1]
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """Everything dispatch may look at: shapes, dtypes and features, never tensor contents."""
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    queries: int
+    capacity: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int | None = None
+    left: int | None = None
+    right: int = 0
+    softcap: bool = False
+    sink: bool = False
+
+    @classmethod
+    def from_args(cls, args: DecodeArgs) -> DecodeProblem:
+        return cls(
+            device=args.q.device.type,
+            dtype=args.q.dtype,
+            batch=args.q.shape[0],
+            queries=args.q.shape[1],
+            capacity=args.capacity,
+            heads_q=args.q.shape[2],
+            heads_kv=args.k.shape[2],
+            head_dim=args.k.shape[3],
+            head_dim_v=args.v.shape[3],
+            page_size=None if args.block_table is None else args.k.shape[1],
+            left=args.left,
+            right=args.right,
+            softcap=args.softcap != 0.0,
+            sink=args.sink is not None,
+        )

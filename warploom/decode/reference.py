@@ -1,0 +1,56 @@
+"""The specification: eager decode, one sequence after the other, exact per element, any float dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warploom.decode.gather import keys_and_values
+from warploom.decode.problem import DecodeArgs, DecodeProblem
+
+
+def available() -> str | None:
+    return None
+
+
+def supports(problem: DecodeProblem) -> str | None:
+    return None
+
+
+def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
+    """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse (batch, heads_q, T), fp32 (fp64 for fp64)."""
+    q = args.q
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
+    for b, (k, v) in enumerate(keys_and_values(args)):
+        part, lse[b] = _attend(args, q[b].to(wide), k.to(wide), v.to(wide))
+        out[b] = part.to(q.dtype)
+    return out, lse
+
+
+def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of one sequence from its keys and values."""
+    queries, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    distance = torch.arange(length - queries, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    seen = distance >= -args.right
+    if args.left is not None:
+        seen = seen & (distance <= args.left)
+    # A hidden key or value may hold anything, so it is replaced before it is multiplied.
+    pairs = torch.where(seen[:, :, None, None], k, 0.0)
+    scores = torch.einsum("thd,tnhd->htn", q, pairs) * args.scale
+    if args.softcap:
+        scores = args.softcap * torch.tanh(scores / args.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if args.sink is not None:
+        scores = torch.cat([scores, args.sink.to(q.dtype)[:, None, None].expand(-1, queries, 1)], dim=-1)
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:2], 1), float("-inf"))
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (top + torch.log(total)).masked_fill(empty, float("-inf")).squeeze(-1)
+    out = torch.einsum("htn,tnhd->thd", (weights / total)[..., :length], torch.where(seen[:, :, None, None], v, 0.0))
+    return out, lse

@@ -1,0 +1,40 @@
+"""Tiles of the decode kernels. Nothing here depends on the batch or the cache's size, so neither do a sequence's bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel variant's sizes."""
+
+    block_m: int  # rows: queries × heads of a group, padded
+    block_n: int  # keys of a tile
+    split: int  # keys of a split, until max_splits are full
+    max_splits: int
+    warps: int
+    stages: int
+    merge_chunk: int = 16  # splits folded at once
+    merge_warps: int = 4
+
+
+@cache
+def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: int) -> Config:
+    """The variant for ``rows`` = T × group queries of a kv head."""
+    block_m = min(max(_power_of_two(rows), 16), 64)
+    width = max(_power_of_two(head_dim), _power_of_two(head_dim_v)) * itemsize
+    return Config(
+        block_m=block_m,
+        block_n=64 if width <= 256 else 32,
+        split=512 if block_m <= 32 else 1024,
+        max_splits=min(max(_power_of_two(1024 // heads_kv), 16), 256),
+        warps=4,
+        stages=3,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
