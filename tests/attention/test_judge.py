@@ -27,9 +27,7 @@ def test_model_in_fp64_is_the_reference(case) -> None:
     call = Call(case, torch.float64, "cpu", seed)
     wanted, model = call.results("reference", torch.float64), call.model()
     assert wanted.keys() == model.keys()
-    torch.testing.assert_close(
-        model.pop("lse").float(), wanted.pop("lse"), atol=2e-6, rtol=0
-    )  # fp32 by contract
+    torch.testing.assert_close(model.pop("lse").float(), wanted.pop("lse"), atol=2e-6, rtol=0)  # fp32 by contract
     if "dsink" in model:  # carries the roundings of an fp32 sum by design
         torch.testing.assert_close(model.pop("dsink"), wanted.pop("dsink").double(), atol=1e-6, rtol=1e-6)
     for name, tensor in wanted.items():
@@ -62,9 +60,7 @@ def test_faults_are_seen(fault: dict, seen: set[str]) -> None:
     wanted, model = call.results("reference", torch.float64), call.model()
     call.case = replace(call.case, keywords=fault)
     got = call.results("reference", torch.bfloat16)
-    failed = {
-        name for name in wanted if not judge(name, got[name], wanted[name], model[name], call.dtype).passed
-    }
+    failed = {name for name in wanted if not judge(name, got[name], wanted[name], model[name], call.dtype).passed}
     assert seen <= failed
 
 

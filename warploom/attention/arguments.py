@@ -1,4 +1,4 @@
-"""From the user's arguments to validated AttentionArgs: every error of a call is raised here, in words, before any work."""
+"""From the user's arguments to validated AttentionArgs: every error is raised here, in words, before any work."""
 
 from __future__ import annotations
 
@@ -220,7 +220,8 @@ def _check_mask(mask: object) -> None:
         return
     if isinstance(mask, Tensor):
         raise TypeError(
-            f"mask must be a builder or ColumnMask of warploom.masks, got a {mask.dtype} tensor of shape {tuple(mask.shape)}; "
+            f"mask must be a builder or ColumnMask of warploom.masks, got a {mask.dtype} tensor of shape "
+            f"{tuple(mask.shape)}; "
             "turn a dense boolean mask into columns once with warploom.masks.ColumnMask.from_dense(mask)"
         )
     raise TypeError(f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}")

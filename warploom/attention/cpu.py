@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from warploom.attention import philox
 from warploom.attention.packing import sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, cover
+from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, cover, single
 from warploom.masks.visible import visible
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -147,13 +148,9 @@ class _Tile:
         self.empty = False
         if rectangle.kind != "masked":
             return
-        mask = args.mask
-        picked = {
-            name: None if (t := getattr(mask, name)) is None else _pick(t, part.mask_batch, part.mask_head)
-            for name in ("lts", "lte", "uts", "ute")
-        }
         offset = args.k.shape[1] - args.q.shape[1]
-        seen = visible(mask._replace(**picked), self.row_index, self.col_index, offset)[0, 0]
+        mask = single(args.mask, part.mask_batch, part.mask_head)
+        seen = visible(mask, self.row_index, self.col_index, offset)[0, 0]
         some_row, some_col = seen.any(1), seen.any(0)
         self.empty = not bool(some_row.any())
         if not bool(some_row.all()):
@@ -169,11 +166,6 @@ class _Tile:
         if self.seen is None:
             return None
         return torch.zeros(self.seen.shape, dtype=dtype).masked_fill_(~self.seen, float("-inf"))[None, None]
-
-
-def _pick(vector: Tensor, batch: int, head: int) -> Tensor:
-    b, h = min(batch, vector.shape[0] - 1), min(head, vector.shape[1] - 1)
-    return vector[b : b + 1, h : h + 1]
 
 
 def _take(t: Tensor, part: _Part, heads: slice, index: slice | Tensor) -> Tensor:
@@ -229,7 +221,7 @@ def _tiles(args: AttentionArgs, part: _Part) -> Iterator[_Tile]:
 
 def _rows_overlap(plan: list[Rectangle]) -> bool:
     spans = sorted((r.r0, r.r1) for r in plan)
-    return any(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False))
+    return any(b[0] < a[1] for a, b in pairwise(spans))
 
 
 def _merge(
@@ -324,9 +316,7 @@ def _by_group(part: _Part, group: int) -> Iterator[tuple[slice, slice]]:
         )
 
 
-def _scores(
-    args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step
-) -> tuple[Tensor, Tensor | None]:
+def _scores(args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step) -> tuple[Tensor, Tensor | None]:
     """Scaled, softcapped and masked scores, and d(score)/d(scaled product) under a softcap."""
     scores = (q @ k.transpose(-1, -2)).mul_(args.scale)
     slope = None
@@ -348,9 +338,7 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
     assert args.dropout_seed is not None
     heads_index = torch.arange(heads.start, heads.stop)
     cols = tile.col_index[step.start : step.stop]
-    keep = philox.keep_mask(
-        args.dropout_seed, args.dropout_p, part.batch_index, heads_index, tile.row_index, cols
-    )
+    keep = philox.keep_mask(args.dropout_seed, args.dropout_p, part.batch_index, heads_index, tile.row_index, cols)
     return keep.float() / (1.0 - args.dropout_p)
 
 
@@ -419,9 +407,7 @@ def _flash_backward_tile(
         q, do, o = (_take(t, part, heads, tile.rows) for t in (args.q, dout, out))
         k, v = (_take(t, part, heads_kv, tile.cols).expand(-1, q.shape[1], -1, -1) for t in (args.k, args.v))
         tile_lse = lse[part.batches][:, heads][:, :, tile.rows]
-        dq, dk, dv = _flash_backward(
-            do, q, k, v, o, tile_lse, 0.0, tile.causal, attn_mask=bias, scale=args.scale
-        )
+        dq, dk, dv = _flash_backward(do, q, k, v, o, tile_lse, 0.0, tile.causal, attn_mask=bias, scale=args.scale)
         if heads_kv.stop - heads_kv.start < q.shape[1]:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         _add(totals[0], part, heads, tile.rows, dq)

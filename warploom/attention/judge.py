@@ -5,8 +5,9 @@ A kernel passes when, for every output and gradient,
     max |out - ref|          <= 2   * max |lowp - ref|          + atol + u * max |ref|
     |out - ref| / |ref|      <= 1.5 * |lowp - ref| / |ref|      + eps
 
-where `lowp` models a correct flash kernel: fp32 scores and softmax, unnormalised P and dS rounded to the
-input dtype, fp32 products, one final rounding, and u is that rounding's unit (half an ulp of 1).  The bound follows the data; no test brings its own number.
+where `lowp` models a correct flash kernel: fp32 scores and softmax, unnormalised P and dS rounded to the input dtype,
+fp32 products, one final rounding, whose unit (half an ulp of 1) is u.  The bound follows the data; no test brings its
+own number.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
             length = stop - start if used is None else max(0, min(used[n], stop - start))
             pages, keys = None, slice(start, start + length)
             k, v, columns = args.k[keys], args.v[keys], keys
-        vectors = {
+        vectors: dict[str, Any] = {
             name: None if (vector := getattr(args, name)) is None else vector[..., columns]
             for name in ("lts", "lte", "uts", "ute")
         }

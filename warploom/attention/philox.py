@@ -38,9 +38,7 @@ def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tupl
     return c0, c1, c2, c3
 
 
-def keep_mask(
-    seed: Tensor, dropout_p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor
-) -> Tensor:
+def keep_mask(seed: Tensor, dropout_p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
     """Which elements survive dropout.
 
     Args:

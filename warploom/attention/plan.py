@@ -52,10 +52,10 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
             if implementation.name == chosen:
                 break
             refused.append((implementation.name, implementation.refusal(problem) or ""))
-    tile = getattr(dispatch.find(chosen).module, "TILES", None)
+    tile: tuple[int, int] | None = getattr(dispatch.find(chosen).module, "TILES", None)
     counts, skipped = (None, None)
     if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
-        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, *tile, device=args.q.device)
+        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], tile[1], args.q.device)
         counts = {kind: int(getattr(classes, kind).sum()) for kind in ("hidden", "partial", "full")}
         skipped = classes.skipped
     return Plan(problem.describe(), chosen, reason, tile, counts, skipped, tuple(refused))
@@ -63,6 +63,4 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
 
 def torch_plan(reason: str) -> Plan:
     """The plan of a drop-in call that torch's own function takes."""
-    return Plan(
-        "scaled_dot_product_attention", "torch", f"torch.nn.functional.scaled_dot_product_attention: {reason}"
-    )
+    return Plan("scaled_dot_product_attention", "torch", f"torch.nn.functional.scaled_dot_product_attention: {reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -110,9 +111,7 @@ class AttentionProblem:
 
     def describe(self) -> str:
         """One line in the words of a user."""
-        dims = (
-            f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        )
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         parts = [
             f"{self.layout} {str(self.dtype).removeprefix('torch.')} on {self.device}",
             f"batch {self.batch}, seqlen {self.seqlen_q}×{self.seqlen_k}, "
@@ -135,9 +134,7 @@ def band_words(left: int | None, right: int | None) -> str:
     return f"window (left {'∞' if left is None else left}, right {'∞' if right is None else right})"
 
 
-def check_tensors(
-    q: object, k: object, v: object, rank: int, layout: str, kv_rank: int | None = None
-) -> None:
+def check_tensors(q: object, k: object, v: object, rank: int, layout: str, kv_rank: int | None = None) -> None:
     """Type, rank, dtype, device and shape agreement of q, k and v; raises in the user's words."""
     kv_rank = rank if kv_rank is None else kv_rank
     for name, t, ndim in (("q", q, rank), ("k", k, kv_rank), ("v", v, kv_rank)):
@@ -151,14 +148,12 @@ def check_tensors(
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(
-                f"{name} has dtype {t.dtype} but q has {q.dtype}; give all three one dtype, or call under torch.autocast"
+                f"{name} has dtype {t.dtype} but q has {q.dtype}; give all three one dtype, or use torch.autocast"
             )
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device} but q is on {q.device}; move them to one device")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k and v must agree in all but the last dimension, got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+        raise ValueError(f"k and v must agree in all but the last dimension, got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
@@ -186,16 +181,12 @@ def check_sink(sink: Tensor | None, q: Tensor) -> None:
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         raise TypeError(f"sink must be a floating point tensor of shape ({q.shape[-2]},), got {_kind(sink)}")
     if sink.shape != (q.shape[-2],):
-        raise ValueError(
-            f"sink must have shape ({q.shape[-2]},), one logit a query head, got {tuple(sink.shape)}"
-        )
+        raise ValueError(f"sink must have shape ({q.shape[-2]},), one logit a query head, got {tuple(sink.shape)}")
     if sink.device != q.device:
         raise ValueError(f"sink is on {sink.device} but q is on {q.device}")
 
 
-def check_columns(
-    mask: ResolvedMask, batch: int, heads_q: int, heads_kv: int, seqlen_k: int, q: Tensor
-) -> None:
+def check_columns(mask: ResolvedMask, batch: int, heads_q: int, heads_kv: int, seqlen_k: int, q: Tensor) -> None:
     """Shapes of the column vectors against the call."""
     for name in ("lts", "lte", "uts", "ute"):
         vector = getattr(mask, name)
@@ -207,9 +198,7 @@ def check_columns(
         if b not in (1, batch):
             raise ValueError(f"mask has batch {b} ({name}); it must be 1 or the batch of q, {batch}")
         if h not in (1, heads_kv, heads_q):
-            raise ValueError(
-                f"mask has {h} heads ({name}); it must be 1, {heads_kv} (of k) or {heads_q} (of q)"
-            )
+            raise ValueError(f"mask has {h} heads ({name}); it must be 1, {heads_kv} (of k) or {heads_q} (of q)")
         if vector.device != q.device:
             raise ValueError(f"mask is on {vector.device} but q is on {q.device}; use mask.to(q.device)")
 
@@ -261,12 +250,10 @@ def _check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int | None) ->
     values = cu.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(values)]
     for n, length in enumerate(lengths):
         if length < 0:
-            raise ValueError(
-                f"{name} must not decrease, got {values[n]} then {values[n + 1]} at index {n + 1}"
-            )
+            raise ValueError(f"{name} must not decrease, got {values[n]} then {values[n + 1]} at index {n + 1}")
     if values[-1] > total:
         raise ValueError(f"{name} ends at {values[-1]}, past the {total} packed tokens")
     if longest is not None and lengths and max(lengths) > longest:

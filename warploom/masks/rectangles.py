@@ -8,6 +8,7 @@ regular grid. Memory is O(seqlen), work O(visible tiles + grid cells).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def _grid_runs(
     mask: ResolvedMask, batch: int, head: int, seqlen_q: int, seqlen_k: int
 ) -> list[tuple[int, int, int, int, bool]]:
     """(r0, r1, c0, c1, exact): runs of columns not hidden by the vectors; exact = all of it visible to them."""
-    vectors = [t.flatten() for t in _one(mask, batch, head)[2:] if t is not None]
+    vectors = [t.flatten() for t in single(mask, batch, head)[2:] if t is not None]
     if not vectors:
         return [(0, seqlen_q, 0, seqlen_k, True)]
     stacked = torch.stack(vectors).clamp(0, seqlen_q)
@@ -74,7 +75,7 @@ def _grid_runs(
     else:
         columns = block_edges(seqlen_k, BLOCK_COLS)
         rows = block_edges(seqlen_q, BLOCK_ROWS)
-    bounds = column_bounds(_one(mask, batch, head), seqlen_q, seqlen_k, columns)
+    bounds = column_bounds(single(mask, batch, head), seqlen_q, seqlen_k, columns)
 
     runs: list[tuple[int, int, int, int, bool]] = []
     count = columns.numel() - 1
@@ -86,9 +87,9 @@ def _grid_runs(
         # Sentinels of class 0 (hidden) on both sides make every run begin and end with a change.
         padded = torch.nn.functional.pad(classes, (1, 1))
         row, column = (padded[:, 1:] != padded[:, :-1]).nonzero().unbind(1)
-        starts = zip(row.tolist(), column.tolist(), padded[row, column + 1].tolist(), strict=True)
-        listed, edge_list, column_list = list(starts), edges.tolist(), columns.tolist()
-        for (r, c, kind), (_, stop, _) in zip(listed, listed[1:], strict=False):
+        starts = list(zip(row.tolist(), column.tolist(), padded[row, column + 1].tolist(), strict=True))
+        edge_list, column_list = edges.tolist(), columns.tolist()
+        for (r, c, kind), (_, stop, _) in pairwise(starts):
             if kind:
                 runs.append((edge_list[r], edge_list[r + 1], column_list[c], column_list[stop], kind == 2))
     return runs
@@ -98,8 +99,8 @@ def _with_ends(inner: Tensor, length: int) -> Tensor:
     return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), length)]).long()
 
 
-def _one(mask: ResolvedMask, batch: int, head: int) -> ResolvedMask:
-    """The vectors of one (batch, head), each (1, 1, seqlen_k); without the band."""
+def single(mask: ResolvedMask, batch: int, head: int) -> ResolvedMask:
+    """The vectors of one (batch, head), each (1, 1, seqlen_k), and the band; 0 picks where a dimension is 1."""
 
     def pick(t: Tensor | None) -> Tensor | None:
         if t is None:
@@ -107,7 +108,7 @@ def _one(mask: ResolvedMask, batch: int, head: int) -> ResolvedMask:
         b, h = min(batch, t.shape[0] - 1), min(head, t.shape[1] - 1)
         return t[b : b + 1, h : h + 1]
 
-    return ResolvedMask(None, None, *(pick(t) for t in mask[2:]))
+    return ResolvedMask(mask.left, mask.right, *(pick(t) for t in mask[2:]))
 
 
 def _add_band_pieces(

@@ -94,9 +94,7 @@ def _report_fallback(chosen: str, refusals: list[tuple[str, str]]) -> None:
     slower = [(name, reason) for name, reason in refusals if name != "cpu"]
     if not slower and chosen != "reference":
         return
-    reasons = (
-        "; ".join(f"{name}: {reason}" for name, reason in slower) or "no GPU implementation is available here"
-    )
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in slower) or "no GPU implementation is available here"
     if _strict:
         raise RuntimeError(f"warploom.strict(): this call would fall to the slower {chosen!r} ({reasons})")
     if (chosen, reasons) not in _warned:

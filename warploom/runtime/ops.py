@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import dispatch
@@ -65,7 +66,8 @@ def _backward(
         dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
         if args.sink is not None and dlse is not None:
             dsink += dlse.sum(dim=[d for d in range(dlse.ndim) if d != dlse.ndim - 2]).to(dsink.dtype)
-        return tuple(t.new_zeros(t.shape) for t in (args.q, args.k, args.v)) + (dsink,)  # type: ignore[return-value]
+        dq, dk, dv = (t.new_zeros(t.shape) for t in (args.q, args.k, args.v))
+        return dq, dk, dv, dsink
     if dout is None:
         dout = torch.zeros_like(out)
     return dispatch.find(args.backend).module.backward(args, dout, dlse, out, lse)
@@ -113,9 +115,7 @@ class _Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         saved = iter(tensors)
         args = AttentionArgs(*[next(saved) if other is None else other[0] for other in ctx.others])
-        call = (
-            _AttentionBackward.apply if torch._C._are_functorch_transforms_active() else _attention_backward
-        )
+        call = _AttentionBackward.apply if torch._C._are_functorch_transforms_active() else _attention_backward
         dq, dk, dv, dsink = call(dout, dlse, out, lse, *args)
         nones = dict.fromkeys(AttentionArgs._fields)
         nones.update(q=dq, k=dk, v=dv, sink=dsink if args.sink is not None else None)
@@ -123,9 +123,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(
-            "torch.vmap over warploom.attention is not supported by this backend" + _ADVICE
-        )
+        raise NotImplementedError("torch.vmap over warploom.attention is not supported by this backend" + _ADVICE)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -148,9 +146,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(
-            "torch.vmap over warploom.attention is not supported by this backend" + _ADVICE
-        )
+        raise NotImplementedError("torch.vmap over warploom.attention is not supported by this backend" + _ADVICE)
 
 
 for _key in ("CPU", "CUDA"):
@@ -170,14 +166,12 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         if torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
             _refuse_forward_ad()
         return _Attention.apply(*args)  # type: ignore[no-any-return]
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        isinstance(t, Tensor) and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in (args.q, args.k, args.v, args.sink)
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in (args.q, args.k, args.v, args.sink)
     ):
         _refuse_forward_ad()
     return _attention(*args)
 
 
 def _refuse_forward_ad() -> None:
-    raise NotImplementedError(
-        "forward-mode AD through warploom.attention is not supported by this backend" + _ADVICE
-    )
+    raise NotImplementedError("forward-mode AD through warploom.attention is not supported by this backend" + _ADVICE)
