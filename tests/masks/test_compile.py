@@ -12,8 +12,8 @@ from warploom.masks.visible import visible
 
 
 def lengths_of(generator, count, total):
-    cuts = torch.randint(0, total + 1, (2, count), generator=generator).sort(-1).values
-    return torch.diff(cuts, prepend=torch.zeros(2, 1, dtype=torch.long)).to(torch.int32)
+    cuts = torch.randint(0, total + 1, (count - 1, count), generator=generator).sort(-1).values
+    return torch.diff(cuts, prepend=torch.zeros(count - 1, 1, dtype=torch.long)).to(torch.int32)
 
 
 def cu_of(generator, count, total):
@@ -22,7 +22,7 @@ def cu_of(generator, count, total):
 
 def integers(low, high):
     return lambda generator, count, total: torch.randint(
-        low, max(high(total), low + 1), (2, total), generator=generator
+        low, max(high(total), low + 1), (count - 1, total), generator=generator
     )
 
 
@@ -36,15 +36,15 @@ BUILD = {  # how a mask is made from one tensor, and the tensor drawn from (gene
         lambda g, n, k: integers(0, lambda _: 3)(g, n, k).sort().values,
     ),
     "position_ids": (masks.Document.from_position_ids, integers(0, lambda _: 3)),
-    "padding_mask": (masks.Padding, lambda g, n, k: torch.rand(2, k, generator=g) > 0.5),
-    "padding_lengths": (masks.Padding, lambda g, n, k: torch.randint(0, k, (2,), generator=g)),
-    "prefix": (masks.PrefixLM, lambda g, n, k: torch.randint(0, k, (2,), generator=g)),
+    "padding_mask": (masks.Padding, lambda g, n, k: torch.rand(n - 1, k, generator=g) > 0.5),
+    "padding_lengths": (masks.Padding, lambda g, n, k: torch.randint(0, k, (n - 1,), generator=g)),
+    "prefix": (masks.PrefixLM, lambda g, n, k: torch.randint(0, k, (n - 1,), generator=g)),
     "prefix_document": (lambda t: masks.PrefixDocument(t, t // 2), lengths_of),
     "shared_question": (lambda t: masks.SharedQuestion(t[:, 0], t[:, 1:]), lengths_of),
     "global_window": (lambda t: masks.GlobalWindow(t[:, 0], 3, 2), lengths_of),
     "causal_blockwise": (masks.CausalBlockwise, lengths_of),
     "spans": (lambda t: masks.BidirectionalSpans(t.cumsum(1) - t, t // 3), lengths_of),
-    "dropped": (masks.QKSparse, lambda g, n, k: torch.rand(2, k, generator=g) > 0.5),
+    "dropped": (masks.QKSparse, lambda g, n, k: torch.rand(n - 1, k, generator=g) > 0.5),
     "dropped_positions": (masks.QKSparse, integers(-1, lambda k: k)),
     "eviction": (masks.RandomEviction, integers(0, lambda k: k)),
     "columns": (lambda t: ColumnMask(t.to(torch.int32)[:, None], causal=True), integers(0, lambda k: k)),

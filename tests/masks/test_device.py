@@ -45,6 +45,18 @@ def test_same_on_device(name, seed):
             assert torch.equal(ours.matrix().cpu(), theirs.matrix())
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_deterministic_algorithms_are_enough(name):
+    sample = SAMPLERS[name](random.Random(name))
+    torch.use_deterministic_algorithms(True)
+    try:
+        mask = sample.mask.to("cuda")
+        mask.resolve(sample.seqlen_q, sample.seqlen_k)
+        mask.tiles(4, 4, sample.seqlen_q, sample.seqlen_k)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_capture_recomputes_from_device_tensors():
     cu = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
     mask = masks.Document.from_cu_seqlens(cu)

@@ -81,7 +81,7 @@ def united(
     if torch.compiler.is_compiling():
         raise ValueError(
             f"{mask!r} needs its values to see whether two intervals per column do, which a compiled region "
-            "cannot: intersect outside of it and pass the result of .resolve() as a ColumnMask"
+            "cannot: intersect outside, and pass ColumnMask.from_startend_row_indices(*both.to_startend_row_indices())"
         )
     merged, needed = iv.merge_by_value(band, merged, seqlen_q, seqlen_k)
     if bool((needed > 2).any()):
@@ -94,6 +94,8 @@ def united(
 
 
 def _check_broadcast(mask: Intersection, vectors: list[Tensor]) -> None:
+    if torch.compiler.is_compiling():
+        return  # broadcasting itself will tell, and symbolic sizes stay symbolic
     for dim, what in ((0, "batch entries"), (1, "heads")):
         sizes = sorted({int(t.shape[dim]) for t in vectors} - {1})
         if len(sizes) > 1:
