@@ -140,6 +140,7 @@ def test_a_missing_encoder_is_said_in_words(monkeypatch, capsys):
     ("change", "message"),
     [
         ({"sentences": 1}, "sentences: got 1"),
+        ({"sentences": 0}, "sentences: got 0"),
         ({"sentences": 10**6}, "sentences: got 1000000"),
         ({"repeats": 0}, "repeats: got 0"),
         ({"row_tokens": 0}, "row_tokens: got 0"),
@@ -171,7 +172,9 @@ def test_every_sentence_is_in_one_group(layout):
     lengths = [7, 300, 12, 5, 40, 90, 90, 3, 256, 1]
     plan = groups(lengths, layout, batch_size=4, row_tokens=256)
     assert sorted(i for group in plan for i in group) == list(range(len(lengths)))
-    if layout == "packed":
+    if layout == "sorted":
+        assert all(max(lengths[i] for i in group) * len(group) <= 256 or len(group) == 1 for group in plan)
+    elif layout == "packed":
         assert all(sum(lengths[i] for i in group) <= 256 or len(group) == 1 for group in plan)
     else:
         assert all(len(group) <= 4 for group in plan)

@@ -20,7 +20,7 @@ class Route:
         key: short name, for JSON.
         name: for people.
         attention: transformers' `attn_implementation`.
-        layout: "padded", "sorted" (padded, neighbours of like length) or "packed".
+        layout: "padded", "sorted" (padded, like lengths together) or "packed".
     """
 
     key: str
@@ -39,12 +39,16 @@ ROUTES = (
 
 
 def groups(lengths: Sequence[int], layout: str, batch_size: int, row_tokens: int) -> list[list[int]]:
-    """Indices of the sentences of each batch or packed row, in the order they are run."""
+    """Indices of the sentences of each batch or packed row, in the order they are run.
+
+    Padded batches hold `batch_size` sentences. Sorted batches and packed rows hold as many as fit into
+    `row_tokens` positions, padding included, so that those two differ in padding alone.
+    """
     order = list(range(len(lengths)))
-    if layout == "sorted":
-        order.sort(key=lambda i: -lengths[i])
-    if layout != "packed":
+    if layout == "padded":
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if layout == "sorted":
+        return _sorted_groups(sorted(order, key=lambda i: -lengths[i]), lengths, row_tokens)
     rows: list[list[int]] = []
     room = 0
     for i in order:
@@ -54,6 +58,16 @@ def groups(lengths: Sequence[int], layout: str, batch_size: int, row_tokens: int
         rows[-1].append(i)
         room -= lengths[i]
     return rows
+
+
+def _sorted_groups(order: list[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """From the longest down: the first sentence of a batch is as long as its padding."""
+    found = []
+    while order:
+        count = max(1, row_tokens // lengths[order[0]])
+        found.append(order[:count])
+        order = order[count:]
+    return found
 
 
 def embed(
