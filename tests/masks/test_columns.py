@@ -60,8 +60,8 @@ def test_startend_row_indices_of_every_builder(seed):
 
 
 def test_startend_row_indices_folds_bands_or_refuses(seed):
-    refused = 0
-    for round_ in range(200):
+    refused, rounds = 0, 2000  # about one in a hundred is refused: so many that none cannot be luck
+    for round_ in range(rounds):
         rng = random.Random(f"{seed} {round_}")
         q, k = rng.randint(1, 20), rng.randint(1, 20)
         mask = adversarial(rng, q, k)
@@ -74,7 +74,7 @@ def test_startend_row_indices_folds_bands_or_refuses(seed):
             refused += 1
             continue
         assert torch.equal(ColumnMask.from_startend_row_indices(bounds, causal).dense(q, k), truth)
-    assert 0 < refused < 100
+    assert 0 < refused < rounds / 2
 
 
 def runs_of_hidden(dense):
