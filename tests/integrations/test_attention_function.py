@@ -270,3 +270,12 @@ def test_bounds_of_one_batch_row_serve_all():
     out, _ = attention_forward(Layer(), q, k, v, bounds)
     same, _ = attention_forward(Layer(), q, k, v, bounds.expand(B, -1, -1, -1))
     close(out, same)
+
+
+def test_dropout_belongs_to_training():
+    q, k, v = qkv()
+    layer = Layer()
+    still, _ = attention_forward(layer, q, k, v, None)
+    assert torch.equal(attention_forward(layer, q, k, v, None, dropout=0.5)[0], still)
+    assert not torch.equal(attention_forward(layer.train(), q, k, v, None, dropout=0.5)[0], still)
+    assert torch.equal(attention_forward(layer, q, k, v, None, dropout=0.0)[0], still)

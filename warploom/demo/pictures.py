@@ -39,9 +39,7 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(
-            "the pictures need matplotlib (pip install 'warploom[demo]'), or --no-pictures"
-        ) from error
+        raise ValueError("the pictures need matplotlib (pip install 'warploom[demo]'), or --no-pictures") from error
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, size, paint in (
@@ -68,9 +66,7 @@ def _masks(figure: Any, lengths: Sequence[int], batch_size: int, row_tokens: int
         left.add_patch(Rectangle((0, row + 0.08), length, 0.84, color=TONES[row % 2], linewidth=0))
     left.set(xlim=(0, longest), ylim=(len(batch), 0), xlabel="token", ylabel="sentence")
     wasted = 1 - sum(batch) / (longest * len(batch))
-    left.set_title(
-        f"A padded batch: {len(batch)} sentences, {wasted:.0%} padding", loc="left", fontsize=TITLE
-    )
+    left.set_title(f"A padded batch: {len(batch)} sentences, {wasted:.0%} padding", loc="left", fontsize=TITLE)
     left.legend(handles=[Patch(color=TONES[0], label="real tokens"), Patch(color=FAINT, label="padding")],
                 loc="lower right", framealpha=1.0)  # fmt: skip
 

@@ -23,6 +23,8 @@ FP32_BOUND = 1e-5
 LONGEST = 512  # positions the encoder knows
 CPU_SENTENCES = 300
 GPU_SENTENCES = 1200
+MOST_PASSES = 3
+SECONDS = 60  # of passes, unless their number is given
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class DemoOptions:
     """Attributes:
     sentences: how many; None is as many as a device embeds five ways in about a minute.
     seed: which, and in which order.
-    repeats: timed passes over all sentences, of every route in turn; the median counts.
+    repeats: timed passes over all sentences, of every route in turn; the median counts. None is up to 3, as
+        long as another is likely to end within a minute of the first.
     device: "auto", or a torch device.
     dtype: "float32", "bfloat16" or "float16".
     batch_size: sentences in a padded batch.
@@ -41,7 +44,7 @@ class DemoOptions:
 
     sentences: int | None = None
     seed: int = 0
-    repeats: int = 3
+    repeats: int | None = None
     device: str = "auto"
     dtype: str = "float32"
     batch_size: int = 32
@@ -67,11 +70,10 @@ def run_demo(options: DemoOptions) -> DemoReport:
     register()
     tokens = loaded.tokenizer(texts, truncation=True, max_length=LONGEST)["input_ids"]
     lengths = [len(sentence) for sentence in tokens]
-    plans = {
-        route.key: groups(lengths, route.layout, options.batch_size, options.row_tokens) for route in ROUTES
-    }
+    plans = {route.key: groups(lengths, route.layout, options.batch_size, options.row_tokens) for route in ROUTES}
     low_precision = options.dtype != "float32"
-    steps = options.repeats * sum(map(len, plans.values())) + len(ROUTES)
+    passes = MOST_PASSES if options.repeats is None else options.repeats
+    steps = passes * sum(map(len, plans.values())) + len(ROUTES)
     steps += len(plans[ROUTES[0].key]) if low_precision else 0
     progress = Progress(steps, options.progress)
 
@@ -82,9 +84,11 @@ def run_demo(options: DemoOptions) -> DemoReport:
     for route in ROUTES:
         progress.start(f"{route.name} (warm-up)")
         embed(loaded.model, tokens, route, plans[route.key][:1], progress.step)
-    for _ in range(
-        options.repeats
-    ):  # in turn, so that a busy moment of the machine touches every route alike
+    begun = perf_counter()
+    for number in range(passes):  # in turn, so that a busy moment of the machine touches every route alike
+        spent = perf_counter() - begun
+        if options.repeats is None and number and spent * (number + 1) / number > SECONDS:
+            break
         for route in ROUTES:
             progress.start(route.name)
             memory.start()
@@ -104,16 +108,13 @@ def run_demo(options: DemoOptions) -> DemoReport:
     nearest, agreeing = _neighbours(texts, embeddings["eager_padded"], embeddings["warploom_packed"])
     pictures: list[str] = []
     timings = [
-        Timing(r.key, r.name, seconds[r.key], sum(lengths), computed[r.key], _highest(peaks[r.key]))
-        for r in ROUTES
+        Timing(r.key, r.name, seconds[r.key], sum(lengths), computed[r.key], _highest(peaks[r.key])) for r in ROUTES
     ]
     machine = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     if options.out is not None:
         from .pictures import draw
 
-        pictures = draw(
-            options.out, timings, lengths, options.batch_size, options.row_tokens, machine, options.dtype
-        )
+        pictures = draw(options.out, timings, lengths, options.batch_size, options.row_tokens, machine, options.dtype)
     return DemoReport(
         sha256=loaded.sha256,
         device=machine,
@@ -136,8 +137,9 @@ def run_demo(options: DemoOptions) -> DemoReport:
 
 def _check(options: DemoOptions) -> None:
     for name, least in (("repeats", 1), ("batch_size", 1), ("row_tokens", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"{name}: got {getattr(options, name)}; it takes {least} or more")
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}; it takes {least} or more")
     if options.dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype: got {options.dtype!r}; it takes float32, bfloat16 or float16")
 
@@ -161,9 +163,7 @@ def _compare(name: str, embeddings: dict[str, Tensor], other: str, bound: float)
     return Comparison(name, delta, bound)
 
 
-def _rounding(
-    model: Any, tokens: Any, plans: Any, embeddings: dict[str, Tensor], progress: Progress
-) -> float:
+def _rounding(model: Any, tokens: Any, plans: Any, embeddings: dict[str, Tensor], progress: Progress) -> float:
     """How far the dtype alone moves eager's embeddings from fp32's: the measure of a low-precision bound."""
     route: Route = ROUTES[0]
     progress.start("eager in fp32, for the bound")
@@ -171,9 +171,7 @@ def _rounding(
     return (exact - embeddings[route.key]).abs().max().item()
 
 
-def _neighbours(
-    texts: list[str], eager: Tensor, packed: Tensor, shown: int = 3
-) -> tuple[list[Neighbour], int]:
+def _neighbours(texts: list[str], eager: Tensor, packed: Tensor, shown: int = 3) -> tuple[list[Neighbour], int]:
     """The closest pairs that are not near-copies of each other, and how many neighbours both embeddings agree
     on.
     """

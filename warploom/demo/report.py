@@ -113,10 +113,7 @@ class DemoReport:
             *(self._timing(t) for t in self.timings),
             "",
             "nearest neighbours, found with the packed embeddings",
-            *(
-                f"  {n.similarity:.2f}  {_shorten(n.sentence)}\n        {_shorten(n.nearest)}"
-                for n in self.neighbours
-            ),
+            *(f"  {n.similarity:.2f}  {_shorten(n.sentence)}\n        {_shorten(n.nearest)}" for n in self.neighbours),
         ]
         if self.pictures:
             lines += ["", "pictures    " + ", ".join(self.pictures)]

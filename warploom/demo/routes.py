@@ -116,9 +116,7 @@ def _packed_row(model: Any, sentences: list[Sequence[int]]) -> tuple[Tensor, int
     first = (lengths.cumsum(0) - lengths)[sentence]
     positions = (torch.arange(ids.shape[1], device=model.device) - first)[None]
     hidden = (
-        model(
-            input_ids=ids, position_ids=positions, attention_mask=position_ids_bounds(positions, causal=False)
-        )
+        model(input_ids=ids, position_ids=positions, attention_mask=position_ids_bounds(positions, causal=False))
         .last_hidden_state[0]
         .float()
     )

@@ -29,9 +29,7 @@ def reference_sentences() -> list[str]:
 def _is_prose(paragraph: str) -> bool:
     lines = [line for line in paragraph.splitlines() if line.strip()]
     indented = any(len(line) - len(line.lstrip()) >= 3 for line in lines)
-    return (
-        not indented and not any(map(_RULE.fullmatch, lines)) and not any(mark in paragraph for mark in _CODE)
-    )
+    return not indented and not any(map(_RULE.fullmatch, lines)) and not any(mark in paragraph for mark in _CODE)
 
 
 def _split(text: str) -> list[str]:
@@ -47,7 +45,5 @@ def sample(count: int, seed: int) -> list[str]:
     """
     every = reference_sentences()
     if not 2 <= count <= len(every):
-        raise ValueError(
-            f"sentences: got {count}; this Python's language reference has from 2 to {len(every)}"
-        )
+        raise ValueError(f"sentences: got {count}; this Python's language reference has from 2 to {len(every)}")
     return random.Random(seed).sample(every, count)
