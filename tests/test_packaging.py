@@ -83,7 +83,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     required = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
-    assert required == ["torch>=2.9"]
+    assert required == ["torch>=2.11"]
     assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "hopper", "transformers", "demo", "dev"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
