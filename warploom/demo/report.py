@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -61,7 +62,11 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Everything the demo prints. `passed` is what its exit status says."""
+    """Everything the demo prints. `passed` is what its exit status says.
+
+    Attributes:
+        foreign_cores: cores that other programs kept busy during the timed passes; None where not measurable.
+    """
 
     sha256: str
     device: str
@@ -75,6 +80,7 @@ class DemoReport:
     timings: list[Timing]
     neighbours: list[Neighbour]
     neighbours_agreeing: int
+    foreign_cores: float | None = None
     pictures: list[str] = field(default_factory=list)
     model: str = NAME
     licence: str = LICENCE
@@ -111,6 +117,7 @@ class DemoReport:
             "",
             "speed       real tokens/s      passes (s)           padding   peak memory",
             *(self._timing(t) for t in self.timings),
+            *self._disturbance(),
             "",
             "nearest neighbours, found with the packed embeddings",
             *(f"  {n.similarity:.2f}  {_shorten(n.sentence)}\n        {_shorten(n.nearest)}" for n in self.neighbours),
@@ -118,6 +125,15 @@ class DemoReport:
         if self.pictures:
             lines += ["", "pictures    " + ", ".join(self.pictures)]
         return "\n".join(lines)
+
+    def _disturbance(self) -> list[str]:
+        cores = os.cpu_count() or 1
+        if self.device != "cpu" or self.foreign_cores is None or self.threads + self.foreign_cores < cores + 0.2:
+            return []
+        return [
+            f"            other programs kept {self.foreign_cores:.1f} of {cores} cores busy meanwhile: "
+            "these speeds are too low, and unevenly so"
+        ]
 
     def _comparison(self, c: Comparison) -> str:
         verdict = "ok" if c.passed else "FAILED"
