@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -346,16 +345,15 @@ def _backward_dense(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = args
-    if not _has_native_half(args.q.dtype):
-        # torch's half-precision backward is an order of magnitude slower than fp32 where the CPU has no such
-        # instructions; O(seqlen) fp32 copies also spare the rounding of partial gradients.
-        args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
-        dout, out = dout.float(), out.float()
+    # In half precision torch's backward kernel sums dk and dv in that precision too; fp32 copies are O(seqlen), keep
+    # sums in fp32, and are an order of magnitude faster where the CPU has no half-precision instructions.
+    args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
+    dout, out = dout.float(), out.float()
     arithmetic = _needs_arithmetic(args) or dlse is not None
     need_delta = arithmetic or args.sink is not None
     delta = None
     if need_delta:
-        delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+        delta = (dout * out).sum(-1).transpose(1, 2)
         if dlse is not None:
             delta = delta - dlse
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
@@ -372,16 +370,6 @@ def _backward_dense(
         share = torch.exp(args.sink.float()[:, None] - lse)
         dsink = (-share * delta).sum((0, 2)).to(args.sink.dtype)
     return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsink
-
-
-@cache
-def _has_native_half(dtype: torch.dtype) -> bool:
-    """Whether matmuls in this dtype run on instructions of their own here; fp32 always does."""
-    if dtype == torch.float32:
-        return True
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return False
 
 
 def _add(total: Tensor, part: _Part, heads: slice, index: slice | Tensor, gradient: Tensor) -> None:

@@ -7,6 +7,7 @@ import math
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,13 +61,16 @@ class Selftest:
         heading = ("implementation", "device", "case", "dtype", "result", "error/bound")
         cells = []
         for row in self.rows:
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            cells.append((row.implementation, row.device, row.case, row.dtype, row.result, ratio))
+            if row.result != "refused":
+                ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+                cells.append((row.implementation, row.device, row.case, row.dtype, row.result, ratio))
         details = [
             f"  {row.implementation}, {row.case}, {row.dtype} {row.result}: {row.detail}"
             for row in self.rows
-            if row.detail
+            if row.result == "FAILED"
         ]
+        refusals = Counter((r.implementation, r.device, r.detail) for r in self.rows if r.result == "refused")
+        details += [f"  {name} refuses {n} cases on {device}: {why}" for (name, device, why), n in refusals.items()]
         end = f"{self.ran - self.failed} of {self.ran} passed in {self.seconds:.1f} s, seed {self.seed}"
         return "\n".join(["selftest against the fp64 reference", table(cells, heading), *details, end])
 
