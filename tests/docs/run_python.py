@@ -1,12 +1,27 @@
-"""Execute Python snippets in one namespace: JSON [[name, source], ...] in, [[printed, error], ...] out."""
+"""Execute Python snippets in one namespace: JSON [[name, source], ...] in, [[printed, error], ...] out.
+
+A snippet that ends in a dense mask shows it: one line a query, ■ visible, · hidden.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
 import sys
 import traceback
+
+
+def run(source: str, name: str, namespace: dict[str, object]) -> None:
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), namespace)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        if str(getattr(value, "dtype", None)) == "torch.bool":
+            for row in value[0, 0].tolist():  # type: ignore[index]
+                print(" ".join("■" if seen else "·" for seen in row))
 
 
 def main() -> None:
@@ -16,7 +31,7 @@ def main() -> None:
         printed, error = io.StringIO(), None
         with contextlib.redirect_stdout(printed):
             try:
-                exec(compile(source, name, "exec"), namespace)
+                run(source, name, namespace)
             except Exception:
                 error = traceback.format_exc()
         outputs.append([printed.getvalue(), error])
