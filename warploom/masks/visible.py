@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from warploom.masks.columns import ResolvedMask
+    from warploom.masks.intervals import ResolvedMask
 
 
 def visible(mask: ResolvedMask, rows: Tensor, cols: Tensor, offset: int) -> Tensor:
