@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from warploom import masks
 from warploom.masks.intervals import ResolvedMask
-from warploom.masks.rectangles import BLOCK_ROWS, cover
+from warploom.masks.rectangles import BLOCK_ROWS, cover, covers
 from warploom.masks.visible import visible
 
 
@@ -92,3 +92,14 @@ def test_work_is_linear_in_documents() -> None:
         length = 256 * documents
         pieces = cover(masks.Document([256] * documents).resolve(length, length), 0, 0, length, length)
         assert len(pieces) == documents
+
+
+def test_plans_are_kept_by_content_not_by_identity() -> None:
+    mask = masks.Document([[100, 50], [30, 120]]).resolve(150, 150)
+    first = covers(mask, 2, 1, 150, 150)
+    assert covers(mask._replace(lts=mask.lts.clone()), 2, 1, 150, 150) is first
+    reused = mask.lts.clone()
+    covers(mask._replace(lts=reused), 2, 1, 150, 150)
+    reused.data[1] = reused.data[0]  # writes the version counter does not see
+    assert covers(mask._replace(lts=reused), 2, 1, 150, 150) == [first[0], first[0]]
+    assert covers(mask._replace(right=3), 2, 1, 150, 150) != first

@@ -18,7 +18,7 @@ from torch import Tensor
 from warploom.attention import philox
 from warploom.attention.packing import sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, cover, single
+from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -112,6 +112,7 @@ def _parts(args: AttentionArgs, first_batch: int) -> Iterator[_Part]:
     mask_heads = max(widths, default=1)
     per_head = heads_q // mask_heads
     group = heads_q // heads_kv
+    plans = iter(covers(args.mask, mask_batches, mask_heads, seqlen_q, seqlen_k))
     for b in range(mask_batches):
         batches = slice(None) if mask_batches == 1 else slice(b, b + 1)
         for h in range(mask_heads):
@@ -123,7 +124,7 @@ def _parts(args: AttentionArgs, first_batch: int) -> Iterator[_Part]:
                 mask_batch=b,
                 mask_head=h,
                 batch_index=torch.arange(first_batch, first_batch + batch)[batches],
-                plan=cover(args.mask, b, h, seqlen_q, seqlen_k),
+                plan=next(plans),
             )
 
 
