@@ -209,7 +209,8 @@ def _run(args: AttentionArgs, backend: str | None) -> tuple[Tensor, Tensor]:
         # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
         out, lse = reference.forward(args)
         return out, lse.float()
-    return attention_op(args._replace(backend=chosen))
+    prepare = getattr(dispatch.find(chosen).module, "prepare", None)
+    return attention_op((args if prepare is None else prepare(args))._replace(backend=chosen))
 
 
 def _problem(args: AttentionArgs) -> AttentionProblem:

@@ -1,11 +1,12 @@
 """The implementations of exact attention, fastest first."""
 
-from warploom.attention import cpu, reference
+from warploom.attention import cpu, reference, triton
 from warploom.runtime import dispatch
 from warploom.runtime.dispatch import Implementation
 
 dispatch.register(
     "attention",
+    Implementation("triton", triton),
     Implementation("cpu", cpu),
     Implementation("reference", reference),
 )

@@ -1,0 +1,567 @@
+"""The backward kernels (FlashAttention-2, arXiv 2307.08691, algorithm 2, cut in two so that nothing is added atomically).
+
+`rows_kernel` prepares what both need per query row; `dkdv_kernel` walks the visible rows of a block of keys, for every
+head of its group, and `dq_kernel` the visible keys of a tile of rows. Scores are computed twice, in exchange for sums
+of a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.attention.triton.device import (
+    EDGE,
+    LOG2E,
+    OUT_UNIT,
+    Band,
+    Columns,
+    Dropout,
+    Softmax,
+    clamp,
+    dot,
+    find_tile,
+    kept,
+    key_pointers,
+    live_columns,
+    load_columns,
+    load_rows,
+    normalised,
+    packed_query_tile,
+    readable_columns,
+    score_factor,
+    scores,
+    segment,
+    store_rows,
+    tile_visible,
+    used_keys,
+    visible,
+)
+from warploom.attention.triton.walk import MIXED, attend
+
+_ROWS_SCALARS = [
+    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_lb", "stride_lh", "batches",
+    "tiles", "seqlen_q", "seqlen_k", "heads",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_ROWS_SCALARS)
+def rows_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    rows_ptr,
+    edges_ptr,
+    cu_q_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_lb,
+    stride_lh,
+    batches,
+    tiles,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    DIM_V: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Per row delta = rowsum(dO * O) - dLSE and lse in log2 units; per tile whether it needs care.
+
+    lse2 is +inf for rows that see nothing and past the end, which makes their probabilities 0. A tile is an edge where it
+    has such rows, since those that see nothing may hold NaN. rows is (batch, heads, tiles, 2, M), lse2 before delta, M rows
+    a tile in packed calls too: aligned, so that a kernel copies several at once. edges is (batch, heads, tiles).
+    """
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    head = pid // tiles % heads
+    lengths, m0 = packed_query_tile(tile, pid // tiles // heads, cu_q_ptr, None, None, None, batches, seqlen_q, seqlen_k, M)
+    if (m0 < 0) | (m0 >= lengths.q):
+        return
+    batch = tl.cast(lengths.batch, tl.int64)
+    rows = m0 + tl.arange(0, M)
+    inside = rows < lengths.q
+    row = (lengths.first_q + rows).to(tl.int64)
+    dims = tl.arange(0, DV)
+    live = None if DIM_V == DV else dims < DIM_V
+    head64 = tl.cast(head, tl.int64)
+    out_base = out_ptr + (batch * stride_ob + head64 * stride_oh) * OUT_UNIT
+    out_ptrs = out_base + (row * (stride_os * OUT_UNIT))[:, None] + dims[None, :]
+    g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh) * UNIT
+    out = load_rows(out_ptrs, inside, live, True).to(tl.float32)
+    dout = load_rows(g_base + (row * (stride_gs * UNIT))[:, None] + dims[None, :], inside, live, True).to(tl.float32)
+    at = batch * stride_lb + head64 * stride_lh + row
+    lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))
+    empty = lse == float("-inf")
+    delta = tl.sum(out * dout, 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=inside, other=0.0)
+    to = rows_ptr + pid.to(tl.int64) * (2 * M) + tl.arange(0, M)
+    tl.store(to, tl.where(empty, float("inf"), lse * LOG2E))
+    tl.store(to + M, tl.where(empty, 0.0, delta))
+    tl.store(edges_ptr + pid, tl.max(empty.to(tl.int32), 0))
+
+
+@triton.jit
+def _row_blocks_before(row, count, len_q, M: tl.constexpr):
+    """Row tiles that end at or before `row`; the last one ends at len_q."""
+    return tl.where(row >= len_q, count, tl.maximum(row, 0) // M)
+
+
+@triton.jit
+def _row_blocks_begun(row, len_q, M: tl.constexpr):
+    """Row tiles that begin before `row`."""
+    return tl.cdiv(clamp(row, 0, len_q), M)
+
+
+@triton.jit
+def _hidden_run(start, stop, begin, end, count, len_q, M: tl.constexpr):
+    """Row tiles within [begin, end) that rows [start, stop) cover; both `begin` where none."""
+    a = tl.maximum(_row_blocks_begun(start, len_q, M), begin)
+    b = tl.minimum(_row_blocks_before(stop, count, len_q, M), end)
+    return tl.where(a < b, a, begin), tl.where(a < b, b, begin)
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, m, m0, dims, dims_v, live, live_v, n0, cols,
+    vectors, columns, band, softmax, dropout, batch, len_k, shift, test, KIND: tl.constexpr
+):  # fmt: skip
+    """One tile of rows for a block of keys; everything transposed, (N, M), so that P and dS stay in registers."""
+    # Tile m0 / M of (tiles, 2, M).
+    lse2 = tl.load(rows_base + 2 * m0 + tl.arange(0, m.shape[0]))
+    inside = lse2 < float("inf")
+    q_ptrs = q_base + tl.cast(m0, tl.int64) * stride_q + (m[:, None] * stride_q + dims[None, :])
+    q = load_rows(q_ptrs, inside, live, KIND == EDGE)
+    s, bent = scores(dot(k, tl.trans(q), None), softmax)
+    g_ptrs = g_base + tl.cast(m0, tl.int64) * stride_g + (m[:, None] * stride_g + dims_v[None, :])
+    dout = load_rows(g_ptrs, inside, live_v, KIND == EDGE)
+    dp = dot(v, tl.trans(dout), None)
+    p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
+    if test:
+        rows = m0 + tl.arange(0, m.shape[0])
+        seen = visible(rows[None, :], cols[:, None], vectors, columns, band, shift, len_k)
+        p = tl.where(seen, p, 0.0)
+    kept_p = p
+    if dropout.seed is not None:
+        keep = kept(dropout, batch, m0, n0, p.shape[1], p.shape[0], True)
+        kept_p = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * dropout.scale, 0.0)
+    dv = dot(kept_p.to(dout.dtype), dout, dv)
+    # Loaded late: sixteen registers a thread that the products above need.
+    delta = tl.load(rows_base + 2 * m0 + m.shape[0] + tl.arange(0, m.shape[0]))
+    ds = p * (dp - delta[None, :])
+    if softmax.softcap is not None:
+        ds = ds * (1.0 - bent * bent)
+    dk = dot(ds.to(q.dtype), q, dk)
+    return dk, dv
+
+
+_DKDV_SCALARS = [
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "stride_gb", "stride_gs", "stride_gh", "stride_dkb", "stride_dks", "stride_dkh", "stride_dvb", "stride_dvs",
+    "stride_dvh", "stride_mb", "stride_mh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group",
+    "mask_group", "left", "right", "threshold",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_DKDV_SCALARS)
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    rows_ptr,
+    edges_ptr,
+    dk_ptr,
+    dv_ptr,
+    lts_ptr,
+    lte_ptr,
+    uts_ptr,
+    ute_ptr,
+    seed_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    used_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_dkb,
+    stride_dks,
+    stride_dkh,
+    stride_dvb,
+    stride_dvs,
+    stride_dvh,
+    stride_mb,
+    stride_mh,
+    batches,
+    tiles,
+    row_tiles,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    mask_group,
+    left,
+    right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    DESCENDING: tl.constexpr,
+):
+    """dK and dV of one block of N keys of one kv head, over all query heads of its group in order."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    heads_kv = heads // group
+    head_kv = pid // tiles % heads_kv
+    if cu_q_ptr is None:
+        sequence, n0, first_q, first_k = pid // tiles // heads_kv, tile * N, 0, 0
+        len_q, stored, len_k = seqlen_q, seqlen_k, seqlen_k
+        first_tile = 0
+    else:
+        sequence, n0, first_k, stored = find_tile(tile, cu_q_ptr if cu_k_ptr is None else cu_k_ptr, batches, seqlen_k, N)
+        first_q, len_q = segment(sequence, cu_q_ptr, batches, seqlen_q)
+        len_k = used_keys(sequence, stored, used_ptr, batches)
+        first_tile = first_q // M + sequence
+    if (n0 < 0) | (n0 >= stored):
+        return
+    batch = tl.cast(sequence, tl.int64)
+    shift = len_k - len_q
+    band = Band(left, right)
+    softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
+
+    n = tl.arange(0, N)
+    cols = n0 + n
+    row = (first_k + cols).to(tl.int64)
+    dims = tl.arange(0, D)
+    dims_v = tl.arange(0, DV)
+    live = None if DIM == D else dims < DIM
+    live_v = None if DIM_V == DV else dims_v < DIM_V
+    first, last = live_columns(shift, band, len_k)
+    # Rows that the band shows to some column, in tiles.
+    n1 = tl.minimum(n0 + N, len_k)
+    count = tl.cdiv(len_q, M)
+    begin, end = 0, count
+    if right is not None:
+        begin = _row_blocks_before(n0 - right - shift, count, len_q, M)
+    if left is not None:
+        end = _row_blocks_begun(n1 + left - shift, len_q, M)
+    end = tl.where(n0 < len_k, tl.maximum(begin, end), begin)
+    if left is not None and right is not None:
+        end = tl.where(left < -right, begin, end)
+
+    # Tiles that begin from here on, and up to here, show all of their rows every column, as far as the band goes.
+    all_from, all_until = 0, seqlen_q
+    if right is not None:
+        all_from = n1 - 1 - shift - right
+    if left is not None:
+        all_until = n0 - shift + left - (M - 1)
+
+    m = tl.arange(0, M).to(tl.int64) if WIDE else tl.arange(0, M)
+    k_at = (batch * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * UNIT
+    v_at = (batch * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh) * UNIT
+    k_ptrs = k_ptr + k_at + (row * (stride_ks * UNIT))[:, None] + dims[None, :]
+    v_ptrs = v_ptr + v_at + (row * (stride_vs * UNIT))[:, None] + dims_v[None, :]
+    dk = tl.zeros([N, D], tl.float32)
+    dv = tl.zeros([N, DV], tl.float32)
+    for g in range(group):
+        head = head_kv * group + g
+        head64 = tl.cast(head, tl.int64)
+        mask_at = batch * stride_mb + tl.cast(head // mask_group, tl.int64) * stride_mh + first_k
+        columns = Columns(
+            None if lts_ptr is None else lts_ptr + mask_at,
+            None if lte_ptr is None else lte_ptr + mask_at,
+            None if uts_ptr is None else uts_ptr + mask_at,
+            None if ute_ptr is None else ute_ptr + mask_at,
+        )
+        lts, lte, uts, ute = load_columns(columns, tl.minimum(cols, tl.maximum(len_k - 1, 0)))
+        vectors = (lts[:, None], lte[:, None], uts[:, None], ute[:, None])
+        readable = (cols >= first) & (cols < last)
+        if lts_ptr is not None or ute_ptr is not None:
+            lts, lte, uts, ute, dead = normalised((lts, lte, uts, ute), columns, cols, band, len_q, len_k)
+            readable = readable & (dead == 0)
+            # Columns past the end repeat the last one, which changes no extremum.
+            lts_min, lts_max = tl.min(lts, 0), tl.max(lts, 0)
+            lte_min, lte_max = tl.min(lte, 0), tl.max(lte, 0)
+            uts_min, uts_max = tl.min(uts, 0), tl.max(uts, 0)
+            ute_min, ute_max = tl.min(ute, 0), tl.max(ute, 0)
+            # The rows hidden in every column: two runs, or one where the intervals meet from both sides.
+            meet = (ute_min >= lts_max) & (lte_min >= uts_max)
+            start0 = tl.where(meet, tl.minimum(lts_max, uts_max), uts_max)
+            stop0 = tl.where(meet, tl.maximum(lte_min, ute_min), ute_min)
+            a0, b0 = _hidden_run(start0, stop0, begin, end, count, len_q, M)
+            a1, b1 = _hidden_run(lts_max, tl.where(meet, 0, lte_min), begin, end, count, len_q, M)
+            swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
+            a0, a1 = tl.where(swap, a1, a0), tl.where(swap, a0, a1)
+            b0, b1 = tl.where(swap, b1, b0), tl.where(swap, b0, b1)
+            runs = 3
+        else:
+            runs = 1
+        k = load_rows(k_ptrs, readable, live, True)
+        v = load_rows(v_ptrs, readable, live_v, True)
+
+        q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
+        g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
+        tile_at = (((batch if cu_q_ptr is None else 0) * heads + head) * row_tiles + first_tile).to(tl.int64)
+        first_edge, last_edge = _edge_tiles(edges_ptr + tile_at, begin, end)
+        rows_base = rows_ptr + tile_at * (2 * M)
+        dropout = Dropout(seed_ptr, threshold, head, keep_scale)
+        # Runs of visible tiles, each cut in two where edge tiles lie between.
+        for part in range(2 * runs):
+            a, b = begin, end
+            if lts_ptr is not None or ute_ptr is not None:
+                a = tl.where(part < 2, begin, tl.where(part < 4, b0, b1))
+                b = tl.where(part < 2, a0, tl.where(part < 4, a1, end))
+            edge_a = clamp(first_edge, a, tl.maximum(a, b))
+            edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
+            if part % 2 == 0:
+                b = edge_a
+            else:
+                a = edge_b
+                edge_a = edge_b
+            for m0 in tl.range(edge_a * M, edge_b * M, M):
+                dk, dv = _dkdv_step(
+                    dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
+                    live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
+                )  # fmt: skip
+            for m0 in tl.range(a * M, b * M, M):
+                # Scalars decide whether any of the tile's elements may be hidden.
+                test = False
+                if right is not None:
+                    test = m0 < all_from
+                if left is not None:
+                    test = test | (m0 > all_until)
+                if lts_ptr is not None:
+                    test = test | ((m0 < lte_max) & (m0 + M > lts_min))
+                if ute_ptr is not None or lts_ptr is not None:
+                    test = test | ((m0 < ute_max) & (m0 + M > uts_min))
+                dk, dv = _dkdv_step(
+                    dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
+                    live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, test, MIXED,
+                )  # fmt: skip
+
+    if seed_ptr is not None:
+        dv *= keep_scale
+    inside = cols < stored
+    dk_at = (batch * stride_dkb + tl.cast(head_kv, tl.int64) * stride_dkh) * OUT_UNIT
+    dv_at = (batch * stride_dvb + tl.cast(head_kv, tl.int64) * stride_dvh) * OUT_UNIT
+    dk_ptrs = dk_ptr + dk_at + (row * (stride_dks * OUT_UNIT))[:, None] + dims[None, :]
+    dv_ptrs = dv_ptr + dv_at + (row * (stride_dvs * OUT_UNIT))[:, None] + dims_v[None, :]
+    store_rows(dk_ptrs, dk * scale, inside, live)
+    store_rows(dv_ptrs, dv, inside, live_v)
+
+
+@triton.jit
+def _edge_tiles(edges_ptr, begin, end):
+    """The first and past-the-last of the row tiles [begin, end) that are edges; (end, begin) where none is."""
+    first, last = end, begin
+    for at in range(begin, end, 128):
+        tile = at + tl.arange(0, 128)
+        edge = tl.load(edges_ptr + tile, mask=tile < end, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(edge, tile, end), 0))
+        last = tl.maximum(last, tl.max(tl.where(edge, tile + 1, begin), 0))
+    return first, last
+
+
+@triton.jit
+def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
+    """One tile of keys for a tile of rows."""
+    (dq,) = state
+    cols = n0 + tl.arange(0, tile.n.shape[0])
+    readable = readable_columns(tile, cols, KIND)
+    MASKED: tl.constexpr = KIND == EDGE or tile.has_columns is None
+    k_ptrs = key_pointers(tile.k, n0, tile.n, tile.dims, tile.stride_k, tile.page_k, tile.pages, tile.lengths.k)
+    k = load_rows(k_ptrs, readable, tile.live, MASKED)
+    s, bent = scores(dot(tile.q, tl.trans(k), None), tile.softmax)
+    v_ptrs = key_pointers(tile.v, n0, tile.n, tile.dims_v, tile.stride_v, tile.page_v, tile.pages, tile.lengths.k)
+    v = load_rows(v_ptrs, readable, tile.live_v, MASKED)
+    dp = dot(tile.dout, tl.trans(v), None)
+    p = tl.exp2(s * score_factor(tile.softmax) - tile.lse[:, None])
+    if tile.dropout.seed is not None:
+        keep = kept(tile.dropout, tile.lengths.batch, tile.m0, n0, p.shape[0], p.shape[1], False)
+        dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
+    ds = p * (dp - tile.delta[:, None])
+    if tile.softmax.softcap is not None:
+        ds = ds * (1.0 - bent * bent)
+    if test:
+        ds = tl.where(tile_visible(tile, cols, KIND), ds, 0.0)
+    return (dot(ds.to(k.dtype), k, dq),)
+
+
+_DQ_SCALARS = [
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "stride_gb", "stride_gs", "stride_gh", "stride_dqb", "stride_dqs", "stride_dqh", "stride_mb", "stride_mh",
+    "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group",
+    "left", "right", "threshold",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_DQ_SCALARS)
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    rows_ptr,
+    dq_ptr,
+    lts_ptr,
+    lte_ptr,
+    uts_ptr,
+    ute_ptr,
+    bounds_ptr,
+    seed_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    used_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    stride_mb,
+    stride_mh,
+    stride_bb,
+    stride_bh,
+    batches,
+    tiles,
+    row_tiles,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    mask_group,
+    left,
+    right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    DESCENDING: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+):
+    """dQ of one tile of M queries of one head."""
+    pid = tl.program_id(0)
+    tile_index = tiles - 1 - pid % tiles
+    pid = pid // tiles
+    head = pid % heads
+    lengths, m0 = packed_query_tile(
+        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, None, batches, seqlen_q, seqlen_k, M
+    )
+    if (m0 < 0) | (m0 >= lengths.q):
+        return
+    batch = tl.cast(lengths.batch, tl.int64)
+    head64 = tl.cast(head, tl.int64)
+    rows = m0 + tl.arange(0, M)
+    inside = rows < lengths.q
+    row = (lengths.first_q + rows).to(tl.int64)
+    dims = tl.arange(0, D)
+    dims_v = tl.arange(0, DV)
+    live = None if DIM == D else dims < DIM
+    live_v = None if DIM_V == DV else dims_v < DIM_V
+    q_base = q_ptr + (batch * stride_qb + head64 * stride_qh) * UNIT
+    g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh) * UNIT
+    q = load_rows(q_base + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True)
+    dout = load_rows(g_base + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True)
+    first_tile = 0 if cu_q_ptr is None else lengths.first_q // ROW_TILE + lengths.batch
+    tile_at = ((batch if cu_q_ptr is None else 0) * heads + head) * row_tiles + first_tile
+    # Row r of (tiles, 2, ROW_TILE).
+    rows_ptrs = rows_ptr + tl.cast(tile_at, tl.int64) * (2 * ROW_TILE) + (rows // ROW_TILE * (2 * ROW_TILE) + rows % ROW_TILE)
+    lse2 = tl.load(rows_ptrs, mask=inside, other=float("inf"))
+    delta = tl.load(rows_ptrs + ROW_TILE, mask=inside, other=0.0)
+    state = (tl.zeros([M, D], tl.float32),)
+    (dq,) = attend(
+        _dq_step,
+        state,
+        q,
+        dout,
+        lse2,
+        delta,
+        m0,
+        rows,
+        head,
+        lengths,
+        k_ptr,
+        v_ptr,
+        lts_ptr,
+        lte_ptr,
+        uts_ptr,
+        ute_ptr,
+        bounds_ptr,
+        seed_ptr,
+        None,
+        stride_kb,
+        stride_ks,
+        stride_kh,
+        stride_vb,
+        stride_vs,
+        stride_vh,
+        stride_mb,
+        stride_mh,
+        stride_bb,
+        stride_bh,
+        0,
+        group,
+        mask_group,
+        1,
+        1,
+        left,
+        right,
+        scale,
+        softcap,
+        threshold,
+        keep_scale,
+        DIM,
+        DIM_V,
+        D,
+        DV,
+        N,
+        UNIT,
+        WIDE,
+        DESCENDING,
+        False,
+        False,
+    )
+    dq_base = dq_ptr + (batch * stride_dqb + head64 * stride_dqh) * OUT_UNIT
+    store_rows(dq_base + (row * (stride_dqs * OUT_UNIT))[:, None] + dims[None, :], dq * scale, inside, live)

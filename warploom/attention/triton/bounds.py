@@ -1,0 +1,113 @@
+"""Minimum and maximum of each column vector over each block of columns: prepared once for a mask, shared by all layers.
+
+Outside of torch.compile and CUDA graph capture the result is kept while the vectors live unchanged. A compiler sees the
+same op with the same inputs in every layer and keeps one of them; a captured graph computes it anew at every replay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.masks.intervals import ResolvedMask
+
+# Columns of a block; device.py's BOUND_BLOCK.
+BLOCK = 64
+
+# Masks whose bounds are kept: a model alternates between a few (full and windowed layers, micro-batches).
+_KEPT = 8
+_FAR = 2**30  # beyond it a limit of the band changes nothing
+
+_kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = OrderedDict()
+
+
+def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns, in one launch, or kept from an earlier call.
+
+    Args:
+        mask: column vectors on the device; at least one interval.
+
+    Returns:
+        int32 (batch|1, heads|1, blocks, 8).
+    """
+    vectors = [t for t in mask[2:] if t is not None]
+    arguments = (*mask[2:], mask.left, mask.right, seqlen_q)
+    key = _key(vectors, mask, seqlen_q)
+    if key is None:
+        return torch.ops.warploom.column_bounds(*arguments)
+    entry = _kept.get(key)
+    if entry is not None and all(ref() is t for ref, t in zip(entry[0], vectors, strict=True)):
+        return entry[1]
+    bounds = torch.ops.warploom.column_bounds(*arguments)
+    _kept[key] = [weakref.ref(t) for t in vectors], bounds
+    if len(_kept) > _KEPT:
+        _kept.popitem(last=False)
+    return bounds
+
+
+def _key(vectors: list[Tensor], mask: ResolvedMask, seqlen_q: int) -> tuple[Any, ...] | None:
+    """What the kept bounds depend on; None where nothing may be kept."""
+    if torch.compiler.is_compiling() or any(type(t) is not Tensor or t.is_inference() for t in vectors):
+        return None
+    stream = None
+    if vectors[0].is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(vectors[0].device).cuda_stream
+    state = tuple([None if t is None else (id(t), t._version) for t in mask[2:]])
+    return state, mask.left, mask.right, seqlen_q, stream
+
+
+def _column_bounds(
+    lts: Tensor | None,
+    lte: Tensor | None,
+    uts: Tensor | None,
+    ute: Tensor | None,
+    left: int | None,
+    right: int | None,
+    seqlen_q: int,
+) -> Tensor:
+    from warploom.attention.triton.bounds_kernel import bounds_kernel
+    from warploom.attention.triton.call import on_device
+
+    vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
+    some = next(t for t in vectors if t is not None)
+    bounds = some.new_empty(_shape(some))
+    blocks = bounds.shape[2]
+    left, right = (None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right))
+    if bounds.numel():
+        with on_device(some):
+            bounds_kernel[(bounds.shape[0] * bounds.shape[1] * blocks,)](
+                *vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, num_warps=1
+            )
+    return bounds
+
+
+def _column_bounds_fake(
+    lts: Tensor | None,
+    lte: Tensor | None,
+    uts: Tensor | None,
+    ute: Tensor | None,
+    left: int | None,
+    right: int | None,
+    seqlen_q: int,
+) -> Tensor:
+    some = next(t for t in (lts, lte, uts, ute) if t is not None)
+    return some.new_empty(_shape(some))
+
+
+def _shape(vector: Tensor) -> tuple[int, ...]:
+    return (*vector.shape[:2], (vector.shape[2] + BLOCK - 1) // BLOCK, 8)
+
+
+_library = torch.library.Library("warploom", "FRAGMENT")
+_library.define(
+    "column_bounds(Tensor? lts, Tensor? lte, Tensor? uts, Tensor? ute, SymInt? left, SymInt? right, SymInt seqlen_q) -> Tensor"
+)
+for _dispatch_key in ("CPU", "CUDA"):
+    _library.impl("column_bounds", _column_bounds, _dispatch_key)
+torch.library.register_fake("warploom::column_bounds", _column_bounds_fake, lib=_library)

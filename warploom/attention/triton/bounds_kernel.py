@@ -1,0 +1,35 @@
+"""The kernel that prepares a column mask: minimum and maximum of each vector over each block of columns, in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.attention.triton.device import BOUND_BLOCK, Band, Columns, load_columns, normalised
+
+
+@triton.jit(do_not_specialize=["blocks", "seqlen_q", "seqlen_k", "left", "right"])
+def bounds_kernel(lts_ptr, lte_ptr, uts_ptr, ute_ptr, bounds_ptr, blocks, seqlen_q, seqlen_k, left, right):
+    """One block of one (batch, head): int32 (blocks, 8), as warploom.masks.tiles.column_bounds defines them."""
+    pid = tl.program_id(0)
+    row = (pid // blocks).to(tl.int64)
+    # Columns past the end repeat the last one, which changes no extremum.
+    cols = tl.minimum(pid % blocks * BOUND_BLOCK + tl.arange(0, BOUND_BLOCK), seqlen_k - 1)
+    at = row * seqlen_k
+    columns = Columns(
+        None if lts_ptr is None else lts_ptr + at,
+        None if lte_ptr is None else lte_ptr + at,
+        None if uts_ptr is None else uts_ptr + at,
+        None if ute_ptr is None else ute_ptr + at,
+    )
+    vectors = load_columns(columns, cols)
+    lts, lte, uts, ute, _ = normalised(vectors, columns, cols, Band(left, right), seqlen_q, seqlen_k)
+    out = bounds_ptr + pid.to(tl.int64) * 8
+    tl.store(out, tl.min(lts, 0))
+    tl.store(out + 1, tl.max(lts, 0))
+    tl.store(out + 2, tl.min(lte, 0))
+    tl.store(out + 3, tl.max(lte, 0))
+    tl.store(out + 4, tl.min(uts, 0))
+    tl.store(out + 5, tl.max(uts, 0))
+    tl.store(out + 6, tl.min(ute, 0))
+    tl.store(out + 7, tl.max(ute, 0))

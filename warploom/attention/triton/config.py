@@ -1,0 +1,65 @@
+"""Tiles of the attention kernels: one table, no search at run time. Times in docs/lab-notes.md, "Triton attention"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of one kernel variant."""
+
+    m: int  # query rows of a tile
+    n: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernels of one head_dim and dtype."""
+
+    forward: Tiling
+    dkdv: Tiling
+    dq: Tiling
+
+
+# Measured on an H100, bf16, 8k causal (forward, or one backward kernel, ms of all 16 heads); the runner-up follows each.
+_HOPPER = {
+    # forward 437 TFLOP/s against 411 for one loop; dK/dV 2.32 ms against 2.50 at 64×128; dQ 1.31 against 1.71 at 8 warps
+    64: Config(Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3), Tiling(128, 64, 4, 3)),
+    # forward 493 TFLOP/s against 433 for 4 warps; dK/dV 1.84 ms against 2.04 at 64×64; dQ 1.33 against 1.48 at 64×64
+    128: Config(Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)),
+    # forward 501 TFLOP/s against 429 at 128×32; dK/dV 3.85 ms against 4.79 at 32×64; dQ 1.80 against 1.93 at 128×32
+    256: Config(Tiling(128, 64, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 4, 2)),
+}
+# 160 KiB of shared memory a block (A100) and less: the same shapes with fewer stages, or halved. Compiled, not timed.
+_AMPERE = {
+    64: Config(Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 4, 2)),
+    128: Config(Tiling(128, 64, 8, 2), Tiling(32, 64, 4, 2), Tiling(64, 64, 4, 2)),
+    256: Config(Tiling(64, 32, 4, 2), Tiling(16, 32, 4, 1), Tiling(32, 32, 4, 1)),
+}
+# fp32 operands are three TF32 products through registers: small tiles.
+_FLOAT32 = {
+    64: Config(Tiling(64, 32, 4, 2), Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),
+    128: Config(Tiling(64, 32, 8, 2), Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),
+    256: Config(Tiling(32, 32, 8, 1), Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1)),
+}
+
+
+@cache
+def config(dtype: torch.dtype, head_dim: int, head_dim_v: int, capability: int) -> Config:
+    """The variant for a dtype, the wider of the two head dims and a compute capability (90 for Hopper)."""
+    width = next(w for w in (64, 128, 256) if max(head_dim, head_dim_v) <= w)
+    if dtype == torch.float32:
+        return _FLOAT32[width]
+    # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
+    return (_HOPPER if 90 <= capability < 120 else _AMPERE)[width]
+
+
+def padded(head_dim: int) -> int:
+    """The smallest power of two that holds head_dim and is a tensor core's depth."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,457 @@
+"""What the forward and backward kernels share: sequences of a packed call, masks, tile loads, scores, dropout.
+
+Legend: M query rows of a tile, N key columns of a tile, `m0` and `n0` their first row and column, both local to the
+sequence; `shift` = seqlen_k - seqlen_q, so that row i sits at key position i + shift. Scores are in units of log2, so
+that exp2 needs no multiply. Tensors of a tile hold query rows along dimension 0 and keys along dimension 1, or, where
+the name ends in _t, the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Columns of a block of `bounds`: the widest tile that forward and dQ visit. One unit of skipping.
+BOUND_BLOCK = tl.constexpr(64)
+_BOUND_BLOCK = 64
+
+# Strides of the tensors that these kernels write count in 8 elements: they are contiguous, and head dims multiples of 8.
+OUT_UNIT = tl.constexpr(8)
+
+# Classes of tiles; EDGE: some column or row is past the end or visible to nothing, and may hold NaN.
+HIDDEN = tl.constexpr(0)
+PARTIAL = tl.constexpr(1)
+FULL = tl.constexpr(2)
+EDGE = tl.constexpr(3)
+
+
+# None in a tuple of the kernels' context means that the call has no such thing; it is known when compiling. (Triton turns
+# other constants in an assigned tuple into run-time values.)
+
+
+class Band(NamedTuple):
+    """-right <= row + shift - column <= left; None is unlimited."""
+
+    left: Any
+    right: Any
+
+
+class Columns(NamedTuple):
+    """Pointers to the column vectors of one (batch, head), at the sequence's first key; None where absent."""
+
+    lts: Any
+    lte: Any
+    uts: Any
+    ute: Any
+
+
+class Lengths(NamedTuple):
+    """One sequence: its number (the batch index), lengths and where its tokens begin in packed tensors."""
+
+    batch: Any
+    q: Any
+    k: Any
+    first_q: Any
+    first_k: Any
+
+
+class Pages(NamedTuple):
+    """A sequence's row of the block table; `scattered` is None where a tile of keys lies within one page."""
+
+    table: Any
+    count: Any
+    size: Any
+    scattered: Any
+
+
+class Softmax(NamedTuple):
+    """How products become scores, see `scores`; `descending` is None where the scale is positive."""
+
+    scale: Any
+    softcap: Any
+    descending: Any
+
+
+class Dropout(NamedTuple):
+    """Philox key (None without dropout), threshold (the bits of an int32), query head and 1 / (1 - p)."""
+
+    seed: Any
+    threshold: Any
+    head: Any
+    scale: Any
+
+
+class Tile(NamedTuple):
+    """A query tile and what it meets: the first key and value of its head, their strides, and the mask."""
+
+    q: Any
+    dout: Any  # with lse (in log2 units) and delta: None in the forward pass
+    lse: Any
+    delta: Any
+    m0: Any
+    rows: Any
+    k: Any
+    v: Any
+    stride_k: Any
+    stride_v: Any
+    page_k: Any
+    page_v: Any
+    n: Any  # 0 … N-1, int64 where N rows pass 32 bits
+    dims: Any
+    dims_v: Any
+    live: Any  # dims < head_dim, None where head_dim is a power of two
+    live_v: Any
+    first: Any  # columns [first, last) that the band shows to some row of the sequence
+    last: Any
+    pages: Any
+    columns: Any
+    has_columns: Any  # None without a column mask
+    band: Any
+    softmax: Any
+    dropout: Any
+    lengths: Any
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a @ b + acc in fp32; fp32 operands as three TF32 products, which keep their 24 bits."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def find_tile(slot, cu_ptr, batches, total, M: tl.constexpr):
+    """Sequence and first local row of a slot of M packed tokens: (sequence, m0, first token, length).
+
+    Slots of sequence i begin at cu[i] // M + i, enough for its tiles whatever its alignment, and need no scan. The
+    tokens past the last sequence are number `batches`.
+    """
+    started = 0
+    for first in range(0, batches + 1, 256):
+        i = first + tl.arange(0, 256)
+        cu = clamp(tl.load(cu_ptr + i, mask=i <= batches, other=0), 0, total)
+        started += tl.sum(((i <= batches) & (cu // M + i <= slot)).to(tl.int32), 0)
+    sequence = tl.maximum(started - 1, 0)
+    start = clamp(tl.load(cu_ptr + sequence), 0, total)
+    stop = clamp(tl.load(cu_ptr + tl.minimum(sequence + 1, batches)), 0, total)
+    stop = tl.where(sequence < batches, stop, total)
+    return sequence, (slot - start // M - sequence) * M, start, tl.maximum(stop - start, 0)
+
+
+@triton.jit
+def segment(sequence, cu_ptr, batches, total):
+    """First token and length of a sequence; past the last one, length 0."""
+    inside = sequence < batches
+    start = clamp(tl.load(cu_ptr + tl.minimum(sequence, batches)), 0, total)
+    stop = clamp(tl.load(cu_ptr + tl.minimum(sequence + 1, batches)), 0, total)
+    return start, tl.where(inside, tl.maximum(stop - start, 0), 0)
+
+
+@triton.jit
+def used_keys(sequence, length, used_ptr, batches):
+    """The length that seqused_k leaves of it."""
+    if used_ptr is None:
+        return length
+    else:
+        used = tl.load(used_ptr + tl.minimum(sequence, batches - 1))
+        return tl.where(sequence < batches, clamp(used, 0, length), 0)
+
+
+@triton.jit
+def packed_query_tile(tile, batch, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M: tl.constexpr):
+    """Lengths and first local row of a query tile, the `tile`th of the call where it is packed, else of `batch`.
+
+    m0 lies outside [0, lengths.q) where the slot holds no rows. seqlen_k is the most keys a paged sequence can have.
+    """
+    if cu_q_ptr is None:
+        return Lengths(batch, seqlen_q, seqlen_k, 0, 0), tile * M
+    else:
+        sequence, m0, first_q, len_q = find_tile(tile, cu_q_ptr, batches, seqlen_q, M)
+        if table_ptr is not None:
+            first_k = 0
+            len_k = tl.where(sequence < batches, seqlen_k, 0)
+        elif cu_k_ptr is not None:
+            first_k, len_k = segment(sequence, cu_k_ptr, batches, seqlen_k)
+        else:
+            first_k = first_q
+            len_k = tl.where(sequence < batches, len_q, 0)
+        return Lengths(sequence, len_q, used_keys(sequence, len_k, used_ptr, batches), first_q, first_k), m0
+
+
+@triton.jit
+def readable_columns(tile, cols, KIND: tl.constexpr):
+    """Which of a tile's columns may be read: those that some row of the sequence sees."""
+    readable = (cols >= tile.first) & (cols < tile.last)
+    if KIND == EDGE:
+        vectors = load_columns(tile.columns, tl.minimum(cols, tile.lengths.k - 1))
+        _, _, _, _, dead = normalised(vectors, tile.columns, cols, tile.band, tile.lengths.q, tile.lengths.k)
+        readable = readable & (dead == 0)
+    return readable
+
+
+@triton.jit
+def tile_visible(tile, cols, KIND: tl.constexpr):
+    """The element test of a tile, (M, N) or what broadcasts to it."""
+    shift = tile.lengths.k - tile.lengths.q
+    rows, keys = tile.rows[:, None], cols[None, :]
+    at = tl.minimum(cols, tile.lengths.k - 1) if KIND == EDGE else cols
+    lts, lte, uts, ute = load_columns(tile.columns, at)
+    vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
+    return visible(rows, keys, vectors, tile.columns, tile.band, shift, tile.lengths.k)
+
+
+@triton.jit
+def tanh(x):
+    """An odd polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    square = x * x
+    p = 2.06390887954e-2 - 5.70498872745e-3 * square
+    p = p * square - 5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square - 3.33332819422e-1
+    near = x + x * square * p
+    far = 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * tl.abs(x)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def score_factor(softmax):
+    """What `scores` still has to be multiplied by; 1 where it already holds scores in log2 units."""
+    if softmax.softcap is not None or softmax.descending is not None:
+        return 1.0
+    else:
+        return softmax.scale * LOG2E
+
+
+@triton.jit
+def scores(products, softmax):
+    """Scores in log2 units over `score_factor`, and tanh of the capped ones for the derivative (else unused)."""
+    if softmax.softcap is not None:
+        bent = tanh(products * (softmax.scale / softmax.softcap))
+        return bent * (softmax.softcap * LOG2E), bent
+    elif softmax.descending is not None:
+        return products * (softmax.scale * LOG2E), products
+    else:
+        return products, products
+
+
+@triton.jit
+def load_rows(pointers, inside, live, MASKED: tl.constexpr):
+    """A tile (rows, dims); zeros where dims are not `live` and, if MASKED, in rows not `inside`."""
+    if MASKED:
+        if live is None:
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=inside[:, None] & live[None, :], other=0.0)
+    else:
+        if live is None:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=live[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(pointers, values, inside, live):
+    """Store a tile (rows, dims) in the pointers' dtype, where rows are `inside` and dims `live` (None: all)."""
+    values = values.to(pointers.dtype.element_ty)
+    if live is None:
+        tl.store(pointers, values, mask=inside[:, None])
+    else:
+        tl.store(pointers, values, mask=inside[:, None] & live[None, :])
+
+
+@triton.jit
+def key_pointers(base, n0, n, dims, stride, stride_page, pages, len_k):
+    """Pointers to keys n0 + n of a sequence; `n` is int64 where N rows pass 32 bits."""
+    if pages.table is None:
+        return base + tl.cast(n0, tl.int64) * stride + (n[:, None] * stride + dims[None, :])
+    elif pages.scattered is None:
+        page = clamp(tl.load(pages.table + n0 // pages.size), 0, pages.count - 1).to(tl.int64)
+        start = page * stride_page + tl.cast(n0 % pages.size, tl.int64) * stride
+        return base + start + (n[:, None] * stride + dims[None, :])
+    else:
+        rows = n0 + n
+        page = tl.load(pages.table + rows // pages.size, mask=rows < len_k, other=0)
+        page = clamp(page, 0, pages.count - 1).to(tl.int64)
+        return base + (page * stride_page + (rows % pages.size).to(tl.int64) * stride)[:, None] + dims[None, :]
+
+
+@triton.jit
+def load_columns(columns, cols):
+    """lts, lte, uts, ute at `cols`; an absent one is `cols` itself, and `columns` says which are."""
+    lts, lte, uts, ute = cols, cols, cols, cols
+    if columns.lts is not None:
+        lts = tl.load(columns.lts + cols)
+    if columns.lte is not None:
+        lte = tl.load(columns.lte + cols)
+    if columns.uts is not None:
+        uts = tl.load(columns.uts + cols)
+    if columns.ute is not None:
+        ute = tl.load(columns.ute + cols)
+    return lts, lte, uts, ute
+
+
+@triton.jit
+def visible(rows, cols, vectors, columns, band, shift, len_k):
+    """The element test of warploom.masks.visible on broadcastable rows, cols and vectors; columns past len_k hide.
+
+    `vectors` are those of `load_columns`, of which `columns` says which exist.
+    """
+    last = len_k - 1
+    if band.right is not None:
+        last = tl.minimum(rows + (shift + band.right), last)
+    seen = cols <= last
+    if band.left is not None:
+        seen = seen & (cols >= rows + (shift - band.left))
+    lts, lte, uts, ute = vectors
+    if columns.lts is not None:
+        shown = rows < lts
+        if columns.lte is not None:
+            shown = shown | (rows >= lte)
+        seen = seen & shown
+    if columns.ute is not None:
+        shown = rows >= ute
+        if columns.uts is not None:
+            shown = shown | (rows < uts)
+        seen = seen & shown
+    return seen
+
+
+@triton.jit
+def normalised(vectors, columns, cols, band, len_q, len_k):
+    """lts, lte, uts, ute as warploom.masks.tiles.normalised defines them, and which columns show no row."""
+    diagonal = cols - (len_k - len_q)
+    none = tl.zeros_like(cols)
+    every = none + len_q
+    first, last = none, every
+    if band.right is not None:
+        first = clamp(diagonal - band.right, 0, len_q)
+    if band.left is not None:
+        last = clamp(diagonal + (band.left + 1), 0, len_q)
+    last = tl.maximum(first, last)
+    lts, lte, uts, ute = vectors
+    if columns.lts is None:
+        lts, lte = every, none
+    else:
+        if columns.lte is None:
+            lte = every
+        lts, lte = _interval(lts, lte, first, last, len_q)
+    if columns.ute is None:
+        uts, ute = every, none
+    else:
+        if columns.uts is None:
+            uts = none
+        uts, ute = _interval(uts, ute, first, last, len_q)
+    dead = (first >= last) | ((lts == 0) & (lte == len_q)) | ((uts == 0) & (ute == len_q))
+    dead = dead | ((uts == 0) & (ute >= lts) & (lte == len_q)) | ((lts == 0) & (lte >= uts) & (ute == len_q))
+    lts, lte = tl.where(dead, 0, lts), tl.where(dead, len_q, lte)
+    uts, ute = tl.where(dead, 0, uts), tl.where(dead, len_q, ute)
+    return lts, lte, uts, ute, dead
+
+
+@triton.jit
+def _interval(start, stop, first, last, len_q):
+    empty = (start >= stop) | (start >= len_q) | (stop <= 0)
+    start = tl.where(empty, len_q, tl.where(start <= first, 0, start))
+    stop = tl.where(empty, 0, tl.where(stop >= last, len_q, stop))
+    return start, stop
+
+
+@triton.jit
+def band_columns(m0, m1, shift, band, len_k):
+    """Of rows [m0, m1): columns [low, high) that some row sees by the band and [full_low, full_high) that all see."""
+    low = 0
+    full_low = 0
+    high = len_k
+    full_high = len_k
+    if band.left is not None:
+        low = clamp(m0 + shift - band.left, 0, len_k)
+        full_low = clamp(m1 - 1 + shift - band.left, 0, len_k)
+    if band.right is not None:
+        high = clamp(m1 + shift + band.right, 0, len_k)
+        full_high = clamp(m0 + shift + band.right + 1, 0, len_k)
+    return low, tl.maximum(high, low), full_low, full_high
+
+
+@triton.jit
+def live_columns(shift, band, len_k):
+    """Columns [first, past-the-last) that the band shows to some row of the sequence."""
+    first = 0
+    last = len_k
+    if band.left is not None:
+        first = clamp(shift - band.left, 0, len_k)
+    if band.right is not None:
+        last = clamp(len_k + band.right, 0, len_k)
+    return first, last
+
+
+@triton.jit
+def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k):
+    """Classes of blocks of BOUND_BLOCK columns against rows [m0, m1); see warploom.masks.tiles.classify_row_block."""
+    at = bounds_ptr + block * 8
+    lts_min = tl.load(at, mask=inside, other=0)
+    lts_max = tl.load(at + 1, mask=inside, other=0)
+    lte_min = tl.load(at + 2, mask=inside, other=0)
+    lte_max = tl.load(at + 3, mask=inside, other=0)
+    uts_min = tl.load(at + 4, mask=inside, other=0)
+    uts_max = tl.load(at + 5, mask=inside, other=0)
+    ute_min = tl.load(at + 6, mask=inside, other=0)
+    ute_max = tl.load(at + 7, mask=inside, other=0)
+    hidden = ((lts_max <= m0) & (lte_min >= m1)) | ((uts_max <= m0) & (ute_min >= m1))
+    hidden = hidden | ((uts_max <= m0) & (ute_min >= lts_max) & (lte_min >= m1))
+    hidden = hidden | ((lts_max <= m0) & (lte_min >= uts_max) & (ute_min >= m1))
+    touched = ((lte_max > m0) & (lts_min < m1)) | ((ute_max > m0) & (uts_min < m1))
+    n0 = block * BOUND_BLOCK
+    n1 = n0 + BOUND_BLOCK
+    edge = (lts_min == 0) & (lte_max == len_q) & (uts_min == 0) & (ute_max == len_q)
+    edge = edge | (n1 > len_k)
+    nearest = m0 + (len_k - len_q) - (tl.minimum(n1, len_k) - 1)
+    farthest = m1 - 1 + (len_k - len_q) - n0
+    if band.right is not None:
+        touched = touched | (nearest < -band.right)
+        hidden = hidden | (farthest < -band.right)
+    if band.left is not None:
+        touched = touched | (farthest > band.left)
+        hidden = hidden | (nearest > band.left)
+    if band.left is not None and band.right is not None:
+        hidden = hidden | (-band.right > band.left)
+    shown = tl.where(edge, EDGE, tl.where(touched, PARTIAL, FULL))
+    return tl.where(hidden | (inside == 0), HIDDEN, shown)
+
+
+@triton.jit
+def kept(dropout, batch, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Which elements of a tile survive dropout, (M, N) or, KEYS_FIRST, (N, M); see warploom.attention.philox.
+
+    One Philox call gives the words of four neighbouring keys.
+    """
+    seed = tl.load(dropout.seed).to(tl.uint64)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    rows = m0 + tl.arange(0, M)
+    keys = n0 // 4 + tl.arange(0, N // 4)
+    if KEYS_FIRST:
+        zero = tl.zeros([N // 4, M], tl.uint32)
+        c0 = zero + keys.to(tl.uint32)[:, None]
+        c1 = zero + rows.to(tl.uint32)[None, :]
+    else:
+        zero = tl.zeros([M, N // 4], tl.uint32)
+        c0 = zero + keys.to(tl.uint32)[None, :]
+        c1 = zero + rows.to(tl.uint32)[:, None]
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, zero + dropout.head.to(tl.uint32), zero + batch.to(tl.uint32), low, high, 10)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (.., i, j) holds word 2i + j
+    if KEYS_FIRST:
+        words = tl.permute(words, (0, 2, 3, 1))
+    words = tl.reshape(words, (N, M)) if KEYS_FIRST else tl.reshape(words, (M, N))
+    return words >= dropout.threshold.to(tl.uint32, bitcast=True)

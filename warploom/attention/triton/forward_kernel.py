@@ -1,0 +1,237 @@
+"""The forward kernel: one program a tile of M queries of one head (FlashAttention-2, arXiv 2307.08691, algorithm 1).
+
+A program jumps over hidden tiles, computes full ones untested and tests the elements of partial ones. The output is
+rescaled as the maximum grows and divided by the sum once, at the end; lse is saved for the backward pass.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.attention.triton.device import (
+    EDGE,
+    FULL,
+    LN2,
+    LOG2E,
+    OUT_UNIT,
+    PARTIAL,
+    dot,
+    kept,
+    key_pointers,
+    load_rows,
+    packed_query_tile,
+    readable_columns,
+    score_factor,
+    scores,
+    store_rows,
+    tile_visible,
+)
+from warploom.attention.triton.walk import attend
+
+
+@triton.jit
+def _step(state, tile, n0, test, KIND: tl.constexpr):
+    """One tile of keys: (acc, sum, maximum) with the sum and the accumulator relative to the maximum, in log2 units."""
+    acc, total, top = state
+    cols = n0 + tl.arange(0, tile.n.shape[0])
+    readable = readable_columns(tile, cols, KIND)
+    # Only a column mask's edges are tiles of their own; a band's lie among the partial ones.
+    MASKED: tl.constexpr = KIND == EDGE or (KIND == PARTIAL and tile.has_columns is None)
+    k_ptrs = key_pointers(tile.k, n0, tile.n, tile.dims, tile.stride_k, tile.page_k, tile.pages, tile.lengths.k)
+    k = load_rows(k_ptrs, readable, tile.live, MASKED)
+    s, _ = scores(dot(tile.q, tl.trans(k), None), tile.softmax)
+    factor = score_factor(tile.softmax)
+    if KIND == FULL:
+        new_top = tl.maximum(top, tl.max(s, 1) * factor)
+        safe = new_top
+    else:
+        s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1) * factor)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * factor - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    total = total * shrink + tl.sum(p, 1)
+    if tile.dropout.seed is not None:
+        keep = kept(tile.dropout, tile.lengths.batch, tile.m0, n0, p.shape[0], p.shape[1], False)
+        p = tl.where(keep, p, 0.0)
+    acc = acc * shrink[:, None]
+    v_ptrs = key_pointers(tile.v, n0, tile.n, tile.dims_v, tile.stride_v, tile.page_v, tile.pages, tile.lengths.k)
+    v = load_rows(v_ptrs, readable, tile.live_v, MASKED)
+    acc = dot(p.to(v.dtype), v, acc)
+    return acc, total, new_top
+
+
+_SCALARS = [
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_bb", "stride_bh",
+    "stride_table", "batches", "tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group", "pages", "page_size",
+    "left", "right", "threshold",
+]  # fmt: skip
+
+
+# Scalars are not specialised: one binary serves every size. Strides come in units of UNIT elements, which tells the
+# compiler how far they align.
+@triton.jit(do_not_specialize=_SCALARS)
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    lts_ptr,
+    lte_ptr,
+    uts_ptr,
+    ute_ptr,
+    bounds_ptr,
+    sink_ptr,
+    seed_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    used_ptr,
+    table_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    stride_mb,
+    stride_mh,
+    stride_bb,
+    stride_bh,
+    stride_table,
+    batches,
+    tiles,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    mask_group,
+    pages,
+    page_size,
+    left,
+    right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    DESCENDING: tl.constexpr,
+    SCATTERED: tl.constexpr,
+):
+    """out and lse of one tile of M queries. seqlen_q and seqlen_k are totals where the call is packed.
+
+    Tiles vary fastest over programs, longest first under a causal mask, so that programs that run at once share keys.
+    """
+    pid = tl.program_id(0)
+    tile_index = tiles - 1 - pid % tiles
+    pid = pid // tiles
+    head = pid % heads
+    lengths, m0 = packed_query_tile(
+        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
+    )
+    if (m0 < 0) | (m0 >= lengths.q):
+        return
+    batch = tl.cast(lengths.batch, tl.int64)
+    rows = m0 + tl.arange(0, M)
+    inside = rows < lengths.q
+    row = (lengths.first_q + rows).to(tl.int64)
+    dims = tl.arange(0, D)
+    dims_v = tl.arange(0, DV)
+    q_base = q_ptr + (batch * stride_qb + tl.cast(head, tl.int64) * stride_qh) * UNIT
+    q_ptrs = q_base + (row * (stride_qs * UNIT))[:, None] + dims[None, :]
+    q = load_rows(q_ptrs, inside, None if DIM == D else dims < DIM, True)
+    state = (
+        tl.zeros([M, DV], tl.float32),
+        tl.zeros([M], tl.float32),
+        tl.full([M], float("-inf"), tl.float32),
+    )
+    acc, total, top = attend(
+        _step,
+        state,
+        q,
+        None,
+        None,
+        None,
+        m0,
+        rows,
+        head,
+        lengths,
+        k_ptr,
+        v_ptr,
+        lts_ptr,
+        lte_ptr,
+        uts_ptr,
+        ute_ptr,
+        bounds_ptr,
+        seed_ptr,
+        table_ptr,
+        stride_kb,
+        stride_ks,
+        stride_kh,
+        stride_vb,
+        stride_vs,
+        stride_vh,
+        stride_mb,
+        stride_mh,
+        stride_bb,
+        stride_bh,
+        stride_table,
+        group,
+        mask_group,
+        pages,
+        page_size,
+        left,
+        right,
+        scale,
+        softcap,
+        threshold,
+        keep_scale,
+        DIM,
+        DIM_V,
+        D,
+        DV,
+        N,
+        UNIT,
+        WIDE,
+        DESCENDING,
+        SCATTERED,
+        True,
+    )
+
+    if sink_ptr is not None:
+        # Tokens past the last sequence belong to no row of the softmax.
+        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
+        sink = tl.where(lengths.batch < batches, sink, float("-inf"))
+        new_top = tl.maximum(top, sink)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.exp2(sink - safe)
+        acc = acc * shrink[:, None]
+        top = new_top
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    if seed_ptr is not None:
+        acc = acc * keep_scale
+    out = acc / divisor[:, None]
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN2)
+    tl.store(lse_ptr + batch * stride_lb + tl.cast(head, tl.int64) * stride_lh + row, lse, mask=inside)
+    out_base = out_ptr + (batch * stride_ob + tl.cast(head, tl.int64) * stride_oh) * OUT_UNIT
+    out_ptrs = out_base + (row * (stride_os * OUT_UNIT))[:, None] + dims_v[None, :]
+    store_rows(out_ptrs, out, inside, None if DIM_V == DV else dims_v < DIM_V)
