@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from warploom.decode import op
 from warploom.decode.contents import check_append, check_cache
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """A contiguous cache: row b holds sequence b from its first key on.
 
@@ -24,6 +25,7 @@ class KVCache:
     k: Tensor
     v: Tensor
     lengths: Tensor
+    ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
         check_cache("k", self.k, "v", self.v, "(batch, max_seqlen, heads_kv, head_dim)", self.lengths, None)
@@ -70,7 +72,7 @@ class KVCache:
         append(self.k, self.v, self.lengths, None, None, k, v)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PagedKVCache:
     """A cache in pages drawn from one pool; a page may serve several sequences (a shared prefix).
 
@@ -85,6 +87,7 @@ class PagedKVCache:
     v_pages: Tensor
     block_table: Tensor
     lengths: Tensor
+    ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
         layout = "(pages, page_size, heads_kv, head_dim)"

@@ -44,9 +44,8 @@ def check_cache(
             f"lengths has {lengths.shape[0]} entries but block_table describes {block_table.shape[0]} sequences"
         )
     page_size = k.shape[1]
-    if page_size & (page_size - 1) or page_size == 0:
-        if block_table.shape[1] != 1:
-            raise ValueError(f"page_size must be a power of two, got {page_size} ({k_name} of shape {tuple(k.shape)})")
+    if (page_size & (page_size - 1) or page_size == 0) and block_table.shape[1] != 1:
+        raise ValueError(f"page_size must be a power of two, got {page_size} ({k_name} of shape {tuple(k.shape)})")
     if block_table.stride(-1) != 1 and block_table.shape[1] > 1:
         raise ValueError(f"block_table must be contiguous in its last dimension, got strides {block_table.stride()}")
 

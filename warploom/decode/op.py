@@ -23,7 +23,7 @@ _library.define(
 
 def run(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     """Out (batch, T, heads_q, head_dim_v) and lse, fp32 (batch, heads_q, T), of validated arguments."""
-    if args.q.numel() == 0 or args.k.numel() == 0:
+    if args.q.numel() == 0 or args.capacity == 0 or args.k.shape[0] == 0:
         out, lse = _results(args)
         lse.fill_(float("-inf"))
         if args.sink is not None:
@@ -81,5 +81,7 @@ def needs_op(t: Tensor) -> bool:
     host, and the dispatcher costs as much as a launch.
     """
     return (
-        torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling()
+        or type(t) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
     )

@@ -312,6 +312,7 @@ def _prefill(
         **common,
     )
     out, lse = result if return_lse else (result, None)
+    assert isinstance(out, Tensor)
     out = out.unflatten(0, (batch, queries))
     return out if lse is None else (out, lse.unflatten(1, (batch, queries)).transpose(0, 1))
 

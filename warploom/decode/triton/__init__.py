@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from warploom.decode.problem import DecodeArgs, DecodeProblem
+    from warploom.decode.triton.launch import Ready
 
 
 def available() -> str | None:
@@ -28,6 +29,10 @@ def supports(problem: DecodeProblem) -> str | None:
         return f"runs on CUDA tensors, not on {problem.device}"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 or float32, not {problem.dtype}"
+    if problem.dtype == torch.bfloat16 and problem.device == "cpu":
+        return "Triton's interpreter multiplies bfloat16 as integers"
+    if problem.capacity >= 2**31:
+        return f"counts keys in 32 bits; the cache's capacity is {problem.capacity}"
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not 16 <= dim <= 256 or dim % 8:
             return f"takes {name} from 16 to 256 in steps of 8, not {dim}"
@@ -41,6 +46,13 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     return run(args)
 
 
+def ready(args: DecodeArgs) -> Ready | None:
+    """A short way for later calls that differ from this one, which has run, in the contents of q and sink alone."""
+    from warploom.decode.triton.launch import ready as prepare
+
+    return prepare(args)
+
+
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -52,7 +64,7 @@ def append(
     advance: bool,
 ) -> None:
     """Write new keys and values into a cache, in place; see `warploom.decode.cache`."""
-    from warploom.decode.triton.launch import append as run
+    from warploom.decode.triton.append import append as run
 
     run(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
 

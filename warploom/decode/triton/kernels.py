@@ -33,12 +33,62 @@ def _key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def _splits(first, last, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr):
-    """Start of split 0, keys in a split and how many splits hold keys; whole tiles, so tiles fall alike everywhere."""
+def _splits(first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr):
+    """How a sequence is cut: start of split 0, keys of a split, splits that hold keys, splits of a unit.
+
+    Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
+    group of GROUP_SPLITS; which one changes no bit (see `_fold`). Groups of long splits would leave too few units.
+    """
     start = first // N * N
     keys = tl.maximum(last - start, 0)
     size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N)
-    return start, size, tl.cdiv(keys, size)
+    each = tl.where((grouped != 0) & (size <= 2 * SPLIT), GROUP_SPLITS, 1)
+    return start, size, tl.cdiv(keys, size), each
+
+
+@triton.jit
+def _fold(acc, total, top, part, part_lse):
+    """Add a normalised partial result to a running merge, all in log2 units.
+
+    Splits are folded in order into their group, and groups in order into the result, from (0, 0, -inf) each. Folding one
+    part into nothing gives that part, and folding nothing (0 at -inf) changes nothing, both to the bit: a group has the
+    same bits whether its program folds it in registers or the merge kernel does from memory. tl.fma leaves the compiler
+    no choice of what to contract.
+    """
+    new_top = tl.maximum(top, part_lse)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old = tl.exp2(top - base)
+    new = tl.exp2(part_lse - base)
+    return _fma_rows(acc, old, part, new), tl.fma(total, old, new), new_top
+
+
+@triton.jit
+def _fma_rows(acc, old, part, new):
+    """acc · old + part · new, with old and new per row where acc has rows and columns."""
+    if len(acc.shape) == 2:
+        old = tl.broadcast_to(old[:, None], acc.shape)
+        new = tl.broadcast_to(new[:, None], acc.shape)
+    else:
+        old = tl.broadcast_to(old, acc.shape)
+        new = tl.broadcast_to(new, acc.shape)
+    return tl.fma(acc, old, part * new)
+
+
+@triton.jit
+def _settle(acc, total, top):
+    """A running merge or softmax as a normalised part and its lse; 0 and -inf where it holds nothing."""
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), top + tl.log2(divisor))
+    if len(acc.shape) == 2:
+        divisor = divisor[:, None]
+    return acc / divisor, lse
+
+
+@triton.jit
+def _add_sink(acc, total, top, sink):
+    """The sink joins a running merge as a part of lse ``sink`` and no value."""
+    return _fold(acc, total, top, tl.zeros_like(acc), sink)
 
 
 @triton.jit
@@ -55,7 +105,16 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+# Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
+# tells the compiler how far they align.
+@triton.jit(
+    do_not_specialize=[
+        "lengths_ptr", "table_ptr", "sink_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
+        "stride_vb", "stride_vn", "stride_vh", "stride_table", "heads_kv", "row_blocks", "programs", "grouped", "max_units",
+        "capacity",
+        "pages", "page_shift", "page_mask", "left", "right",
+    ]
+)  # fmt: skip
 def split_kernel(
     q_ptr,
     k_ptr,
@@ -65,20 +124,21 @@ def split_kernel(
     sink_ptr,
     out_ptr,
     lse_ptr,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_table,
+    stride_qb: tl.int64,
+    stride_qt: tl.int64,
+    stride_qh: tl.int64,
+    stride_kb: tl.int64,
+    stride_kn: tl.int64,
+    stride_kh: tl.int64,
+    stride_vb: tl.int64,
+    stride_vn: tl.int64,
+    stride_vh: tl.int64,
+    stride_table: tl.int64,
     heads_kv,
     row_blocks,
     programs,
-    max_splits,
+    grouped,
+    max_units,
     capacity,
     pages,
     page_shift,
@@ -97,22 +157,23 @@ def split_kernel(
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr,
     PAGES: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     FINAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one sequence for the rows of one kv head.
+    """Units of one sequence, every ``programs``-th, for the rows of one kv head.
 
-    Writes normalised partial results, fp32 out (batch, heads_q, T, max_splits, head_dim_v) and lse in log2 units; with
-    FINAL (the cache holds a single split) the result itself. Heads vary fastest over programs: the heads of a token
-    are neighbours in memory, and their programs run at once.
+    Writes normalised parts, fp32 out (batch, heads_q, T, max_units, head_dim_v) and lse in log2 units; with FINAL (the
+    cache holds a single unit) the result itself. Heads vary fastest over programs: the heads of a token are neighbours in
+    memory, and their programs run at once.
     """
-    if PDL:
-        gdc_launch_dependents()
     pid = tl.program_id(0)
     head = pid % heads_kv
     pid = pid // heads_kv
@@ -121,52 +182,59 @@ def split_kernel(
     program = pid % programs
     batch = (pid // programs).to(tl.int64)
 
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
-    first, last = _key_range(length, left, right, T, HAS_LEFT)
-    start, size, used = _splits(first, last, SPLIT, MAX_SPLITS, N)
-    if not FINAL:
-        if program >= used:
-            return
-
     rows = row_block * M + tl.arange(0, M)
     t = rows // GROUP
     head_q = head * GROUP + rows % GROUP
     row_live = rows < T * GROUP
+    row = (batch * heads_kv * GROUP + head_q) * T + t
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     n = tl.arange(0, N)
     d_live = d < HEAD_DIM
     dv_live = dv < HEAD_DIM_V
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    q_ptr += batch * stride_qb * UNIT
+    q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
+    q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
+
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
+    first, last = _key_range(length, left, right, T, HAS_LEFT)
+    start, size, used, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N)
+    units = tl.cdiv(used, each)
     position = length - T + t
 
-    q_offset = t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh
-    q = tl.load(
-        q_ptr + batch * stride_qb + q_offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0
-    )
-    k_ptr += head.to(tl.int64) * stride_kh
-    v_ptr += head.to(tl.int64) * stride_vh
+    k_ptr += head.to(tl.int64) * stride_kh * UNIT
+    v_ptr += head.to(tl.int64) * stride_vh * UNIT
     if PAGES != CONTIGUOUS:
         table_ptr += batch * stride_table
     if PAGES == CONTIGUOUS:
-        k_ptr += batch * stride_kb
-        v_ptr += batch * stride_vb
+        k_ptr += batch * stride_kb * UNIT
+        v_ptr += batch * stride_vb * UNIT
     elif PAGES == ONE_PAGE:
         page = tl.load(table_ptr)
         inside = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
-        k_ptr += inside * stride_kb
-        v_ptr += inside * stride_vb
+        k_ptr += inside * stride_kb * UNIT
+        v_ptr += inside * stride_vb * UNIT
 
-    for split in range(program, tl.maximum(used, 1) if FINAL else used, programs):
-        begin = start + split * size
-        end = tl.minimum(begin + size, last)
-        top = tl.full((M,), float("-inf"), tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        acc = tl.zeros((M, DV), tl.float32)
+    # With FINAL there is one unit, and an empty sequence has its result to write too.
+    for unit in range(program, tl.maximum(units, 1) if FINAL else units, programs):
+        begin = start + unit * each * size
+        end = tl.minimum(begin + each * size, last)
+        edge = begin + size
         # The next tile's pages are read one tile ahead: then K and V never wait for them.
         if PAGES == TILE_IN_PAGE:
             page = tl.load(table_ptr + (begin >> page_shift), mask=begin < end, other=0)
         elif PAGES == SCATTERED:
             page = tl.load(table_ptr + ((begin + n) >> page_shift), mask=begin + n < end, other=0)
+        top = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, DV), tl.float32)
+        unit_top = tl.full((M,), float("-inf"), tl.float32)
+        unit_total = tl.zeros((M,), tl.float32)
+        unit_acc = tl.zeros((M, DV), tl.float32)
         for tile in range(begin, end, N):
             cols = tile + n
             live = (cols >= first) & (cols < end)
@@ -176,12 +244,12 @@ def split_kernel(
                 slot = cols & page_mask
             else:
                 slot = cols
-            k_offset = slot.to(tl.int64) * stride_kn
-            v_offset = slot.to(tl.int64) * stride_vn
+            k_offset = slot.to(tl.int64) * stride_kn * UNIT
+            v_offset = slot.to(tl.int64) * stride_vn * UNIT
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                 inside = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
-                k_offset += inside * stride_kb
-                v_offset += inside * stride_vb
+                k_offset += inside * stride_kb * UNIT
+                v_offset += inside * stride_vb * UNIT
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
@@ -197,7 +265,9 @@ def split_kernel(
                 s = _tanh(s * (scale / softcap)) * (softcap * LOG2E)
             else:
                 s = s * (scale * LOG2E)
-            seen = live[None, :] & (cols[None, :] <= position[:, None] + right)
+            seen = live[None, :] & row_live[:, None]
+            if T > 1 or HAS_LEFT:
+                seen = seen & (cols[None, :] <= position[:, None] + right)
             if HAS_LEFT:
                 seen = seen & (cols[None, :] >= position[:, None] - left)
             s = tl.where(seen, s, float("-inf"))
@@ -214,42 +284,38 @@ def split_kernel(
             )
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             top = new_top
+            if tile + N >= tl.minimum(edge, end):
+                # The end of a split: the stream of keys goes on, the softmax starts anew.
+                part, part_lse = _settle(acc, total, top)
+                unit_acc, unit_total, unit_top = _fold(unit_acc, unit_total, unit_top, part, part_lse)
+                edge += size
+                top = tl.full((M,), float("-inf"), tl.float32)
+                total = tl.zeros((M,), tl.float32)
+                acc = tl.zeros((M, DV), tl.float32)
 
-        empty = total == 0.0
-        divisor = tl.where(empty, 1.0, total)
-        partial = acc / divisor[:, None]
-        partial_lse = tl.where(empty, float("-inf"), top + tl.log2(divisor))
-        row = (batch * heads_kv * GROUP + head_q) * T + t
+        part, part_lse = _settle(unit_acc, unit_total, unit_top)
         if FINAL:
-            sink = float("-inf")
+            nothing = tl.full((M,), float("-inf"), tl.float32)
+            acc, total, top = _fold(tl.zeros_like(acc), tl.zeros_like(total), nothing, part, part_lse)
             if SINK:
                 sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-            base = tl.maximum(partial_lse, sink)
-            base = tl.where(base == float("-inf"), 0.0, base)
-            weight = tl.exp2(partial_lse - base)
-            total = weight + tl.exp2(sink - base)
-            empty = total == 0.0
-            divisor = tl.where(empty, 1.0, total)
-            result = partial * weight[:, None] / divisor[:, None]
-            result_lse = tl.where(empty, float("-inf"), (base + tl.log2(divisor)) * LN2)
-            out_row = (batch * T + t) * (heads_kv * GROUP) + head_q
-            tl.store(
-                out_ptr + out_row[:, None] * HEAD_DIM_V + dv[None, :],
-                result.to(out_ptr.dtype.element_ty),
-                mask=row_live[:, None] & dv_live[None, :],
-            )
-            tl.store(lse_ptr + row, result_lse, mask=row_live)
+                acc, total, top = _add_sink(acc, total, top, sink)
+            part, part_lse = _settle(acc, total, top)
+            place = (batch * T + t) * (heads_kv * GROUP) + head_q
+            part_lse = part_lse * LN2
         else:
-            slot = row * max_splits + split
-            tl.store(
-                out_ptr + slot[:, None] * HEAD_DIM_V + dv[None, :],
-                partial,
-                mask=row_live[:, None] & dv_live[None, :],
-            )
-            tl.store(lse_ptr + slot, partial_lse, mask=row_live)
+            place = row * max_units + unit
+        # Parts are read again at once: they are to outlive the stream of keys in L2.
+        tl.store(
+            out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
+            part.to(out_ptr.dtype.element_ty),
+            mask=row_live[:, None] & dv_live[None, :],
+            eviction_policy="evict_last",
+        )
+        tl.store(lse_ptr + (row if FINAL else place), part_lse, mask=row_live, eviction_policy="evict_last")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths_ptr", "sink_ptr", "heads_q", "grouped", "max_units", "capacity", "left", "right"])
 def merge_kernel(
     part_out_ptr,
     part_lse_ptr,
@@ -258,7 +324,8 @@ def merge_kernel(
     out_ptr,
     lse_ptr,
     heads_q,
-    max_splits,
+    grouped,
+    max_units,
     capacity,
     left,
     right,
@@ -266,55 +333,68 @@ def merge_kernel(
     HEAD_DIM_V: tl.constexpr,
     N: tl.constexpr,
     DV: tl.constexpr,
-    CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Out and lse of one row (batch, head, t) from its splits, in split order; the sink joins here, once."""
+    """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once."""
     row = tl.program_id(0)
     batch = row // (heads_q * T)
     head = row // T % heads_q
     t = row % T
     row = row.to(tl.int64)
+    dv = tl.program_id(1) * DV + tl.arange(0, DV)
+    dv_live = dv < HEAD_DIM_V
 
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
-    first, last = _key_range(length, left, right, T, HAS_LEFT)
-    _, _, used = _splits(first, last, SPLIT, MAX_SPLITS, N)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
+    first, last = _key_range(length, left, right, T, HAS_LEFT)
+    _, _, used, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N)
+    units = tl.cdiv(used, each)
+    # A group is one unit or several.
+    step = GROUP_SPLITS // each
+    part_lse_ptr += row * max_units
+    part_out_ptr += row * max_units * HEAD_DIM_V
 
-    splits = tl.arange(0, MAX_SPLITS)
-    lses = tl.load(part_lse_ptr + row * max_splits + splits, mask=splits < used, other=float("-inf"))
-    sink = float("-inf")
-    if SINK:
-        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
-    base = tl.maximum(tl.max(lses, 0), sink)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    total = tl.sum(tl.exp2(lses - base), 0) + tl.exp2(sink - base)
-
-    chunk = tl.arange(0, CHUNK)
-    dv = tl.arange(0, DV)
-    dv_live = dv < HEAD_DIM_V
     acc = tl.zeros((DV,), tl.float32)
-    for s in range(0, used, CHUNK):
-        live = s + chunk < used
-        slot = row * max_splits + s + chunk
-        lse = tl.load(part_lse_ptr + slot, mask=live, other=float("-inf"))
-        part = tl.load(
-            part_out_ptr + slot[:, None] * HEAD_DIM_V + dv[None, :], mask=live[:, None] & dv_live[None, :], other=0.0
-        )
-        acc += tl.sum(part * tl.exp2(lse - base)[:, None], 0)
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
+    total = tl.zeros((1,), tl.float32)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    one = tl.zeros((1,), tl.int32)
+    for group in range(0, units, step):
+        group_acc = tl.zeros((DV,), tl.float32)
+        group_total = tl.zeros((1,), tl.float32)
+        group_top = tl.full((1,), float("-inf"), tl.float32)
+        for i in tl.static_range(GROUP_SPLITS):
+            unit = group + i
+            live = (i < step) & (unit < units)
+            lse = tl.load(part_lse_ptr + unit + one, mask=live, other=float("-inf"))
+            part = tl.load(part_out_ptr + unit * HEAD_DIM_V + dv, mask=dv_live & live, other=0.0)
+            group_acc, group_total, group_top = _fold(group_acc, group_total, group_top, part, lse)
+        part, lse = _settle(group_acc, group_total, group_top)
+        acc, total, top = _fold(acc, total, top, part, lse)
+    if SINK:
+        sink = tl.load(sink_ptr + head + one).to(tl.float32) * LOG2E
+        acc, total, top = _add_sink(acc, total, top, sink)
+    out, lse = _settle(acc, total, top)
     out_row = (batch.to(tl.int64) * T + t) * heads_q + head
-    tl.store(out_ptr + out_row * HEAD_DIM_V + dv, (acc / divisor).to(out_ptr.dtype.element_ty), mask=dv_live)
-    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), (base + tl.log2(divisor)) * LN2))
+    tl.store(out_ptr + out_row * HEAD_DIM_V + dv, out.to(out_ptr.dtype.element_ty), mask=dv_live)
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + row + one, lse * LN2)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "k_cache_ptr", "v_cache_ptr", "lengths_ptr", "table_ptr", "slots_ptr", "k_ptr", "v_ptr", "stride_kcb",
+        "stride_kcn", "stride_kch", "stride_vcb", "stride_vcn", "stride_vch", "stride_table", "stride_slots",
+        "stride_slots_t", "stride_kb", "stride_kt", "stride_kh", "stride_kd", "stride_vb", "stride_vt",
+        "stride_vh", "stride_vd", "tokens", "heads_kv", "pages", "page_size", "capacity",
+    ]
+)  # fmt: skip
 def append_kernel(
     k_cache_ptr,
     v_cache_ptr,
@@ -323,23 +403,23 @@ def append_kernel(
     slots_ptr,
     k_ptr,
     v_ptr,
-    stride_kcb,
-    stride_kcn,
-    stride_kch,
-    stride_vcb,
-    stride_vcn,
-    stride_vch,
-    stride_table,
-    stride_slots,
-    stride_slots_t,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_vd,
+    stride_kcb: tl.int64,
+    stride_kcn: tl.int64,
+    stride_kch: tl.int64,
+    stride_vcb: tl.int64,
+    stride_vcn: tl.int64,
+    stride_vch: tl.int64,
+    stride_table: tl.int64,
+    stride_slots: tl.int64,
+    stride_slots_t: tl.int64,
+    stride_kb: tl.int64,
+    stride_kt: tl.int64,
+    stride_kh: tl.int64,
+    stride_kd: tl.int64,
+    stride_vb: tl.int64,
+    stride_vt: tl.int64,
+    stride_vh: tl.int64,
+    stride_vd: tl.int64,
     tokens,
     heads_kv,
     pages,
@@ -352,12 +432,16 @@ def append_kernel(
     ADVANCE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """TOKENS tokens of one sequence; with ADVANCE one program has them all, and adds them to the length."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
     kept = 0
-    first = tl.program_id(1) * TOKENS
+    first = tl.program_id(1).to(tl.int64) * TOKENS
     for t in range(first, tl.minimum(first + TOKENS, tokens)):
         if SLOTS:
             slot = tl.load(slots_ptr + batch * stride_slots + t * stride_slots_t).to(tl.int64)
@@ -382,14 +466,14 @@ def append_kernel(
             head = (i // HEAD_DIM).to(tl.int64)
             d = i % HEAD_DIM
             mask = (i < heads_kv * HEAD_DIM) & live
-            x = tl.load(k_ptr + batch * stride_kb + t.to(tl.int64) * stride_kt + head * stride_kh + d * stride_kd, mask=mask)
+            x = tl.load(k_ptr + batch * stride_kb + t * stride_kt + head * stride_kh + d * stride_kd, mask=mask)
             tl.store(k_cache_ptr + page * stride_kcb + offset * stride_kcn + head * stride_kch + d, x, mask=mask)
         for start in range(0, heads_kv * HEAD_DIM_V, BLOCK):
             i = start + tl.arange(0, BLOCK)
             head = (i // HEAD_DIM_V).to(tl.int64)
             d = i % HEAD_DIM_V
             mask = (i < heads_kv * HEAD_DIM_V) & live
-            x = tl.load(v_ptr + batch * stride_vb + t.to(tl.int64) * stride_vt + head * stride_vh + d * stride_vd, mask=mask)
+            x = tl.load(v_ptr + batch * stride_vb + t * stride_vt + head * stride_vh + d * stride_vd, mask=mask)
             tl.store(v_cache_ptr + page * stride_vcb + offset * stride_vcn + head * stride_vch + d, x, mask=mask)
     if ADVANCE:
         # Every thread has read the old length before one of them replaces it.

@@ -3,118 +3,160 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
-from warploom.decode.triton.config import Config, config
-from warploom.decode.triton.kernels import append_kernel, merge_kernel, split_kernel
+from warploom.decode.triton.direct import RawLaunch
+from warploom.decode.triton.plan import UNIT, Plan, Shape, plan
 
-# Programs of one launch: enough for every SM many times over; beyond, a program walks several splits.
-_PROGRAMS = 16384
+# Distances the kernels add to positions in 32 bits.
 _FAR = 2**30
-OVERRIDE: Config | None = None
-PDL = True
 
 
 def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
-    q, k, v = args.q, args.k, args.v
-    batch, queries, heads_q, head_dim = q.shape
-    heads_kv, head_dim_v = k.shape[2], v.shape[3]
-    group = heads_q // heads_kv
-    rows = queries * group
-    c = OVERRIDE or config(rows, head_dim, head_dim_v, q.element_size(), heads_kv)
-    out = q.new_empty((batch, queries, heads_q, head_dim_v))
+    """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
+    p, numbers = _plan_of(args)
+    q, _, v, lengths, _, sink, *_ = args
+    batch, queries, heads_q, _ = q.shape
+    out = q.new_empty((batch, queries, heads_q, v.shape[3]))
     lse = q.new_empty((batch, heads_q, queries), dtype=torch.float32)
-
-    capacity = args.capacity
-    reach = capacity if args.left is None else max(min(capacity, args.left + queries + c.block_n), 0)
-    max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
-    final = max_splits == 1
-    row_blocks = -(-rows // c.block_m)
-    programs = max(min(max_splits, _PROGRAMS // (batch * heads_kv * row_blocks)), 1)
-    left = 0 if args.left is None else max(min(args.left, _FAR), -_FAR)
-    right = max(args.right, -_FAR)
-    if final:
-        part_out, part_lse = out, lse
-    else:
-        part_out = q.new_empty((batch * heads_q * queries, max_splits, head_dim_v), dtype=torch.float32)
-        part_lse = q.new_empty((batch * heads_q * queries, max_splits), dtype=torch.float32)
-    page_size = k.shape[1]
-    pdl = PDL and not final and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
-    split_kernel[(batch * heads_kv * row_blocks * programs,)](
-        q, k, v, args.lengths, args.block_table, args.sink, part_out, part_lse,
-        q.stride(0), q.stride(1), q.stride(2),
-        k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2),
-        0 if args.block_table is None else args.block_table.stride(0),
-        heads_kv, row_blocks, programs, max_splits, capacity, k.shape[0], page_size.bit_length() - 1, page_size - 1, left, right, args.scale, args.softcap,
-        T=queries, GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        M=c.block_m, N=c.block_n, D=triton.next_power_of_2(head_dim), DV=triton.next_power_of_2(head_dim_v),
-        SPLIT=c.split, MAX_SPLITS=c.max_splits,
-        PAGES=_pages(args, c.block_n),
-        HAS_LEFT=args.left is not None, SOFTCAP=args.softcap != 0.0, SINK=args.sink is not None, FINAL=final,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee", PDL=pdl,
-        num_warps=c.warps, num_stages=c.stages,
-    )
-    if not final:
-        merge_kernel[(batch * heads_q * queries,)](
-            part_out, part_lse, args.lengths, args.sink, out, lse,
-            heads_q, max_splits, capacity, left, right,
-            T=queries, HEAD_DIM_V=head_dim_v, N=c.block_n, DV=triton.next_power_of_2(head_dim_v),
-            CHUNK=c.merge_chunk, SPLIT=c.split, MAX_SPLITS=c.max_splits,
-            HAS_LEFT=args.left is not None, SINK=args.sink is not None, PDL=pdl,
-            num_warps=c.merge_warps, launch_pdl=pdl,
-        )
+    part_out, part_lse = out, lse
+    if p.merge is not None:
+        part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
+        part_lse = q.new_empty((p.parts,), dtype=torch.float32)
+    with on_device(q):
+        p.split(p.grid, *args[:6], part_out, part_lse, *numbers)
+        if p.merge is not None:
+            p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
 
 
-def _pages(args: DecodeArgs, block_n: int) -> int:
-    """Which of the kernel's ways to find keys fits the cache."""
-    if args.block_table is None:
-        return 0
-    if args.block_table.shape[1] == 1:
-        return 1
-    return 2 if args.k.shape[1] % block_n == 0 else 3
+class Ready:
+    """A decode call whose cache, shapes and options are known: what is left of the host's work, pointers and launches."""
 
+    def __init__(self, args: DecodeArgs, p: Plan, numbers: tuple[Any, ...], split: RawLaunch, merge: RawLaunch | None):
+        q, v = args.q, args.v
+        self._cache = args[1:5]
+        self._device = q.device.index
+        self._out_shape = (*q.shape[:3], v.shape[3])
+        self._lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        # One buffer: lse, lse of the parts, parts; each from a multiple of 16 bytes on.
+        self._part_lse = -(-prod(self._lse_shape) // 4) * 16
+        self._part_out = self._part_lse + -(-p.parts // 4) * 16
+        parts = 0 if merge is None else p.parts * v.shape[3]
+        self._buffer = self._part_out // 4 + parts
+        self._split, self._split_grid, self._split_numbers = split, p.grid, numbers
+        self._merge, self._merge_grid = merge, p.merge_grid
+        self._merge_numbers = _merge_numbers(p, q.shape[2], numbers)
 
-# Up to this many tokens one program writes a whole sequence's, and so may advance its length itself.
-_TOKENS = 16
-
-
-def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    slot_mapping: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    advance: bool,
-) -> None:
-    """Write k, v (batch, T, heads_kv, ·) behind each sequence's length, in place."""
-    batch, tokens, heads_kv, head_dim = k.shape
-    pages, page_size = k_cache.shape[:2]
-    capacity = page_size if block_table is None else block_table.shape[1] * page_size
-    whole = tokens <= _TOKENS
-    slot_strides = (0, 0) if slot_mapping is None else slot_mapping.stride()
-    with _device(k):
-        append_kernel[(batch, 1 if whole else -(-tokens // _TOKENS))](
-            k_cache, v_cache, lengths, block_table, slot_mapping, k, v,
-            *k_cache.stride()[:3], *v_cache.stride()[:3],
-            0 if block_table is None else block_table.stride(0), *slot_strides,
-            *k.stride(), *v.stride(),
-            tokens, heads_kv, pages, page_size, capacity,
-            HEAD_DIM=head_dim, HEAD_DIM_V=v.shape[3], PAGED=block_table is not None, SLOTS=slot_mapping is not None,
-            ADVANCE=whole and advance, TOKENS=_TOKENS, BLOCK=1024,
+    def __call__(self, q: Tensor, sink: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+        """Out and, if asked for, lse; None where this q or device does not fit and the call must take the long way."""
+        q_pointer = q.data_ptr()
+        if q_pointer % 16 or torch._C._cuda_getDevice() != self._device:
+            return None
+        out = q.new_empty(self._out_shape)
+        buffer = q.new_empty((self._buffer,), dtype=torch.float32)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32) if return_lse else None
+        base = buffer.data_ptr()
+        out_pointer, lse_pointer = out.data_ptr(), base if lse is None else lse.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        k, v, lengths, table = self._cache
+        lengths_pointer = lengths.data_ptr()
+        pointers = (
+            q_pointer,
+            k.data_ptr(),
+            v.data_ptr(),
+            lengths_pointer,
+            None if table is None else table.data_ptr(),
+            None if sink is None else sink.data_ptr(),
         )
-        if advance and not whole:
-            added = tokens if slot_mapping is None else (slot_mapping >= 0).sum(1, dtype=torch.int32)
-            lengths.clamp_(0, capacity).add_(added).clamp_(max=capacity)
+        if self._merge is None:
+            self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
+            return out, lse
+        parts = (base + self._part_out, base + self._part_lse)
+        self._split(self._split_grid, stream, *pointers, *parts, *self._split_numbers)
+        results = (lengths_pointer, pointers[5], out_pointer, lse_pointer)
+        self._merge(self._merge_grid, stream, *parts, *results, *self._merge_numbers)
+        return out, lse
 
 
-def _device(t: Tensor) -> AbstractContextManager[object]:
+def ready(args: DecodeArgs) -> Ready | None:
+    """The short way for calls like this one, which has run; None where there is none (the interpreter, odd strides)."""
+    if not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
+        return None
+    p, numbers = _plan_of(args)
+    split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
+    if split is None or (p.merge is not None and merge is None):
+        return None
+    return Ready(args, p, numbers, split, merge)
+
+
+def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan and the numbers that the split kernel takes after its pointers."""
+    q, k, v, _, table, sink, left, right, scale, softcap, _ = args
+    batch, queries, heads_q, head_dim = q.shape
+    pages, page_size, heads_kv, head_dim_v = v.shape
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    odd = 0
+    for stride in strides:
+        odd |= stride
+    aligned = not (odd % UNIT or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16)
+    if aligned:
+        strides = tuple([stride // UNIT for stride in strides])
+    table_width, table_stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
+    capacity = args.capacity
+    p = plan(
+        Shape(
+            batch=batch,
+            queries=queries,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            capacity=capacity,
+            page_size=page_size,
+            table_width=table_width,
+            dtype=q.dtype,
+            sink=None if sink is None else sink.dtype,
+            left=left,
+            softcap=softcap != 0.0,
+            aligned=aligned,
+            device=q.device.index if q.is_cuda else None,
+        )
+    )
+    left = 0 if left is None else max(min(left, _FAR), -_FAR)
+    numbers = (
+        *strides,
+        table_stride,
+        heads_kv,
+        p.row_blocks,
+        p.programs,
+        p.grouped,
+        p.max_units,
+        capacity,
+        pages,
+        page_size.bit_length() - 1,
+        page_size - 1,
+        left,
+        max(right, -_FAR),
+        scale,
+        softcap,
+    )
+    return p, numbers
+
+
+def _merge_numbers(p: Plan, heads_q: int, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The numbers that the merge kernel takes after its pointers."""
+    capacity, left, right = numbers[15], numbers[19], numbers[20]
+    return heads_q, p.grouped, p.max_units, capacity, left, right
+
+
+def on_device(t: Tensor) -> AbstractContextManager[object]:
     """Launches go to the current device: make that the tensor's."""
-    return torch.cuda.device_of(t) if t.is_cuda else nullcontext()
+    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
+        return torch.cuda.device(t.device)
+    return nullcontext()

@@ -1,0 +1,47 @@
+"""Calls that every backend must pass, small enough for Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.decode.harness import Case
+
+half, bfloat = torch.float16, torch.bfloat16
+
+# name: everything of a Case but its seed
+CASES: dict[str, dict[str, Any]] = {
+    "one query": {"lengths": [700, 37]},
+    "one head": {"lengths": [70], "heads_q": 1, "heads_kv": 1},
+    "group of 7, 5 queries, batch 3": {"lengths": [90, 5, 70], "queries": 5, "heads_q": 7, "heads_kv": 1},
+    "multi-query, length % 64 == 1": {"lengths": [65, 129], "heads_q": 6, "heads_kv": 1},
+    "16 queries": {"lengths": [90, 16], "queries": 16, "heads_kv": 1, "heads_q": 2},
+    "empty sequences": {"lengths": [0, 20, 0], "queries": 2},
+    "all empty": {"lengths": [0, 0], "capacity": 24, "sink": True},
+    "more queries than keys": {"lengths": [1, 3, 60], "queries": 4},
+    "more queries than keys, sink": {"lengths": [1, 0, 60], "queries": 4, "sink": True},
+    "window": {"lengths": [300, 90, 3], "queries": 3, "keywords": {"window": (50, 0)}},
+    "window that hides the newest": {"lengths": [200, 4], "queries": 2, "keywords": {"window": (80, -5)}},
+    "window that hides all": {"lengths": [100, 4], "keywords": {"window": (-1, None)}, "sink": True},
+    "window, right unlimited": {"lengths": [100, 300], "keywords": {"window": (180, 9)}, "queries": 2},
+    "softcap": {"lengths": [90, 30], "keywords": {"softcap": 2.0}, "spread": 4.0},
+    "softcap far from its bend": {"lengths": [90, 200], "keywords": {"softcap": 50.0}},
+    "scale and sink": {"lengths": [90, 280], "keywords": {"scale": 0.3}, "sink": True},
+    "negative scale": {"lengths": [90], "keywords": {"scale": -0.4}},
+    "peaked": {"lengths": [300], "spread": 40.0, "dtype": half},
+    "head_dim 40, head_dim_v 72": {"lengths": [90, 40], "head_dim": 40, "head_dim_v": 72, "dtype": half},
+    "head_dim 256": {"lengths": [70], "head_dim": 256, "dtype": bfloat},
+    "bfloat16": {"lengths": [200, 1, 0], "queries": 2, "head_dim": 64, "dtype": bfloat, "sink": True},
+    "float16": {"lengths": [200, 100], "head_dim": 64, "dtype": half},
+    "capacity far beyond": {"lengths": [20, 3], "capacity": 1500},
+    "pages of 1": {"lengths": [70, 9], "page_size": 1},
+    "pages of 16": {"lengths": [300, 1, 0], "page_size": 16, "queries": 3},
+    "pages of 64, window": {"lengths": [300, 150], "page_size": 64, "keywords": {"window": (100, 0)}},
+    "pages of 256": {"lengths": [300, 256], "page_size": 256},
+    "one page each, no power of two": {"lengths": [70, 90], "capacity": 90, "page_size": 90},
+}
+
+
+def case(name: str, seed: int) -> Case:
+    return Case(seed=seed, **CASES[name])

@@ -1,0 +1,141 @@
+"""Draw a decode call, run it on a backend and judge it against the fp64 rows of a prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import warploom
+from warploom.attention.judge import judge, low_precision
+from warploom.decode.api import decode
+from warploom.decode.cache import KVCache, PagedKVCache
+
+
+@dataclass
+class Case:
+    """A call of one sequence per entry of ``lengths``, drawn from one seed."""
+
+    seed: int
+    lengths: list[int]
+    queries: int = 1
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    capacity: int = 0  # 0: the longest length
+    page_size: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    sink: bool = False
+    spread: float = 1.0  # standard deviation of q: larger makes the softmax peak
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def q(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (len(self.lengths), self.queries, self.heads_q, self.head_dim)
+        return (self.spread * torch.randn(shape, generator=generator)).to(self.device, self.dtype)
+
+    def sinks(self) -> Tensor | None:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(self.heads_q, generator=generator).to(self.device) if self.sink else None
+
+    def sequences(self) -> list[tuple[Tensor, Tensor]]:
+        """k (length, heads_kv, head_dim) and v of each sequence."""
+        drawn = []
+        for b, length in enumerate(self.lengths):
+            generator = torch.Generator().manual_seed(1000 * self.seed + b)
+            dims = (self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v)
+            drawn.append(
+                tuple(
+                    torch.randn(length, self.heads_kv, dim, generator=generator).to(self.device, self.dtype)
+                    for dim in dims
+                )
+            )
+        return drawn
+
+    def cache(self, poison: float = float("nan")) -> KVCache | PagedKVCache:
+        """The sequences in a cache whose every unused slot holds ``poison``; pages in random order."""
+        sequences = self.sequences()
+        capacity = self.capacity or max(self.lengths)
+        dims = sequences[0][0].shape[-1], sequences[0][1].shape[-1]
+        batch, heads = len(self.lengths), self.heads_kv
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        if self.page_size is None:
+            k, v = (torch.full((batch, capacity, heads, dim), poison, **options) for dim in dims)
+            for b, (keys, values) in enumerate(sequences):
+                k[b, : len(keys)], v[b, : len(values)] = keys, values
+            return KVCache(k, v, lengths)
+        each = -(-capacity // self.page_size)
+        pages = batch * each + 3
+        k, v = (torch.full((pages, self.page_size, heads, dim), poison, **options) for dim in dims)
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(self.seed + 2))[: batch * each]
+        table = order.view(batch, each).to(self.device, torch.int32)
+        for b, (keys, values) in enumerate(sequences):
+            for n in range(-(-len(keys) // self.page_size)):
+                page, at = int(table[b, n]), n * self.page_size
+                part = slice(at, at + self.page_size)
+                k[page, : len(keys[part])], v[page, : len(values[part])] = keys[part], values[part]
+        return PagedKVCache(k, v, table, lengths)
+
+
+def run(case: Case, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """Out and lse of the case."""
+    return decode(case.q(), case.cache(), sink=case.sinks(), return_lse=True, backend=backend, **case.keywords)
+
+
+def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of each sequence the fp64 out and lse of attention()'s last T rows, and those of the low-precision model."""
+    sink, found = case.sinks(), []
+    for q, (k, v) in zip(case.q(), case.sequences(), strict=True):
+        wide = [t[None].double() for t in (q, k, v)]
+        out, lse = warploom.attention(
+            *wide,
+            causal=True,
+            sink=None if sink is None else sink.double(),
+            return_lse=True,
+            backend="reference",
+            **case.keywords,
+        )
+        window = case.keywords.get("window", (None, None))
+        distance = len(k) - case.queries + torch.arange(case.queries)[:, None] - torch.arange(len(k))
+        seen = distance >= (0 if window[1] is None else max(0, -window[1]))
+        if window[0] is not None:
+            seen &= distance <= window[0]
+        low_out, low_lse = _model(case, q, k, v, seen.to(q.device), sink)
+        found.append((out[0], lse[0], low_out, low_lse))
+    return found
+
+
+def _model(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    if len(k) == 0:
+        lse = torch.full((case.heads_q, case.queries), float("-inf"), device=q.device)
+        return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse if sink is None else sink[:, None].expand_as(lse)
+    low = low_precision(
+        q[None],
+        k[None],
+        v[None],
+        q.new_zeros((1, *q.shape[:-1], v.shape[-1])),
+        torch.zeros((1, case.heads_q, case.queries), device=q.device),
+        seen[None, None],
+        scale=case.keywords.get("scale") or case.head_dim**-0.5,
+        softcap=case.keywords.get("softcap", 0.0),
+        sink=sink,
+    )
+    return low.out[0], low.lse[0]
+
+
+def check(case: Case, backend: str) -> None:
+    """Assert that out and lse of every sequence pass the criterion; the message holds the case and its seed."""
+    out, lse = run(case, backend)
+    batch = len(case.lengths)
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    assert lse.shape == (batch, case.heads_q, case.queries)
+    rows = prefill_rows(case)
+    wanted = [torch.stack([r[n] for r in rows]) for n in range(4)]
+    for name, got, want, low in (("out", out, wanted[0], wanted[2]), ("lse", lse, wanted[1], wanted[3])):
+        verdict = judge(name, got, want, low, case.dtype)
+        assert verdict.passed, f"{backend}: {verdict}\n{case}"

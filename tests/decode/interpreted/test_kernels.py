@@ -1,0 +1,143 @@
+"""The Triton kernels in the interpreter: every case, bits, poison, and the append kernel against torch's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.decode.cases import CASES, case
+from tests.decode.harness import Case, check, run
+from warploom.decode.append import append as torch_append
+from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.decode.problem import DecodeArgs
+from warploom.decode.triton import launch, plan
+from warploom.decode.triton.append import append as triton_append
+from warploom.decode.triton.config import Config, config
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> Iterator[None]:
+    plan.plan.cache_clear()
+    yield
+    plan.plan.cache_clear()
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch, **constants: int) -> None:
+    """Splits of 32 keys, at most 16 of them: small cases then have many splits, groups of them, and long splits."""
+
+    def small(rows: int, *_: int) -> Config:
+        return Config(block_m=config(rows, 16, 16, 2, 8).block_m, block_n=16, split=32, max_splits=16, warps=4, stages=2)
+
+    monkeypatch.setattr(plan, "config", small)
+    for name, value in constants.items():
+        monkeypatch.setattr(plan, name, value)
+
+
+TWO_HEADS = ["scale and sink", "pages of 16", "bfloat16"]
+
+
+def interpretable(name: str) -> Case:
+    """The case in float16 where it has bfloat16, which the interpreter multiplies as integers; mostly one kv head."""
+    c = case(name, secrets.randbelow(2**31))
+    if c.dtype == torch.bfloat16:
+        c = replace(c, dtype=torch.float16)
+    return c if name in TWO_HEADS else replace(c, heads_q=c.heads_q // c.heads_kv, heads_kv=1)
+
+
+@pytest.mark.parametrize("name", ["one query", "float16", "head_dim 256", "pages of 16", "pages of 256"])
+def test_case_as_configured(name: str) -> None:
+    check(interpretable(name), "triton")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_in_short_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    check(interpretable(name), "triton")
+
+
+@pytest.mark.parametrize("name", ["empty sequences", "scale and sink", "window", "pages of 16"])
+@pytest.mark.parametrize("constants", [{"_FULL": 0}, {"_FULL": 0, "_PROGRAMS": 0}])
+def test_grouped_and_walking(name: str, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, **constants)
+    check(interpretable(name), "triton")
+
+
+@pytest.mark.parametrize("length", [250, 700])
+def test_bits_do_not_depend_on_programs(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Case(secrets.randbelow(2**31), [length], heads_q=2, heads_kv=1, sink=True, capacity=704)
+    results = []
+    for constants in ({"_FULL": 10**9}, {"_FULL": 0}, {"_FULL": 0, "_PROGRAMS": 0}, {"_FULL": 10**9, "_PROGRAMS": 0}):
+        shrink(monkeypatch, **constants)
+        plan.plan.cache_clear()
+        results.append(run(c, "triton"))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), c
+
+
+def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, _FULL=6)
+    seed = secrets.randbelow(2**31)
+    lone = run(Case(seed, [150], queries=2), "triton")
+    for capacity, page_size in ((2048, None), (256, 16), (160, 1)):
+        crowd = run(Case(seed, [150, 5, 90, 0, 1], queries=2, capacity=capacity, page_size=page_size), "triton")
+        for a, b in zip(lone, crowd, strict=True):
+            assert torch.equal(a[0], b[0]), (seed, capacity, page_size)
+
+
+def test_bad_contents_stay_in_bounds() -> None:
+    c = Case(secrets.randbelow(2**31), [70, 30], page_size=16)
+    cache = c.cache(poison=0.0)
+    cache.block_table.copy_(torch.tensor([[-7, 2**31 - 1, 5, 99, 0], [1, 1, 1, 1, 1]]))
+    cache.lengths.copy_(torch.tensor([2**30, -4]))
+    out, lse = launch.forward(_args(c.q(), cache))
+    assert out.isfinite().all() and out[0].any() and not out[1].any()
+    assert lse[0].isfinite().all() and (lse[1] == float("-inf")).all()
+
+
+def test_a_visible_nan_stays() -> None:
+    c = Case(secrets.randbelow(2**31), [130, 130])
+    for name in ("k", "v"):
+        cache = c.cache()
+        getattr(cache, name)[0, 77, 1, 3] = float("nan")
+        out, _ = launch.forward(_args(c.q(), cache))
+        assert out[0, :, 2:].isnan().any(-1).all() and out[0, :, :2].isfinite().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("advance", [False, True])
+def test_append(page_size: int | None, tokens: int, slots: bool, advance: bool) -> None:
+    if slots and page_size is None:
+        page_size = 4
+    seed = secrets.randbelow(2**31)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = Case(seed, [3, 60, 64, 0], capacity=64, page_size=page_size, head_dim=24, head_dim_v=8).cache(poison=7.0)
+    k, v = (torch.randn(4, 2, tokens, dim, generator=generator).transpose(1, 2) for dim in (24, 8))
+    table = None if page_size is None else drawn.block_table
+    if table is not None:
+        table[3, 0] = -1
+    mapping = None
+    if slots:
+        pool = drawn.k_pages.shape[0] * page_size
+        mapping = torch.randperm(pool, generator=generator)[: 4 * tokens].view(4, tokens) - 5
+    kept = []
+    for run_append in (torch_append, triton_append):
+        caches = (drawn.k, drawn.v) if page_size is None else (drawn.k_pages, drawn.v_pages)
+        state = [t.clone() for t in (*caches, drawn.lengths)]
+        run_append(*state, table, mapping, k, v, advance)
+        kept.append(state)
+    for torchs, tritons in zip(*kept, strict=True):
+        assert torch.equal(torchs, tritons), seed
+
+
+def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
+    """Validated arguments without the checks of contents."""
+    paged = isinstance(cache, PagedKVCache)
+    k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
+    table = cache.block_table if paged else None
+    return DecodeArgs(q, k, v, cache.lengths, table, None, None, 0, 0.25, 0.0, "triton")

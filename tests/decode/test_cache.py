@@ -1,0 +1,102 @@
+"""Caches: what append writes and where, for contiguous rows and pages."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+
+from warploom.decode.cache import KVCache, PagedKVCache
+
+
+def tokens(batch: int, count: int, dim: int = 8, dim_v: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, count, 2, dim), torch.randn(batch, count, 2, dim_v)
+
+
+def allocate(page_size: int | None, batch: int = 3, seqlen: int = 32) -> KVCache | PagedKVCache:
+    options = {"head_dim_v": 4, "dtype": torch.float32}
+    if page_size is None:
+        return KVCache.allocate(batch, seqlen, 2, 8, **options)
+    return PagedKVCache.allocate(batch, seqlen, 2, 8, page_size=page_size, **options)
+
+
+def held(cache: KVCache | PagedKVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rows = []
+    for b, length in enumerate(cache.lengths.tolist()):
+        if isinstance(cache, KVCache):
+            rows.append((cache.k[b, :length], cache.v[b, :length]))
+        else:
+            pages = cache.block_table[b].long()
+            rows.append(tuple(t[pages].flatten(0, 1)[:length] for t in (cache.k_pages, cache.v_pages)))
+    return rows
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 8, 32])
+def test_appends_follow_each_other(page_size: int | None) -> None:
+    torch.manual_seed(secrets.randbelow(2**31))
+    cache = allocate(page_size)
+    assert cache.batch == 3 and cache.capacity == 32 and cache.lengths.tolist() == [0, 0, 0]
+    parts = [tokens(3, count) for count in (5, 1, 20, 1)]
+    for k, v in parts:
+        cache.append(k, v)
+    assert cache.lengths.tolist() == [27] * 3
+    for b, (k, v) in enumerate(held(cache)):
+        assert torch.equal(k, torch.cat([p[0][b] for p in parts])) and torch.equal(
+            v, torch.cat([p[1][b] for p in parts])
+        )
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_ragged_and_full(page_size: int | None) -> None:
+    cache = allocate(page_size)
+    cache.append(*tokens(3, 32))
+    before = [(k.clone(), v.clone()) for k, v in held(cache)]
+    cache.lengths.copy_(torch.tensor([30, 32, 4]))
+    k, v = tokens(3, 4)
+    cache.append(k, v)
+    assert cache.lengths.tolist() == [32, 32, 8]
+    after = held(cache)
+    for n in (0, 1):
+        assert torch.equal(after[0][n], torch.cat([before[0][n][:30], (k, v)[n][0, :2]]))
+        assert torch.equal(after[1][n], before[1][n])
+        assert torch.equal(after[2][n], torch.cat([before[2][n][:4], (k, v)[n][2]]))
+
+
+def test_slot_mapping_places_tokens_and_leaves_some_out() -> None:
+    cache = allocate(8)
+    cache.k_pages.zero_(), cache.v_pages.zero_()
+    k, v = tokens(3, 2)
+    cache.append(k, v, torch.tensor([[3, -1], [40, 41], [-1, -1]]))
+    assert cache.lengths.tolist() == [1, 2, 0]
+    assert torch.equal(cache.k_pages[0, 3], k[0, 0]) and torch.equal(cache.v_pages[5, 1], v[1, 1])
+    assert int((cache.k_pages.abs().sum((-1, -2)) > 0).sum()) == 3
+
+
+def test_pages_can_be_shared() -> None:
+    cache = PagedKVCache.allocate(2, 16, 2, 8, page_size=8, dtype=torch.float32)
+    cache.block_table[1, 0] = cache.block_table[0, 0]
+    prefix = torch.randn(2, 8, 2, 8)
+    cache.append(prefix[:1].expand(2, -1, -1, -1), prefix[:1].expand(2, -1, -1, -1))
+    own = torch.randn(2, 3, 2, 8)
+    cache.append(own, own)
+    for b, (k, _) in enumerate(held(cache)):
+        assert torch.equal(k, torch.cat([prefix[0], own[b]]))
+
+
+def test_strided_cache_and_tokens() -> None:
+    k, v = (torch.zeros(2, 3, 10, 4).transpose(1, 2) for _ in range(2))
+    cache = KVCache(k, v, torch.zeros(2, dtype=torch.int32))
+    new = torch.randn(4, 3, 5, 2).permute(3, 2, 1, 0)
+    cache.append(new, 2 * new)
+    assert torch.equal(cache.k[:, :5], new) and torch.equal(cache.v[:, :5], 2 * new)
+    assert not cache.k[:, 5:].any()
+
+
+def test_nothing_to_append() -> None:
+    cache = allocate(None)
+    cache.append(*tokens(3, 0))
+    assert cache.lengths.tolist() == [0, 0, 0]
+    empty = KVCache.allocate(2, 0, 2, 8, dtype=torch.float32)
+    empty.append(torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8))
+    assert empty.lengths.tolist() == [0, 0]

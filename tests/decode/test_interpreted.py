@@ -1,0 +1,10 @@
+"""The Triton kernels on a CPU, in the interpreter."""
+
+from pathlib import Path
+
+from tests.interpreter import run_interpreted
+
+
+def test_under_the_interpreter() -> None:
+    output = run_interpreted(Path(__file__).parent / "interpreted")
+    assert " passed" in output and "skipped" not in output

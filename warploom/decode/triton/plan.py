@@ -1,0 +1,137 @@
+"""What the shapes of a decode call decide: how sequences are cut, how many programs run, which binaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.decode.triton.config import GROUP_SPLITS, Config, config, power_of_two
+from warploom.decode.triton.direct import Launch
+from warploom.decode.triton.kernels import merge_kernel, split_kernel
+
+# Programs that keep a large GPU's memory busy in whole waves: from this many groups of splits on, a program takes a whole
+# group. On an H100, groups against single splits: 512 groups 356 against 362 us, 256 groups 187 against 184.
+_FULL = 400
+# Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
+_PROGRAMS = 2048
+# Keys that a program asks L2 for before it may start, in launches of at most this many programs.
+_PREFETCH, _PREFETCHERS = 512, 512
+# Elements that strides count in where they can: 16 bytes of the narrowest dtype.
+UNIT = 8
+
+
+class Shape(NamedTuple):
+    """Everything static about a call."""
+
+    batch: int
+    queries: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    capacity: int
+    page_size: int
+    table_width: int  # 0: contiguous
+    dtype: torch.dtype
+    sink: torch.dtype | None
+    left: int | None
+    softcap: bool
+    aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
+    device: int | None  # None: the interpreter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of a call."""
+
+    grid: tuple[int, int]
+    merge_grid: tuple[int, int]
+    row_blocks: int
+    programs: int  # of a sequence, kv head and row block
+    grouped: int  # 1: programs take groups of splits
+    max_units: int  # parts that a sequence can have
+    parts: int  # in all
+    split: Launch
+    merge: Launch | None  # None: one unit, whose program writes the result
+
+
+@lru_cache(maxsize=4096)
+def plan(shape: Shape) -> Plan:
+    """The plan of a shape; nothing in it changes a bit of any sequence's result."""
+    s = shape
+    group = s.heads_q // s.heads_kv
+    c = config(s.queries * group, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv)
+    # Whole tiles from the first visible key on: at most this many keys of a sequence are seen.
+    reach = s.capacity if s.left is None else min(s.capacity, max(s.left + s.queries + c.block_n, 0))
+    max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
+    row_blocks = -(-s.queries * group // c.block_m)
+    pairs = s.batch * s.heads_kv * row_blocks
+    grouped = pairs * -(-max_splits // GROUP_SPLITS) >= _FULL
+    # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
+    if grouped and reach <= 2 * c.split * c.max_splits:
+        max_units = -(-max_splits // GROUP_SPLITS)
+    else:
+        max_units = max_splits
+    programs = min(max_units, max(_PROGRAMS // pairs, 4))
+    final = max_units == 1
+    pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
+    prefetch = 0
+    if pdl and s.table_width == 0 and s.aligned and s.left is None and pairs * programs <= _PREFETCHERS:
+        prefetch = min(_PREFETCH, c.split)
+    merge_dim = min(c.merge_dim, power_of_two(s.head_dim_v))
+    split, merge = _constants(s, c, final, grouped, pdl, prefetch, merge_dim)
+    rows = s.batch * s.heads_q * s.queries
+    return Plan(
+        grid=(pairs * programs, 1),
+        merge_grid=(rows, -(-s.head_dim_v // merge_dim)),
+        row_blocks=row_blocks,
+        programs=programs,
+        grouped=int(grouped),
+        max_units=max_units,
+        parts=rows * max_units,
+        split=Launch(split_kernel, split, direct=s.aligned),
+        merge=None if final else Launch(merge_kernel, merge, direct=True),
+    )
+
+
+def _constants(
+    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, prefetch: int, merge_dim: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constexprs and options of the two kernels."""
+    if s.table_width <= 1:
+        pages = s.table_width
+    else:
+        pages = 2 if s.page_size % c.block_n == 0 else 3
+    shared = {
+        "T": s.queries,
+        "HEAD_DIM_V": s.head_dim_v,
+        "N": c.block_n,
+        "SPLIT": c.split,
+        "MAX_SPLITS": c.max_splits,
+        "GROUP_SPLITS": GROUP_SPLITS,
+        "HAS_LEFT": s.left is not None,
+        "SINK": s.sink is not None,
+        "PDL": pdl,
+    }
+    if pdl:
+        shared["launch_pdl"] = True
+    split = {
+        "GROUP": s.heads_q // s.heads_kv,
+        "HEAD_DIM": s.head_dim,
+        "M": c.block_m,
+        "D": power_of_two(s.head_dim),
+        "DV": power_of_two(s.head_dim_v),
+        "PAGES": pages,
+        "SOFTCAP": s.softcap,
+        "FINAL": final,
+        "PRECISION": "tf32x3" if s.dtype == torch.float32 else "ieee",
+        "UNIT": UNIT if s.aligned else 1,
+        "PREFETCH": prefetch,
+        "num_warps": c.warps,
+        # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.
+        "num_stages": c.stages + grouped,
+    }
+    return shared | split, shared | {"DV": merge_dim, "num_warps": c.merge_warps}
