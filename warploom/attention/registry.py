@@ -6,7 +6,7 @@ from warploom.runtime.dispatch import Implementation
 
 dispatch.register(
     "attention",
-    Implementation("triton", triton),
     Implementation("cpu", cpu),
+    Implementation("triton", triton),
     Implementation("reference", reference),
 )
