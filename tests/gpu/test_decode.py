@@ -1,0 +1,233 @@
+"""Decode on a CUDA device: every case in every dtype, bits, graphs, streams, compile, sizes past 32 bits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.decode.cases import CASES, case
+from tests.decode.harness import Case, check, run
+from warploom.decode.api import decode
+from warploom.decode.cache import KVCache, PagedKVCache
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(c: Case, **changes: Any) -> Case:
+    return replace(c, device="cuda", **changes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, dtype: torch.dtype) -> None:
+    check(on_gpu(case(name, secrets.randbelow(2**31)), dtype=dtype), "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 24), (64, 64), (72, 72), (104, 40), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, page_size: int | None) -> None:
+    shape = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype}
+    c = Case(secrets.randbelow(2**31), [1300, 77], queries=2, heads_q=6, heads_kv=2, device="cuda", **shape)
+    check(c, "triton")
+
+
+@pytest.mark.parametrize("queries,group", [(1, 1), (1, 8), (3, 7), (16, 2), (16, 4), (16, 8)])
+def test_rows(queries: int, group: int) -> None:
+    shape = {"heads_q": 2 * group, "heads_kv": 2, "head_dim": 128, "dtype": torch.bfloat16}
+    check(Case(secrets.randbelow(2**31), [5000, 1200, 3], queries=queries, device="cuda", **shape), "triton")
+
+
+SHAPE: dict[str, Any] = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+@pytest.mark.parametrize("length", [1, 500, 3000, 9000, 20000, 40000])
+def test_bits_do_not_depend_on_neighbours_or_layout(length: int) -> None:
+    seed = secrets.randbelow(2**31)
+    lone = run(Case(seed, [length], **SHAPE), "triton")
+    for others, capacity, page_size in (
+        ([], 65536, None),
+        ([3, 700, 0], 0, None),
+        ([5] * 63, 0, None),
+        ([length, 17, 4096], 65536, 16),
+        ([900], 65536, 256),
+        ([1] * 99, 0, 64),
+    ):
+        crowd = run(Case(seed, [length, *others], capacity=capacity, page_size=page_size, **SHAPE), "triton")
+        for name, a, b in zip(("out", "lse"), lone, crowd, strict=True):
+            assert torch.equal(a[0], b[0]), (seed, name, others[:3], capacity, page_size)
+
+
+def test_thousand_repeats() -> None:
+    c = Case(secrets.randbelow(2**31), [9000, 20, 4000], queries=2, **SHAPE)
+    q, cache = c.q(), c.cache()
+    first = decode(q, cache).clone()
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        different += (decode(q, cache) != first).sum()
+    assert int(different) == 0, c
+
+
+def test_short_way_equals_the_long_one() -> None:
+    c = Case(secrets.randbelow(2**31), [2000, 20], **SHAPE)
+    q, cache, sink = c.q(), c.cache(), torch.randn(32, device="cuda")
+    for options in ({}, {"sink": sink}, {"window": (300, 0)}, {"softcap": 5.0}, {"scale": 0.2}):
+        out, lse = decode(q, cache, return_lse=True, **options)
+        assert cache.ready
+        for _ in range(2):
+            again, lse_again = decode(q, cache, return_lse=True, **options)
+            assert torch.equal(out, again) and torch.equal(lse, lse_again)
+            assert torch.equal(out, decode(q, cache, **options))
+        assert torch.equal(out, decode(q, KVCache(cache.k, cache.v, cache.lengths), **options))
+    other = torch.randn_like(q)
+    assert torch.equal(decode(other, cache), decode(other, KVCache(cache.k, cache.v, cache.lengths)))
+    odd = torch.randn(q.numel() + 1, device="cuda").to(q.dtype)[1:].view_as(q)
+    assert torch.equal(decode(odd, cache), decode(odd.clone(), cache))
+    with pytest.raises(ValueError, match="requires grad"):
+        decode(q.clone().requires_grad_(), cache)
+    with pytest.raises(ValueError, match="head"):
+        decode(q[:, :, :31], cache)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_graph_of_append_and_decode(page_size: int | None) -> None:
+    """One captured step, replayed, follows the lengths and matches eager steps bit for bit."""
+    steps, shape = 40, (3, 1, 8, 128)
+    caches: list[KVCache | PagedKVCache] = []
+    for _ in range(2):
+        if page_size is None:
+            cache = KVCache.allocate(3, 600, 8, 128, device="cuda")
+        else:
+            cache = PagedKVCache.allocate(3, 600, 8, 128, page_size=page_size, device="cuda")
+        cache.lengths.copy_(torch.tensor([500, 0, 599]))
+        caches.append(cache)
+    storage = [(c.k, c.v) if isinstance(c, KVCache) else (c.k_pages, c.v_pages) for c in caches]
+    for t in storage[0]:
+        t.normal_()
+    for a, b in zip(*storage, strict=True):
+        b.copy_(a)
+    q, k, v = (torch.randn(steps, 3, 1, heads, 128, device="cuda").bfloat16() for heads in (32, 8, 8))
+    now = [torch.empty_like(t[0]) for t in (q, k, v)]
+    caches[1].append(torch.zeros(shape, device="cuda").bfloat16(), torch.zeros(shape, device="cuda").bfloat16())
+    decode(now[0], caches[1])
+    caches[1].lengths.copy_(torch.tensor([500, 0, 599]))
+    for a, b in zip(*storage, strict=True):
+        b.copy_(a)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        caches[1].append(now[1], now[2])
+        out = decode(now[0], caches[1])
+    for step in range(steps):
+        for live, drawn in zip(now, (q, k, v), strict=True):
+            live.copy_(drawn[step])
+        graph.replay()
+        caches[0].append(k[step], v[step])
+        assert torch.equal(out, decode(q[step], caches[0])), step
+    assert caches[0].lengths.tolist() == caches[1].lengths.tolist() == [540, 40, 600 if page_size is None else 608]
+
+
+def test_no_synchronisation() -> None:
+    c = Case(secrets.randbelow(2**31), [2000, 20], page_size=16, **SHAPE)
+    q, cache = c.q(), c.cache()
+    k = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            cache.append(k, k)
+            decode(q, cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_on_another_stream() -> None:
+    c = Case(secrets.randbelow(2**31), [9000] * 4, **SHAPE)
+    q, cache = c.q(), c.cache()
+    want = decode(q, cache)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late = q + 0
+        got = decode(late, cache)
+    stream.synchronize()
+    assert torch.equal(got, want)
+
+
+def test_compile() -> None:
+    c = Case(secrets.randbelow(2**31), [2000, 20], **SHAPE)
+    q, cache = c.q(), c.cache()
+    k = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
+
+    def step(q: torch.Tensor, cache: KVCache, k: torch.Tensor) -> torch.Tensor:
+        cache.append(k, k)
+        return decode(q, cache)
+
+    grown = KVCache(*(torch.cat([t, t[:, :1]], 1) for t in (cache.k, cache.v)), cache.lengths.clone())
+    twin = KVCache(grown.k.clone(), grown.v.clone(), grown.lengths.clone())
+    want = step(q, grown, k)
+    got = torch.compile(step, fullgraph=True)(q, twin, k)
+    assert torch.equal(got, want) and torch.equal(twin.lengths, grown.lengths)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_past_32_bits(paged: bool) -> None:
+    """Keys whose offsets pass 2³¹ elements, at the far end of the cache."""
+    capacity = 2**31 // 1024 + 4096
+    k, v = (torch.zeros(1, capacity, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k[:, -3000:].normal_(), v[:, -3000:].normal_()
+    q = torch.randn(1, 1, 32, 128, device="cuda").bfloat16()
+    lengths = torch.tensor([capacity], dtype=torch.int32, device="cuda")
+    small = KVCache(k[:, -4096:].clone(), v[:, -4096:].clone(), lengths * 0 + 4096)
+    want = decode(q, small, window=(2000, 0))
+    if paged:
+        table = torch.arange(capacity // 16, dtype=torch.int32, device="cuda")[None]
+        cache = PagedKVCache(k.view(-1, 16, 8, 128), v.view(-1, 16, 8, 128), table, lengths)
+    else:
+        cache = KVCache(k, v, lengths)
+    got = decode(q, cache, window=(2000, 0))
+    assert torch.equal(got, want)
+    cache.lengths.sub_(1)
+    cache.append(q[:, :, :8], 2 * q[:, :, :8])
+    assert torch.equal(k[0, -1], q[0, 0, :8]) and torch.equal(v[0, -1], 2 * q[0, 0, :8])
+
+
+def test_bad_contents_stay_in_bounds() -> None:
+    c = Case(secrets.randbelow(2**31), [900, 30], page_size=16, **SHAPE)
+    q, cache = c.q(), c.cache(poison=0.0)
+    cache.block_table.random_(-(2**31), 2**31 - 1)
+    cache.lengths.copy_(torch.tensor([2**30, -4]))
+    out = decode(q, cache)
+    assert out.isfinite().all() and not out[1].any()
+    cache.append(q[:, :, :8], q[:, :, :8])
+    torch.cuda.synchronize()
+
+
+def test_strided_and_expanded() -> None:
+    c = Case(secrets.randbelow(2**31), [900, 300], **SHAPE)
+    q, cache = c.q(), c.cache(poison=0.0)
+    want = decode(q, cache)
+    heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (cache.k, cache.v)]
+    assert torch.equal(decode(q, KVCache(*heads_first, cache.lengths)), want)
+    wide = [torch.cat([t, t], -1)[..., :128] for t in (cache.k, cache.v)]
+    assert torch.equal(decode(q, KVCache(*wide, cache.lengths)), want)
+    odd = [torch.cat([t, t[..., :1]], -1)[..., :128] for t in (cache.k, cache.v)]
+    assert torch.equal(decode(q, KVCache(*odd, cache.lengths)), want)
+    shared = KVCache(cache.k[:1].expand(2, -1, -1, -1), cache.v[:1].expand(2, -1, -1, -1), cache.lengths)
+    assert torch.equal(decode(q, shared)[0], want[0])
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(decode(turned, cache), want)
