@@ -4,6 +4,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from warploom import masks
 from warploom.attention.api import attention, attention_varlen, explain, scaled_dot_product_attention
+from warploom.decode.api import decode
+from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.runtime.dispatch import strict
 
 try:
@@ -12,8 +14,11 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "KVCache",
+    "PagedKVCache",
     "attention",
     "attention_varlen",
+    "decode",
     "explain",
     "masks",
     "scaled_dot_product_attention",

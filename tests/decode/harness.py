@@ -49,10 +49,7 @@ class Case:
             generator = torch.Generator().manual_seed(1000 * self.seed + b)
             dims = (self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v)
             drawn.append(
-                tuple(
-                    torch.randn(length, self.heads_kv, dim, generator=generator).to(self.device, self.dtype)
-                    for dim in dims
-                )
+                tuple(torch.randn(length, self.heads_kv, dim, generator=generator).to(self.device, self.dtype) for dim in dims)
             )
         return drawn
 

@@ -42,9 +42,7 @@ def test_appends_follow_each_other(page_size: int | None) -> None:
         cache.append(k, v)
     assert cache.lengths.tolist() == [27] * 3
     for b, (k, v) in enumerate(held(cache)):
-        assert torch.equal(k, torch.cat([p[0][b] for p in parts])) and torch.equal(
-            v, torch.cat([p[1][b] for p in parts])
-        )
+        assert torch.equal(k, torch.cat([p[0][b] for p in parts])) and torch.equal(v, torch.cat([p[1][b] for p in parts]))
 
 
 @pytest.mark.parametrize("page_size", [None, 8])

@@ -40,9 +40,7 @@ def check_cache(
             raise ValueError(f"lengths has {lengths.shape[0]} entries but {k_name} has batch {k.shape[0]}")
         return
     if lengths.shape[0] != block_table.shape[0]:
-        raise ValueError(
-            f"lengths has {lengths.shape[0]} entries but block_table describes {block_table.shape[0]} sequences"
-        )
+        raise ValueError(f"lengths has {lengths.shape[0]} entries but block_table describes {block_table.shape[0]} sequences")
     page_size = k.shape[1]
     if (page_size & (page_size - 1) or page_size == 0) and block_table.shape[1] != 1:
         raise ValueError(f"page_size must be a power of two, got {page_size} ({k_name} of shape {tuple(k.shape)})")
@@ -81,9 +79,7 @@ def check_append(
         if not isinstance(slot_mapping, Tensor) or slot_mapping.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"slot_mapping must be an int32 or int64 tensor, got {slot_mapping!r}")
         if slot_mapping.shape != k.shape[:2]:
-            raise ValueError(
-                f"slot_mapping must have shape (batch, T) = {tuple(k.shape[:2])}, got {tuple(slot_mapping.shape)}"
-            )
+            raise ValueError(f"slot_mapping must have shape (batch, T) = {tuple(k.shape[:2])}, got {tuple(slot_mapping.shape)}")
         if slot_mapping.device != k.device:
             raise ValueError(f"slot_mapping is on {slot_mapping.device} but k is on {k.device}")
     if _may_look(k_cache):

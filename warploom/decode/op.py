@@ -29,7 +29,13 @@ def run(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         if args.sink is not None:
             lse.copy_(args.sink[:, None].expand_as(lse))
         return out.zero_(), lse
-    out, lse = dispatch.find(args.backend, "decode").module.forward(args)
+    module = dispatch.find(args.backend, "decode").module
+    if torch.is_autocast_enabled(args.q.device.type):
+        # The call's dtypes are settled; an implementation's own fp32 products are not autocast's to change.
+        with torch.autocast(args.q.device.type, enabled=False):
+            out, lse = module.forward(args)
+    else:
+        out, lse = module.forward(args)
     return out, lse.float()
 
 
@@ -81,7 +87,5 @@ def needs_op(t: Tensor) -> bool:
     host, and the dispatcher costs as much as a launch.
     """
     return (
-        torch.compiler.is_compiling()
-        or type(t) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
     )

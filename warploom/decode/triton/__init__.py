@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,11 @@ if TYPE_CHECKING:
     from warploom.decode.problem import DecodeArgs, DecodeProblem
     from warploom.decode.triton.launch import Ready
 
+_HAS_TRITON = find_spec("triton") is not None
+
 
 def available() -> str | None:
-    if not _has_triton():
+    if not _HAS_TRITON:
         return "the triton package is not installed (pip install 'warploom[triton]')"
     if not _interpreting() and not torch.cuda.is_available():
         return "no CUDA device is visible"
@@ -67,11 +68,6 @@ def append(
     from warploom.decode.triton.append import append as run
 
     run(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _interpreting() -> bool:
