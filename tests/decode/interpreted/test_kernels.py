@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPa
 
 def test_bad_contents_stay_in_bounds() -> None:
     c = Case(secrets.randbelow(2**31), [70, 30], page_size=16)
-    cache = c.cache(poison=0.0)
+    cache = c.cache(poison=1.0)
     cache.block_table.copy_(torch.tensor([[-7, 2**31 - 1, 5, 99, 0], [1, 1, 1, 1, 1]]))
     cache.lengths.copy_(torch.tensor([2**30, -4]))
     out, lse = launch.forward(_args(c.q(), cache))
