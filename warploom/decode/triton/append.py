@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from warploom.decode.triton.direct import Launch
 from warploom.decode.triton.kernels import append_kernel
 from warploom.decode.triton.launch import on_device
+from warploom.runtime.triton_launch import Launch
 
 # Up to this many tokens one program appends a whole sequence's, and so may advance its length itself.
 _TOKENS = 16

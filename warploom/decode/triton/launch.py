@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
-from warploom.decode.triton.direct import RawLaunch
 from warploom.decode.triton.plan import UNIT, Plan, Shape, plan
+from warploom.runtime.triton_launch import RawLaunch
 
 # Distances the kernels add to positions in 32 bits.
 _FAR = 2**30

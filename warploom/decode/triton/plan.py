@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.decode.triton.config import GROUP_SPLITS, Config, config, power_of_two
-from warploom.decode.triton.direct import Launch
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
+from warploom.runtime.triton_launch import Launch
 
 # Programs that keep a large GPU's memory busy in whole waves: from this many groups of splits on, a program takes a whole
 # group. On an H100, groups against single splits: 512 groups 356 against 362 us, 256 groups 187 against 184.
