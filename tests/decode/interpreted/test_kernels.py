@@ -15,7 +15,7 @@ from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import DecodeArgs
 from warploom.decode.triton import launch, plan
-from warploom.decode.triton.append import append as triton_append
+from warploom.decode.triton.tokens import append as triton_append
 from warploom.decode.triton.config import Config, config
 
 

@@ -65,7 +65,7 @@ def append(
     advance: bool,
 ) -> None:
     """Write new keys and values into a cache, in place; see `warploom.decode.cache`."""
-    from warploom.decode.triton.append import append as run
+    from warploom.decode.triton.tokens import append as run
 
     run(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
 

@@ -349,9 +349,7 @@ def merge_kernel(
     dv = tl.program_id(1) * DV + tl.arange(0, DV)
     dv_live = dv < HEAD_DIM_V
 
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
     first, last = _key_range(length, left, right, T, HAS_LEFT)
     _, _, used, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N)
@@ -360,6 +358,9 @@ def merge_kernel(
     step = GROUP_SPLITS // each
     part_lse_ptr += row * max_units
     part_out_ptr += row * max_units * HEAD_DIM_V
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
     acc = tl.zeros((DV,), tl.float32)
     total = tl.zeros((1,), tl.float32)
