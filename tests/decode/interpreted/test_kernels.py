@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +12,13 @@ import torch
 
 from tests.decode.cases import CASES, case
 from tests.decode.harness import Case, check, run
+from warploom.decode import triton as triton_backend
 from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import DecodeArgs
 from warploom.decode.triton import launch, plan
-from warploom.decode.triton.tokens import append as triton_append
 from warploom.decode.triton.config import Config, config
+from warploom.decode.triton.tokens import append as triton_append
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,11 @@ def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPa
         crowd = run(Case(seed, [150, 5, 90, 0, 1], queries=2, capacity=capacity, page_size=page_size), "triton")
         for a, b in zip(lone, crowd, strict=True):
             assert torch.equal(a[0], b[0]), (seed, capacity, page_size)
+
+
+def test_no_module_hides_a_function() -> None:
+    for name in ("append", "forward", "ready", "available", "supports"):
+        assert inspect.isfunction(getattr(triton_backend, name)), name
 
 
 def test_bad_contents_stay_in_bounds() -> None:
