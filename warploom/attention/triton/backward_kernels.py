@@ -37,15 +37,16 @@ from warploom.attention.triton.device import (
     used_keys,
     visible,
 )
-from warploom.attention.triton.walk import MIXED, attend
+from warploom.attention.triton.walk import CHUNK, MIXED, attend
 
-_ROWS_SCALARS = [
+_ROWS_PLAIN = [
+    "lse_ptr", "dlse_ptr", "edges_ptr", "cu_q_ptr",
     "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_lb", "stride_lh", "batches",
     "tiles", "seqlen_q", "seqlen_k", "heads",
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_ROWS_SCALARS)
+@triton.jit(do_not_specialize=_ROWS_PLAIN)
 def rows_kernel(
     out_ptr,
     dout_ptr,
@@ -131,7 +132,8 @@ def _hidden_run(start, stop, begin, end, count, len_q, M: tl.constexpr):
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, m, m0, dims, dims_v, live, live_v, n0, cols,
-    vectors, columns, band, softmax, dropout, batch, len_k, shift, test, KIND: tl.constexpr
+    vectors, columns, band, softmax, dropout, batch, len_k, shift, test,
+    KIND: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows for a block of keys; everything transposed, (N, M), so that P and dS stay in registers."""
     # Tile m0 / M of (tiles, 2, M).
@@ -142,28 +144,34 @@ def _dkdv_step(
     s, bent = scores(dot(k, tl.trans(q), None), softmax)
     g_ptrs = g_base + tl.cast(m0, tl.int64) * stride_g + (m[:, None] * stride_g + dims_v[None, :])
     dout = load_rows(g_ptrs, inside, live_v, KIND == EDGE)
-    dp = dot(v, tl.trans(dout), None)
+    if WITH_DK:
+        dp = dot(v, tl.trans(dout), None)
     p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
     if test:
         rows = m0 + tl.arange(0, m.shape[0])
         seen = visible(rows[None, :], cols[:, None], vectors, columns, band, shift, len_k)
         p = tl.where(seen, p, 0.0)
-    kept_p = p
     if dropout.seed is not None:
         keep = kept(dropout, batch, m0, n0, p.shape[1], p.shape[0], True)
-        kept_p = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp * dropout.scale, 0.0)
-    dv = dot(kept_p.to(dout.dtype), dout, dv)
-    # Loaded late: sixteen registers a thread that the products above need.
-    delta = tl.load(rows_base + 2 * m0 + m.shape[0] + tl.arange(0, m.shape[0]))
-    ds = p * (dp - delta[None, :])
-    if softmax.softcap is not None:
-        ds = ds * (1.0 - bent * bent)
-    dk = dot(ds.to(q.dtype), q, dk)
+    if WITH_DV:
+        kept_p = p
+        if dropout.seed is not None:
+            kept_p = tl.where(keep, p, 0.0)
+        dv = dot(kept_p.to(dout.dtype), dout, dv)
+    if WITH_DK:
+        if dropout.seed is not None:
+            dp = tl.where(keep, dp * dropout.scale, 0.0)
+        # Loaded late: sixteen registers a thread that the products above need.
+        delta = tl.load(rows_base + 2 * m0 + m.shape[0] + tl.arange(0, m.shape[0]))
+        ds = p * (dp - delta[None, :])
+        if softmax.softcap is not None:
+            ds = ds * (1.0 - bent * bent)
+        dk = dot(ds.to(q.dtype), q, dk)
     return dk, dv
 
 
-_DKDV_SCALARS = [
+_DKDV_PLAIN = [
+    "edges_ptr", "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dkb", "stride_dks", "stride_dkh", "stride_dvb", "stride_dvs",
     "stride_dvh", "stride_mb", "stride_mh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group",
@@ -171,7 +179,7 @@ _DKDV_SCALARS = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_DKDV_SCALARS)
+@triton.jit(do_not_specialize=_DKDV_PLAIN)
 def dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -232,8 +240,10 @@ def dkdv_kernel(
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
 ):
-    """dK and dV of one block of N keys of one kv head, over all query heads of its group in order."""
+    """dK, dV or both of one block of N keys of one kv head, over all query heads of its group in order."""
     pid = tl.program_id(0)
     tile = pid % tiles
     heads_kv = heads // group
@@ -322,7 +332,10 @@ def dkdv_kernel(
         else:
             runs = 1
         k = load_rows(k_ptrs, readable, live, True)
-        v = load_rows(v_ptrs, readable, live_v, True)
+        if WITH_DK:
+            v = load_rows(v_ptrs, readable, live_v, True)
+        else:
+            v = k
 
         q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
         g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
@@ -347,6 +360,7 @@ def dkdv_kernel(
                 dk, dv = _dkdv_step(
                     dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
                     live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
+                    WITH_DK, WITH_DV,
                 )  # fmt: skip
             for m0 in tl.range(a * M, b * M, M):
                 # Scalars decide whether any of the tile's elements may be hidden.
@@ -362,6 +376,7 @@ def dkdv_kernel(
                 dk, dv = _dkdv_step(
                     dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
                     live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, test, MIXED,
+                    WITH_DK, WITH_DV,
                 )  # fmt: skip
 
     if seed_ptr is not None:
@@ -371,16 +386,18 @@ def dkdv_kernel(
     dv_at = (batch * stride_dvb + tl.cast(head_kv, tl.int64) * stride_dvh) * OUT_UNIT
     dk_ptrs = dk_ptr + dk_at + (row * (stride_dks * OUT_UNIT))[:, None] + dims[None, :]
     dv_ptrs = dv_ptr + dv_at + (row * (stride_dvs * OUT_UNIT))[:, None] + dims_v[None, :]
-    store_rows(dk_ptrs, dk * scale, inside, live)
-    store_rows(dv_ptrs, dv, inside, live_v)
+    if WITH_DK:
+        store_rows(dk_ptrs, dk * scale, inside, live)
+    if WITH_DV:
+        store_rows(dv_ptrs, dv, inside, live_v)
 
 
 @triton.jit
 def _edge_tiles(edges_ptr, begin, end):
     """The first and past-the-last of the row tiles [begin, end) that are edges; (end, begin) where none is."""
     first, last = end, begin
-    for at in range(begin, end, 128):
-        tile = at + tl.arange(0, 128)
+    for at in range(begin, end, CHUNK):
+        tile = at + tl.arange(0, CHUNK)
         edge = tl.load(edges_ptr + tile, mask=tile < end, other=0) != 0
         first = tl.minimum(first, tl.min(tl.where(edge, tile, end), 0))
         last = tl.maximum(last, tl.max(tl.where(edge, tile + 1, begin), 0))
@@ -412,7 +429,8 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     return (dot(ds.to(k.dtype), k, dq),)
 
 
-_DQ_SCALARS = [
+_DQ_PLAIN = [
+    "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "bounds_ptr", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dqb", "stride_dqs", "stride_dqh", "stride_mb", "stride_mh",
     "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group",
@@ -420,7 +438,7 @@ _DQ_SCALARS = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_DQ_SCALARS)
+@triton.jit(do_not_specialize=_DQ_PLAIN)
 def dq_kernel(
     q_ptr,
     k_ptr,

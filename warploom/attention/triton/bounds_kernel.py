@@ -8,7 +8,7 @@ import triton.language as tl
 from warploom.attention.triton.device import BOUND_BLOCK, Band, Columns, load_columns, normalised
 
 
-@triton.jit(do_not_specialize=["blocks", "seqlen_q", "seqlen_k", "left", "right"])
+@triton.jit(do_not_specialize=["lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "blocks", "seqlen_q", "seqlen_k", "left", "right"])
 def bounds_kernel(lts_ptr, lte_ptr, uts_ptr, ute_ptr, bounds_ptr, blocks, seqlen_q, seqlen_k, left, right):
     """One block of one (batch, head): int32 (blocks, 8), as warploom.masks.tiles.column_bounds defines them."""
     pid = tl.program_id(0)

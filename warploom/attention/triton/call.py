@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,111 +15,156 @@ from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.config import Config, config, padded
 
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
-_UNIT = 8
+UNIT = 8
 # Beyond it a limit changes nothing, and 32-bit arithmetic on positions stays in range.
 _FAR = 2**30
 
 
+class Variant(NamedTuple):
+    """Everything about a call that a binary depends on, beyond a kernel's tile sizes."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    unit: int  # strides are multiples of so many elements
+    wide: bool  # offsets within a tile pass 31 bits
+    direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
+    descending: bool
+    scattered: bool
+    present: tuple[Any, ...]  # which optional arguments there are, and the dtype of the sink
+    device: int | None  # None: the interpreter
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call as every kernel of it sees it."""
+    """One call as every kernel of it sees it. Tuples hold kernel arguments in their order."""
 
-    args: AttentionArgs
+    variant: Variant
     config: Config
+    packed: bool
     batches: int
     seqlen_q: int  # all packed tokens where the call is packed
     seqlen_k: int  # likewise; the most keys of a sequence where it is paged
-    mask: dict[str, Any]
-    scalars: dict[str, Any]
+    heads: int
+    heads_kv: int
+    vectors: tuple[Tensor | None, ...]
+    sequences: tuple[Tensor | None, ...]  # cu_q, cu_k, used
+    strides: tuple[int, ...]  # of q, k, v, then dout in a backward pass
+    mask_strides: tuple[int, int]
+    bounds_strides: tuple[int, int]
+    lengths: tuple[int, ...]  # seqlen_q, seqlen_k, heads, group, mask_group
+    mask: tuple[Any, ...]  # left, right, scale, softcap, threshold, keep_scale
 
     @classmethod
-    def of(cls, args: AttentionArgs) -> Call:
-        q, k, v, table = args.q, args.k, args.v, args.block_table
-        if args.cu_seqlens_q is None:
+    def of(cls, args: AttentionArgs, dout: Tensor | None = None, out: Tensor | None = None, dlse: bool = False) -> Call:
+        q, k, v, table, cu_q = args.q, args.k, args.v, args.block_table, args.cu_seqlens_q
+        inputs = (q, k, v) if dout is None else (q, k, v, dout)
+        if cu_q is None:
             batches, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         else:
-            batches, seqlen_q = args.cu_seqlens_q.shape[0] - 1, q.shape[0]
+            batches, seqlen_q = cu_q.shape[0] - 1, q.shape[0]
             seqlen_k = k.shape[0] if table is None else k.shape[1] * table.shape[1]
         heads, heads_kv = q.shape[-2], k.shape[-2]
-        names = ("lts", "lte", "uts", "ute")
-        vectors = {n: None if (t := getattr(args, n)) is None else t.contiguous() for n in names}
-        shape = next((t.shape for t in vectors.values() if t is not None), (1, 1))
-        mask: dict[str, Any] = {f"{name}_ptr": t for name, t in vectors.items()}
-        mask["stride_mb"] = shape[1] * seqlen_k if shape[0] > 1 else 0
-        mask["stride_mh"] = seqlen_k if shape[1] > 1 else 0
-        mask["mask_group"] = heads // shape[1]
-        mask["left"], mask["right"] = _limit(args.left), _limit(args.right)
-        scalars = {
-            "seed_ptr": args.dropout_seed if args.dropout_p else None,
-            "batches": batches,
-            "seqlen_q": seqlen_q,
-            "seqlen_k": seqlen_k,
-            "heads": heads,
-            "group": heads // heads_kv,
-            "scale": args.scale,
-            "softcap": args.softcap or None,
-            "threshold": _signed(philox.threshold(args.dropout_p)),
-            "keep_scale": 1.0 / (1.0 - args.dropout_p),
-            "DIM": q.shape[-1],
-            "DIM_V": v.shape[-1],
-            "D": padded(q.shape[-1]),
-            "DV": padded(v.shape[-1]),
-            "DESCENDING": args.scale <= 0.0,
-        }
-        chosen = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device))
-        return cls(args, chosen, batches, seqlen_q, seqlen_k, mask, scalars)
+        vectors = tuple([None if t is None else t.contiguous() for t in (args.lts, args.lte, args.uts, args.ute)])
+        mask_batches, mask_heads = next((t.shape[:2] for t in vectors if t is not None), (1, 1))
+        bounds_strides = (0, 0)
+        if args.bounds is not None:
+            b, h = args.bounds.stride()[:2]
+            bounds_strides = (b if mask_batches > 1 else 0, h if mask_heads > 1 else 0)
+        strides = [s for t in inputs for s in _strides(t)]
+        unit, limit, aligned = UNIT, 2**31, True
+        for stride in strides:
+            if stride % UNIT:
+                unit = 1
+        for t in (*inputs, *(() if out is None else (out,))):
+            aligned = aligned and t.data_ptr() % 16 == 0
+        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device))
+        longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
+        wide = any(t.stride(-3) * longest >= limit for t in inputs)
+        small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
+        left, right = _limit(args.left), _limit(args.right)
+        present = (
+            *[t is not None for t in (*vectors, args.bounds, table, cu_q, args.cu_seqlens_k, args.seqused_k, left, right)],
+            None if args.sink is None else args.sink.dtype,
+            args.softcap != 0.0,
+            args.dropout_p != 0.0,
+            dlse,
+        )
+        return cls(
+            variant=Variant(
+                dtype=q.dtype,
+                head_dim=q.shape[-1],
+                head_dim_v=v.shape[-1],
+                unit=unit,
+                wide=wide,
+                direct=aligned and small,
+                descending=args.scale <= 0.0,
+                scattered=table is not None and k.shape[1] % tiling.forward.n != 0,
+                present=present,
+                device=q.device.index,
+            ),
+            config=tiling,
+            packed=cu_q is not None,
+            batches=batches,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads=heads,
+            heads_kv=heads_kv,
+            vectors=vectors,
+            sequences=(cu_q, args.cu_seqlens_k, args.seqused_k),
+            strides=tuple([s // unit for s in strides]),
+            mask_strides=(
+                mask_heads * seqlen_k if mask_batches > 1 else 0,
+                seqlen_k if mask_heads > 1 else 0,
+            ),
+            bounds_strides=bounds_strides,
+            lengths=(seqlen_q, seqlen_k, heads, heads // heads_kv, heads // mask_heads),
+            mask=(
+                left,
+                right,
+                args.scale,
+                args.softcap or None,
+                _signed(philox.threshold(args.dropout_p)),
+                1.0 / (1.0 - args.dropout_p),
+            ),
+        )
 
     def tiles(self, seqlen: int, rows: int) -> tuple[int, int]:
         """Tiles of `rows` that cover seqlen, and how many batches have each of them.
 
         Packed tokens take a few slots more, one batch of them: see `find_tile` in device.py.
         """
-        if self.args.cu_seqlens_q is not None:
+        if self.packed:
             return seqlen // rows + self.batches + 1, 1
         return -(-seqlen // rows), self.batches
 
-    def sequences(self) -> dict[str, Tensor | None]:
-        """Pointers to the lengths of packed sequences."""
-        args = self.args
-        return {"cu_q_ptr": args.cu_seqlens_q, "cu_k_ptr": args.cu_seqlens_k, "used_ptr": args.seqused_k}
 
-    def bounds(self) -> dict[str, Any]:
-        """The prepared bounds, (batch|1, heads|1, blocks, 8), and their strides."""
-        bounds = self.args.bounds
-        if bounds is None:
-            return {"bounds_ptr": None, "stride_bb": 0, "stride_bh": 0}
-        batch, head = (bounds.stride(d) if bounds.shape[d] > 1 else 0 for d in (0, 1))
-        return {"bounds_ptr": bounds, "stride_bb": batch, "stride_bh": head}
+def dims(variant: Variant) -> dict[str, int]:
+    """Head dims as the kernels' constants."""
+    d, dv = variant.head_dim, variant.head_dim_v
+    return {"DIM": d, "DIM_V": dv, "D": padded(d), "DV": padded(dv), "UNIT": variant.unit}
 
 
-def strides(unit: int, **tensors: Tensor) -> dict[str, int]:
-    """stride_{name}{b,s,h} of (batch, seqlen, heads, dim) or packed (tokens, heads, dim) tensors, in `unit` elements."""
-    result = {}
-    for name, t in tensors.items():
-        b, s, h = (0, *t.stride()[:2]) if t.ndim == 3 else t.stride()[:3]
-        result.update({f"stride_{name}b": b // unit, f"stride_{name}s": s // unit, f"stride_{name}h": h // unit})
-    return result
+def out_strides(t: Tensor) -> tuple[int, ...]:
+    """Strides of a tensor that we allocated, in device.py's OUT_UNIT elements."""
+    return tuple([s // UNIT for s in _strides(t)])
 
 
-def unit_of(*tensors: Tensor) -> int:
-    """8 where all strides are multiples of 8 elements, which lets the compiler use 16-byte accesses, else 1."""
-    merged = 0
-    for t in tensors:
-        for stride in t.stride()[:-1]:
-            merged |= stride
-    return 1 if merged % _UNIT else _UNIT
-
-
-def is_wide(rows: int, *tensors: Tensor) -> bool:
-    """Whether offsets within a tile of `rows` rows pass 31 bits."""
-    return any(t.stride(-3) * rows >= 2**31 for t in tensors)
+def lse_strides(lse: Tensor) -> tuple[int, int]:
+    """Batch and head strides of a contiguous (batch, heads, seqlen) or (heads, tokens) tensor."""
+    return (lse.stride(0), lse.stride(1)) if lse.ndim == 3 else (0, lse.stride(0))
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
     """Launches go to the current device: make that the tensor's."""
-    if t.is_cuda and t.device.index != torch.cuda.current_device():
+    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(t.device)
     return nullcontext()
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """(batch, seqlen, heads) strides of a dense tensor, (0, tokens, heads) of a packed one."""
+    return t.stride()[:3] if t.ndim == 4 else (0, *t.stride()[:2])
 
 
 def _limit(value: int | None) -> int | None:
@@ -131,7 +176,7 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-@cache
+@lru_cache
 def _capability(device: torch.device) -> int:
     if device.type != "cuda":
         return 90

@@ -16,6 +16,7 @@ class Tiling:
     n: int  # keys of a tile
     warps: int
     stages: int
+    registers: int | None = None  # a cap a thread, so that two programs share a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Config:
     forward: Tiling
     dkdv: Tiling
     dq: Tiling
+    # Which of dK and dV a launch computes: both where the accumulators fit in registers, else one after the other.
+    dkdv_parts: tuple[str, ...] = ("kv",)
 
 
 # Measured on an H100, bf16, 8k causal (forward, or one backward kernel, ms of all 16 heads); the runner-up follows each.
@@ -34,7 +37,7 @@ _HOPPER = {
     # forward 493 TFLOP/s against 433 for 4 warps; dK/dV 1.84 ms against 2.04 at 64×64; dQ 1.33 against 1.48 at 64×64
     128: Config(Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)),
     # forward 501 TFLOP/s against 429 at 128×32; dK/dV 3.85 ms against 4.79 at 32×64; dQ 1.80 against 1.93 at 128×32
-    256: Config(Tiling(128, 64, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 4, 2)),
+    256: Config(Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 3), Tiling(64, 64, 4, 2), ("v", "k")),
 }
 # 160 KiB of shared memory a block (A100) and less: the same shapes with fewer stages, or halved. Compiled, not timed.
 _AMPERE = {

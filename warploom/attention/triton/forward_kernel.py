@@ -62,7 +62,9 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     return acc, total, new_top
 
 
-_SCALARS = [
+_PLAIN = [
+    "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "bounds_ptr", "sink_ptr", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr",
+    "table_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_bb", "stride_bh",
     "stride_table", "batches", "tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group", "pages", "page_size",
@@ -70,9 +72,9 @@ _SCALARS = [
 ]  # fmt: skip
 
 
-# Scalars are not specialised: one binary serves every size. Strides come in units of UNIT elements, which tells the
-# compiler how far they align.
-@triton.jit(do_not_specialize=_SCALARS)
+# Only the large tensors' pointers are specialised, on their alignment: one binary serves every size. Strides come in
+# units of UNIT elements, which tells the compiler how far they align.
+@triton.jit(do_not_specialize=_PLAIN)
 def forward_kernel(
     q_ptr,
     k_ptr,

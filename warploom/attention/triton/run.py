@@ -1,14 +1,19 @@
-"""Running a call: the forward kernel, or the three of the backward pass."""
+"""Running a call: the forward kernel, or the three or four of the backward pass."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.call import Call, is_wide, on_device, strides, unit_of
+from warploom.attention.triton.call import Call, Variant, dims, lse_strides, on_device, out_strides
+from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
+from warploom.runtime.triton_launch import Launch
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -17,38 +22,15 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     q, k, v, table = args.q, args.k, args.v, args.block_table
     tiling = call.config.forward
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    heads = q.shape[-2]
-    lse = q.new_empty((heads, call.seqlen_q) if q.ndim == 3 else (q.shape[0], heads, call.seqlen_q), dtype=torch.float32)
+    lse = q.new_empty((call.heads, q.shape[0]) if call.packed else (q.shape[0], call.heads, q.shape[1]), dtype=torch.float32)
     tiles, batches = call.tiles(call.seqlen_q, tiling.m)
-    unit = unit_of(q, k, v)
     with on_device(q):
-        forward_kernel[(tiles * batches * heads,)](
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            out_ptr=out,
-            lse_ptr=lse,
-            sink_ptr=args.sink,
-            table_ptr=table,
-            **strides(unit, q=q, k=k, v=v),
-            **strides(8, o=out),
-            stride_lb=lse.stride(0) if lse.ndim == 3 else 0,
-            stride_lh=lse.stride(-2),
-            stride_table=0 if table is None else table.stride(0),
-            tiles=tiles,
-            pages=k.shape[0],
-            page_size=k.shape[1],
-            **call.sequences(),
-            **call.bounds(),
-            **call.mask,
-            **call.scalars,
-            M=tiling.m,
-            N=tiling.n,
-            UNIT=unit,
-            WIDE=is_wide(tiling.n, k, v),
-            SCATTERED=table is not None and k.shape[1] % tiling.n != 0,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
+        _forward_launch(call.variant, tiling)(
+            (tiles * batches * call.heads, 1),
+            *(q, k, v, out, lse, *call.vectors, args.bounds, args.sink, _seed(args), *call.sequences, table),
+            *(*call.strides, *out_strides(out), *lse_strides(lse), *call.mask_strides, *call.bounds_strides),
+            *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, k.shape[0], k.shape[1]),
+            *call.mask,
         )
     return out, lse
 
@@ -57,79 +39,84 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    call = Call.of(args)
-    q, k, v = args.q, args.k, args.v
-    heads, heads_kv = q.shape[-2], k.shape[-2]
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
+    call = Call.of(args, dout, out, dlse is not None)
+    q, k, v, variant = args.q, args.k, args.v, call.variant
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     row_tile = call.config.dkdv.m
     row_tiles, batches = call.tiles(call.seqlen_q, row_tile)
-    rows = q.new_empty((batches * heads * row_tiles, 2, row_tile), dtype=torch.float32)
-    edges = q.new_empty((batches * heads * row_tiles,), dtype=torch.int32)
-    unit = unit_of(q, k, v, dout)
-    inputs = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "rows_ptr": rows}
-    shared = {**inputs, **strides(unit, q=q, k=k, v=v, g=dout), **call.sequences(), **call.mask, **call.scalars}
+    grid = (row_tiles * batches * call.heads, 1)
+    rows = q.new_empty((grid[0], 2, row_tile), dtype=torch.float32)
+    edges = q.new_empty((grid[0],), dtype=torch.int32)
+    inputs = (q, k, v, dout, rows)
     with on_device(q):
-        rows_kernel[(row_tiles * batches * heads,)](
-            out_ptr=out,
-            dout_ptr=dout,
-            lse_ptr=lse,
-            dlse_ptr=dlse,
-            rows_ptr=rows,
-            edges_ptr=edges,
-            cu_q_ptr=args.cu_seqlens_q,
-            **strides(8, o=out),
-            **strides(unit, g=dout),
-            stride_lb=lse.stride(0) if lse.ndim == 3 else 0,
-            stride_lh=lse.stride(-2),
-            batches=call.batches,
-            tiles=row_tiles,
-            seqlen_q=call.seqlen_q,
-            seqlen_k=call.seqlen_k,
-            heads=heads,
-            DIM_V=call.scalars["DIM_V"],
-            DV=call.scalars["DV"],
-            M=row_tile,
-            UNIT=unit,
-            num_warps=4,
+        _rows_launch(variant, row_tile)(
+            grid,
+            *(out, dout, lse, dlse, rows, edges, args.cu_seqlens_q),
+            *(*out_strides(out), *call.strides[9:], *lse_strides(lse)),
+            *(call.batches, row_tiles, call.seqlen_q, call.seqlen_k, call.heads),
         )
         tiling = call.config.dkdv
         tiles, batches = call.tiles(call.seqlen_k, tiling.n)
-        dkdv_kernel[(tiles * batches * heads_kv,)](
-            edges_ptr=edges,
-            dk_ptr=dk,
-            dv_ptr=dv,
-            **strides(8, dk=dk, dv=dv),
-            tiles=tiles,
-            row_tiles=row_tiles,
-            **shared,
-            M=tiling.m,
-            N=tiling.n,
-            UNIT=unit,
-            WIDE=is_wide(tiling.m, q, dout),
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )
+        for part in call.config.dkdv_parts:
+            _dkdv_launch(variant, tiling, part)(
+                (tiles * batches * call.heads_kv, 1),
+                *(*inputs, edges, dk, dv, *call.vectors, _seed(args), *call.sequences),
+                *(*call.strides, *out_strides(dk), *out_strides(dv), *call.mask_strides),
+                *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
+            )
         tiling = call.config.dq
         tiles, batches = call.tiles(call.seqlen_q, tiling.m)
-        dq_kernel[(tiles * batches * heads,)](
-            dq_ptr=dq,
-            **strides(8, dq=dq),
-            tiles=tiles,
-            row_tiles=row_tiles,
-            **shared,
-            **call.bounds(),
-            M=tiling.m,
-            N=tiling.n,
-            UNIT=unit,
-            WIDE=is_wide(tiling.n, k, v),
-            ROW_TILE=row_tile,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
+        _dq_launch(variant, tiling, row_tile)(
+            (tiles * batches * call.heads, 1),
+            *(*inputs, dq, *call.vectors, args.bounds, _seed(args), *call.sequences),
+            *(*call.strides, *out_strides(dq), *call.mask_strides, *call.bounds_strides),
+            *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
         )
     return dq, dk, dv, _dsink(args, dout, dlse, out, lse)
+
+
+def _seed(args: AttentionArgs) -> Tensor | None:
+    return args.dropout_seed if args.dropout_p else None
+
+
+def _options(variant: Variant, tiling: Tiling) -> dict[str, Any]:
+    return {
+        **dims(variant),
+        "M": tiling.m,
+        "N": tiling.n,
+        "WIDE": variant.wide,
+        "DESCENDING": variant.descending,
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+        **({} if tiling.registers is None else {"maxnreg": tiling.registers}),
+    }
+
+
+@cache
+def _forward_launch(variant: Variant, tiling: Tiling) -> Launch:
+    options = {**_options(variant, tiling), "SCATTERED": variant.scattered}
+    return Launch(forward_kernel, options, direct=variant.direct)
+
+
+@cache
+def _rows_launch(variant: Variant, row_tile: int) -> Launch:
+    shapes = dims(variant)
+    options = {"M": row_tile, "num_warps": 4, **{name: shapes[name] for name in ("DIM_V", "DV", "UNIT")}}
+    return Launch(rows_kernel, options, direct=variant.direct)
+
+
+@cache
+def _dkdv_launch(variant: Variant, tiling: Tiling, part: str) -> Launch:
+    options = {**_options(variant, tiling), "WITH_DK": "k" in part, "WITH_DV": "v" in part}
+    return Launch(dkdv_kernel, options, direct=variant.direct)
+
+
+@cache
+def _dq_launch(variant: Variant, tiling: Tiling, row_tile: int) -> Launch:
+    return Launch(dq_kernel, {**_options(variant, tiling), "ROW_TILE": row_tile}, direct=variant.direct)
 
 
 def _dsink(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:

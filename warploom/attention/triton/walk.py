@@ -30,8 +30,8 @@ from warploom.attention.triton.device import (
 
 MIXED = tl.constexpr(4)
 
-# Blocks of columns classified at once: 8k keys in one go, a vector of one element a thread or less.
-CHUNK = tl.constexpr(128)
+# Blocks of columns classified at once, and row tiles looked over: 32k keys in one go, one or two a thread.
+CHUNK = tl.constexpr(512)
 
 
 @triton.jit
