@@ -240,6 +240,7 @@ def dkdv_kernel(
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
+    EDGES: tl.constexpr,
     WITH_DK: tl.constexpr,
     WITH_DV: tl.constexpr,
 ):
@@ -340,28 +341,34 @@ def dkdv_kernel(
         q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
         g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
         tile_at = (((batch if cu_q_ptr is None else 0) * heads + head) * row_tiles + first_tile).to(tl.int64)
-        first_edge, last_edge = _edge_tiles(edges_ptr + tile_at, begin, end)
+        if EDGES:
+            first_edge, last_edge = _edge_tiles(edges_ptr + tile_at, begin, end)
+        else:
+            first_edge, last_edge = end, begin
         rows_base = rows_ptr + tile_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale)
         # Runs of visible tiles, each cut in two where edge tiles lie between.
-        for part in range(2 * runs):
+        PARTS: tl.constexpr = 2 if EDGES else 1
+        for part in range(PARTS * runs):
+            run = part // PARTS
             a, b = begin, end
             if lts_ptr is not None or ute_ptr is not None:
-                a = tl.where(part < 2, begin, tl.where(part < 4, b0, b1))
-                b = tl.where(part < 2, a0, tl.where(part < 4, a1, end))
-            edge_a = clamp(first_edge, a, tl.maximum(a, b))
-            edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
-            if part % 2 == 0:
-                b = edge_a
-            else:
-                a = edge_b
-                edge_a = edge_b
-            for m0 in tl.range(edge_a * M, edge_b * M, M):
-                dk, dv = _dkdv_step(
-                    dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                    live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
-                    WITH_DK, WITH_DV,
-                )  # fmt: skip
+                a = tl.where(run == 0, begin, tl.where(run == 1, b0, b1))
+                b = tl.where(run == 0, a0, tl.where(run == 1, a1, end))
+            if EDGES:
+                edge_a = clamp(first_edge, a, tl.maximum(a, b))
+                edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
+                if part % 2 == 0:
+                    b = edge_a
+                else:
+                    a = edge_b
+                    edge_a = edge_b
+                for m0 in tl.range(edge_a * M, edge_b * M, M):
+                    dk, dv = _dkdv_step(
+                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
+                        live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
+                        WITH_DK, WITH_DV,
+                    )  # fmt: skip
             for m0 in tl.range(a * M, b * M, M):
                 # Scalars decide whether any of the tile's elements may be hidden.
                 test = False

@@ -110,7 +110,7 @@ def _rows_launch(variant: Variant, row_tile: int) -> Launch:
 
 @cache
 def _dkdv_launch(variant: Variant, tiling: Tiling, part: str) -> Launch:
-    options = {**_options(variant, tiling), "WITH_DK": "k" in part, "WITH_DV": "v" in part}
+    options = {**_options(variant, tiling), "EDGES": variant.edges, "WITH_DK": "k" in part, "WITH_DV": "v" in part}
     return Launch(dkdv_kernel, options, direct=variant.direct)
 
 
