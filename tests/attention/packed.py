@@ -137,13 +137,13 @@ class Packed:
         length, used = q.shape[1], k.shape[1]
         keywords = {name: x for name, x in self.keywords.items() if name in ("causal", "window")}
         whole = ColumnMask(*[t[..., cols].contiguous() for t in self.columns]) if self.columns else warploom.masks.Full()
-        seen = whole.dense(length, used)
+        seen = whole.dense(length, used).to(self.device)
         if seen.shape[1] != 1:
             seen = seen.repeat_interleave(self.heads_q // seen.shape[1], dim=1)
         left, right = keywords.get("window", (None, None))
         right = 0 if keywords.get("causal") else right
         band = warploom.masks.SlidingWindow(left, right)
-        seen = seen & band.dense(length, used).to(seen.device)
+        seen = seen & band.dense(length, used).to(self.device)
         keep = None
         p = self.keywords.get("dropout_p", 0.0)
         device = self.device

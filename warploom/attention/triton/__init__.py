@@ -7,7 +7,6 @@ scores twice, once by key columns for dK and dV and once by query rows for dQ: n
 from __future__ import annotations
 
 import os
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -23,9 +22,12 @@ if TYPE_CHECKING:
 # Queries × keys of a forward tile of 16-bit head_dim 64 and 128, and the unit of skipping.
 TILES = (128, 64)
 
+# Read here once: torch.compile does not trace the lookup.
+_HAS_TRITON = find_spec("triton") is not None
+
 
 def available() -> str | None:
-    if not _has_triton():
+    if not _HAS_TRITON:
         return "the triton package is not installed (pip install 'warploom[triton]')"
     if not _interpreting() and not torch.cuda.is_available():
         return "no CUDA device is visible"
@@ -37,6 +39,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"runs on CUDA tensors, not on {problem.device}"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 or float32, not {problem.dtype}"
+    if problem.dtype == torch.bfloat16 and problem.device == "cpu":
+        return "Triton's interpreter multiplies bfloat16 as integers"
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not 16 <= dim <= 256 or dim % 8:
             return f"takes {name} from 16 to 256 in steps of 8, not {dim}"
@@ -66,11 +70,6 @@ def backward(
     from warploom.attention.triton.run import backward as run
 
     return run(args, dout, dlse, out, lse)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _interpreting() -> bool:

@@ -7,6 +7,8 @@ of a fixed order.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,7 @@ from warploom.attention.triton.device import (
     Columns,
     Dropout,
     Softmax,
+    block_extrema,
     clamp,
     dot,
     find_tile,
@@ -129,6 +132,34 @@ def _hidden_run(start, stop, begin, end, count, len_q, M: tl.constexpr):
     return tl.where(a < b, a, begin), tl.where(a < b, b, begin)
 
 
+class Hidden(NamedTuple):
+    """Row tiles [a0, b0) and [a1, b1) that a block of keys hides, in order and disjoint; None without a column mask."""
+
+    a0: Any
+    b0: Any
+    a1: Any
+    b1: Any
+
+
+@triton.jit
+def _visible_before(tile, begin, hidden):
+    """How many of the row tiles [begin, tile) are not hidden."""
+    count = tile - begin
+    if hidden.a0 is not None:
+        count -= clamp(tile, hidden.a0, hidden.b0) - hidden.a0 + clamp(tile, hidden.a1, hidden.b1) - hidden.a1
+    return count
+
+
+@triton.jit
+def _visible_tile(i, begin, hidden):
+    """The i-th row tile from `begin` on that is not hidden."""
+    tile = begin + i
+    if hidden.a0 is not None:
+        tile += tl.where(tile >= hidden.a0, hidden.b0 - hidden.a0, 0)
+        tile += tl.where(tile >= hidden.a1, hidden.b1 - hidden.a1, 0)
+    return tile
+
+
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, m, m0, dims, dims_v, live, live_v, n0, cols,
@@ -171,11 +202,11 @@ def _dkdv_step(
 
 
 _DKDV_PLAIN = [
-    "edges_ptr", "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr",
+    "edges_ptr", "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "bounds_ptr", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dkb", "stride_dks", "stride_dkh", "stride_dvb", "stride_dvs",
-    "stride_dvh", "stride_mb", "stride_mh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group",
-    "mask_group", "left", "right", "threshold",
+    "stride_dvh", "stride_mb", "stride_mh", "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q",
+    "seqlen_k", "heads", "group", "mask_group", "left", "right", "threshold",
 ]  # fmt: skip
 
 
@@ -193,6 +224,7 @@ def dkdv_kernel(
     lte_ptr,
     uts_ptr,
     ute_ptr,
+    bounds_ptr,
     seed_ptr,
     cu_q_ptr,
     cu_k_ptr,
@@ -217,6 +249,8 @@ def dkdv_kernel(
     stride_dvh,
     stride_mb,
     stride_mh,
+    stride_bb,
+    stride_bh,
     batches,
     tiles,
     row_tiles,
@@ -315,11 +349,13 @@ def dkdv_kernel(
         if lts_ptr is not None or ute_ptr is not None:
             lts, lte, uts, ute, dead = normalised((lts, lte, uts, ute), columns, cols, band, len_q, len_k)
             readable = readable & (dead == 0)
-            # Columns past the end repeat the last one, which changes no extremum.
-            lts_min, lts_max = tl.min(lts, 0), tl.max(lts, 0)
-            lte_min, lte_max = tl.min(lte, 0), tl.max(lte, 0)
-            uts_min, uts_max = tl.min(uts, 0), tl.max(uts, 0)
-            ute_min, ute_max = tl.min(ute, 0), tl.max(ute, 0)
+            if bounds_ptr is None:
+                # Columns past the end repeat the last one, which changes no extremum.
+                lts_min, lts_max, lte_min, lte_max = tl.min(lts, 0), tl.max(lts, 0), tl.min(lte, 0), tl.max(lte, 0)
+                uts_min, uts_max, ute_min, ute_max = tl.min(uts, 0), tl.max(uts, 0), tl.min(ute, 0), tl.max(ute, 0)
+            else:
+                at = bounds_ptr + batch * stride_bb + tl.cast(head // mask_group, tl.int64) * stride_bh
+                lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max = block_extrema(at, n0, len_k, N)
             # The rows hidden in every column: two runs, or one where the intervals meet from both sides.
             meet = (ute_min >= lts_max) & (lte_min >= uts_max)
             start0 = tl.where(meet, tl.minimum(lts_max, uts_max), uts_max)
@@ -329,9 +365,9 @@ def dkdv_kernel(
             swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
             a0, a1 = tl.where(swap, a1, a0), tl.where(swap, a0, a1)
             b0, b1 = tl.where(swap, b1, b0), tl.where(swap, b0, b1)
-            runs = 3
+            hidden = Hidden(a0, b0, a1, b1)
         else:
-            runs = 1
+            hidden = Hidden(None, None, None, None)
         k = load_rows(k_ptrs, readable, live, True)
         if WITH_DK:
             v = load_rows(v_ptrs, readable, live_v, True)
@@ -341,50 +377,40 @@ def dkdv_kernel(
         q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
         g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
         tile_at = (((batch if cu_q_ptr is None else 0) * heads + head) * row_tiles + first_tile).to(tl.int64)
-        if EDGES:
-            first_edge, last_edge = _edge_tiles(edges_ptr + tile_at, begin, end)
-        else:
-            first_edge, last_edge = end, begin
         rows_base = rows_ptr + tile_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale)
-        # Runs of visible tiles, each cut in two where edge tiles lie between.
-        PARTS: tl.constexpr = 2 if EDGES else 1
-        for part in range(PARTS * runs):
-            run = part // PARTS
-            a, b = begin, end
-            if lts_ptr is not None or ute_ptr is not None:
-                a = tl.where(run == 0, begin, tl.where(run == 1, b0, b1))
-                b = tl.where(run == 0, a0, tl.where(run == 1, a1, end))
-            if EDGES:
-                edge_a = clamp(first_edge, a, tl.maximum(a, b))
-                edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
-                if part % 2 == 0:
-                    b = edge_a
-                else:
-                    a = edge_b
-                    edge_a = edge_b
-                for m0 in tl.range(edge_a * M, edge_b * M, M):
-                    dk, dv = _dkdv_step(
-                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                        live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
-                        WITH_DK, WITH_DV,
-                    )  # fmt: skip
-            for m0 in tl.range(a * M, b * M, M):
-                # Scalars decide whether any of the tile's elements may be hidden.
-                test = False
-                if right is not None:
-                    test = m0 < all_from
-                if left is not None:
-                    test = test | (m0 > all_until)
-                if lts_ptr is not None:
-                    test = test | ((m0 < lte_max) & (m0 + M > lts_min))
-                if ute_ptr is not None or lts_ptr is not None:
-                    test = test | ((m0 < ute_max) & (m0 + M > uts_min))
+        # Visible tiles are counted, not walked run by run: one loop, whose pipeline fills once.
+        total = _visible_before(end, begin, hidden)
+        edge_from, edge_until = total, total
+        if EDGES:
+            first_edge, last_edge = _edge_tiles(edges_ptr + tile_at, begin, end)
+            edge_from = _visible_before(first_edge, begin, hidden)
+            edge_until = tl.maximum(_visible_before(last_edge, begin, hidden), edge_from)
+            for i in tl.range(edge_from, edge_until):
+                m0 = _visible_tile(i, begin, hidden) * M
                 dk, dv = _dkdv_step(
                     dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                    live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, test, MIXED,
+                    live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
                     WITH_DK, WITH_DV,
                 )  # fmt: skip
+        edge_tiles = edge_until - edge_from
+        for i in tl.range(0, total - edge_tiles):
+            m0 = _visible_tile(i + tl.where(i >= edge_from, edge_tiles, 0), begin, hidden) * M
+            # Scalars decide whether any of the tile's elements may be hidden.
+            test = False
+            if right is not None:
+                test = m0 < all_from
+            if left is not None:
+                test = test | (m0 > all_until)
+            if lts_ptr is not None:
+                test = test | ((m0 < lte_max) & (m0 + M > lts_min))
+            if ute_ptr is not None or lts_ptr is not None:
+                test = test | ((m0 < ute_max) & (m0 + M > uts_min))
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
+                live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, test, MIXED,
+                WITH_DK, WITH_DV,
+            )  # fmt: skip
 
     if seed_ptr is not None:
         dv *= keep_scale

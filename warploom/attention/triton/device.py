@@ -397,6 +397,25 @@ def live_columns(shift, band, len_k):
 
 
 @triton.jit
+def block_extrema(bounds_ptr, n0, len_k, N: tl.constexpr):
+    """Minimum and maximum of lts, lte, uts and ute over the blocks of bounds that columns n0 … n0 + N - 1 touch."""
+    at = bounds_ptr + n0 // BOUND_BLOCK * 8
+    found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+    more = (tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))
+    lts_min, lts_max, lte_min, lte_max = found
+    uts_min, uts_max, ute_min, ute_max = more
+    tl.static_assert(N <= 2 * BOUND_BLOCK)
+    if N > BOUND_BLOCK:
+        # Past the last block, the first one again.
+        at += tl.where(n0 + BOUND_BLOCK < len_k, 8, 0)
+        lts_min, lts_max = tl.minimum(lts_min, tl.load(at)), tl.maximum(lts_max, tl.load(at + 1))
+        lte_min, lte_max = tl.minimum(lte_min, tl.load(at + 2)), tl.maximum(lte_max, tl.load(at + 3))
+        uts_min, uts_max = tl.minimum(uts_min, tl.load(at + 4)), tl.maximum(uts_max, tl.load(at + 5))
+        ute_min, ute_max = tl.minimum(ute_min, tl.load(at + 6)), tl.maximum(ute_max, tl.load(at + 7))
+    return lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max
+
+
+@triton.jit
 def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k):
     """Classes of blocks of BOUND_BLOCK columns against rows [m0, m1); see warploom.masks.tiles.classify_row_block."""
     at = bounds_ptr + block * 8

@@ -63,8 +63,8 @@ def backward(
         for part in call.config.dkdv_parts:
             _dkdv_launch(variant, tiling, part)(
                 (tiles * batches * call.heads_kv, 1),
-                *(*inputs, edges, dk, dv, *call.vectors, _seed(args), *call.sequences),
-                *(*call.strides, *out_strides(dk), *out_strides(dv), *call.mask_strides),
+                *(*inputs, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
+                *(*call.strides, *out_strides(dk), *out_strides(dv), *call.mask_strides, *call.bounds_strides),
                 *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
             )
         tiling = call.config.dq

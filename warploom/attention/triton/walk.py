@@ -14,7 +14,6 @@ from warploom.attention.triton.device import (
     BOUND_BLOCK,
     EDGE,
     FULL,
-    HIDDEN,
     PARTIAL,
     Band,
     Columns,
@@ -32,6 +31,7 @@ MIXED = tl.constexpr(4)
 
 # Blocks of columns classified at once, and row tiles looked over: 32k keys in one go, one or two a thread.
 CHUNK = tl.constexpr(512)
+WORD = tl.constexpr(64)
 
 
 @triton.jit
@@ -154,7 +154,9 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
         first = low // BOUND_BLOCK
         last = tl.cdiv(high, BOUND_BLOCK)
         if bounds_ptr is None:
-            state = _tiles(step, state, tile, first, last, N, EDGE)
+            # Rare, and its loads depend on the vectors: not worth a pipeline's shared memory.
+            for n0 in tl.range(first * BOUND_BLOCK, last * BOUND_BLOCK, N, num_stages=1):
+                state = step(state, tile, n0, True, EDGE)
         else:
             for at in range(first // CHUNK * CHUNK, last, CHUNK):
                 state = _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N, SPLIT)
@@ -182,35 +184,71 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
 
 @triton.jit
 def _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr):
-    """The blocks of one chunk, in runs: edges, then tested, then full ones, as often as they alternate."""
+    """The visible blocks of one chunk, WORD at a time: a bit for each in a word of its class, then a loop over the bits.
+
+    Runs of a class would need a loop each, whose pipeline fills anew; words are as many loops however often the classes
+    alternate.
+    """
     block = at + tl.arange(0, CHUNK)
     inside = (block >= first) & (block < last)
     kind = classify(bounds_ptr, block, inside, m0, m1, tile.band, tile.lengths.q, tile.lengths.k)
-    end = at + CHUNK
-    begin = tl.min(tl.where(kind != HIDDEN, block, end), 0)
-    while begin < end:
-        tested = tl.min(tl.where((block >= begin) & (kind != EDGE), block, end), 0)
-        full = tl.min(tl.where((block >= tested) & (kind != PARTIAL), block, end), 0)
-        stop = tl.min(tl.where((block >= full) & (kind != FULL), block, end), 0)
-        state = _tiles(step, state, tile, begin, tested, N, EDGE)
+    kind = tl.reshape(kind, (CHUNK // WORD, WORD))
+    bit = (tl.full((WORD,), 1, tl.int64) << tl.arange(0, WORD).to(tl.int64))[None, :]
+    none = tl.zeros((1, 1), tl.int64)
+    edges = tl.sum(tl.where(kind == EDGE, bit, none), 1)
+    partial = tl.sum(tl.where(kind == PARTIAL, bit, none), 1)
+    full = tl.sum(tl.where(kind == FULL, bit, none), 1)
+    words = tl.arange(0, CHUNK // WORD)
+    for word in range(tl.maximum(first - at, 0) // WORD, tl.cdiv(tl.minimum(last - at, CHUNK), WORD)):
+        here = words == word
+        base = at + word * WORD
+        edge_bits = tl.sum(tl.where(here, edges, 0), 0)
+        partial_bits = tl.sum(tl.where(here, partial, 0), 0)
+        full_bits = tl.sum(tl.where(here, full, 0), 0)
+        state = _blocks(step, state, tile, base, edge_bits, edge_bits, N, EDGE)
+        # An empty pipeline is filled and drained all the same.
         if SPLIT:
-            state = _tiles(step, state, tile, tested, full, N, PARTIAL)
-            state = _tiles(step, state, tile, full, stop, N, FULL)
-        else:
-            for n0 in tl.range(tested * BOUND_BLOCK, stop * BOUND_BLOCK, N):
-                state = step(state, tile, n0, n0 < full * BOUND_BLOCK, MIXED)
-        begin = tl.min(tl.where((block >= stop) & (kind != HIDDEN), block, end), 0)
+            if partial_bits != 0:
+                state = _blocks(step, state, tile, base, partial_bits, partial_bits, N, PARTIAL)
+            if full_bits != 0:
+                state = _blocks(step, state, tile, base, full_bits, none, N, FULL)
+        elif (partial_bits | full_bits) != 0:
+            state = _blocks(step, state, tile, base, partial_bits | full_bits, partial_bits, N, MIXED)
     return state
 
 
 @triton.jit
-def _tiles(step, state, tile, first, last, N: tl.constexpr, KIND: tl.constexpr):
-    """Blocks [first, last) of columns, all of one kind."""
-    if KIND == EDGE:
-        # Rare, and its loads depend on the vectors: not worth a pipeline's shared memory.
-        for n0 in tl.range(first * BOUND_BLOCK, last * BOUND_BLOCK, N, num_stages=1):
-            state = step(state, tile, n0, True, KIND)
-    else:
-        for n0 in tl.range(first * BOUND_BLOCK, last * BOUND_BLOCK, N):
-            state = step(state, tile, n0, KIND == PARTIAL, KIND)
+def _blocks(step, state, tile, base, bits, tested, N: tl.constexpr, KIND: tl.constexpr):
+    """The blocks of columns that `bits` counts from `base`, lowest first; those of `tested` need an element test."""
+    TILES: tl.constexpr = BOUND_BLOCK // N
+    for i in tl.range(0, _count(bits) * TILES, num_stages=1 if KIND == EDGE else None):
+        low = bits & -bits
+        n0 = (base + _exponent(low)) * BOUND_BLOCK
+        if TILES == 1:
+            bits = bits ^ low
+        else:
+            n0 += i % TILES * N
+            bits = tl.where(i % TILES == TILES - 1, bits ^ low, bits)
+        if KIND == MIXED:
+            state = step(state, tile, n0, (tested & low) != 0, KIND)
+        else:
+            state = step(state, tile, n0, KIND != FULL, KIND)
     return state
+
+
+@triton.jit
+def _count(bits):
+    """How many bits of an int64 are set; shifts are arithmetic, and the masks drop what they draw in."""
+    pairs = bits - ((bits >> 1) & 0x5555555555555555)
+    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+    bytes = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    sums = bytes + (bytes >> 8)
+    sums = sums + (sums >> 16)
+    sums = sums + (sums >> 32)
+    return (sums & 0x7F).to(tl.int32)
+
+
+@triton.jit
+def _exponent(power):
+    """n of an int64 2^n, 63 for the negative one."""
+    return ((power.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
