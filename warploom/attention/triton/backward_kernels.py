@@ -78,8 +78,8 @@ def rows_kernel(
 ):
     """Per row delta = rowsum(dO * O) - dLSE and lse in log2 units; per tile whether it needs care.
 
-    lse2 is +inf for rows that see nothing and past the end, which makes their probabilities 0. A tile is an edge where it
-    has such rows, since those that see nothing may hold NaN. rows is (batch, heads, tiles, 2, M), lse2 before delta, M rows
+    lse2 is +inf for rows that see nothing and past the end, which makes their probabilities 0. A tile is an edge where some
+    of its rows see nothing: they may hold NaN. rows is (batch, heads, tiles, 2, M), lse2 before delta, M rows
     a tile in packed calls too: aligned, so that a kernel copies several at once. edges is (batch, heads, tiles).
     """
     pid = tl.program_id(0)
@@ -109,7 +109,7 @@ def rows_kernel(
     to = rows_ptr + pid.to(tl.int64) * (2 * M) + tl.arange(0, M)
     tl.store(to, tl.where(empty, float("inf"), lse * LOG2E))
     tl.store(to + M, tl.where(empty, 0.0, delta))
-    tl.store(edges_ptr + pid, tl.max(empty.to(tl.int32), 0))
+    tl.store(edges_ptr + pid, tl.max((empty & inside).to(tl.int32), 0))
 
 
 @triton.jit
@@ -132,49 +132,44 @@ def _hidden_run(start, stop, begin, end, count, len_q, M: tl.constexpr):
     return tl.where(a < b, a, begin), tl.where(a < b, b, begin)
 
 
-class Hidden(NamedTuple):
-    """Row tiles [a0, b0) and [a1, b1) that a block of keys hides, in order and disjoint; None without a column mask."""
+class Runs(NamedTuple):
+    """Row tiles [begin, a0), [b0, a1) and [b1, end): what is left between two hidden runs."""
 
+    begin: Any
     a0: Any
     b0: Any
     a1: Any
     b1: Any
+    end: Any
 
 
 @triton.jit
-def _visible_before(tile, begin, hidden):
-    """How many of the row tiles [begin, tile) are not hidden."""
-    count = tile - begin
-    if hidden.a0 is not None:
-        count -= clamp(tile, hidden.a0, hidden.b0) - hidden.a0 + clamp(tile, hidden.a1, hidden.b1) - hidden.a1
-    return count
-
-
-@triton.jit
-def _visible_tile(i, begin, hidden):
-    """The i-th row tile from `begin` on that is not hidden."""
-    tile = begin + i
-    if hidden.a0 is not None:
-        tile += tl.where(tile >= hidden.a0, hidden.b0 - hidden.a0, 0)
-        tile += tl.where(tile >= hidden.a1, hidden.b1 - hidden.a1, 0)
-    return tile
+def _run(runs, part):
+    """The first and past-the-last tile of a run."""
+    a = tl.where(part == 0, runs.begin, tl.where(part == 1, runs.b0, runs.b1))
+    b = tl.where(part == 0, runs.a0, tl.where(part == 1, runs.a1, runs.end))
+    return a, b
 
 
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, m, m0, dims, dims_v, live, live_v, n0, cols,
-    vectors, columns, band, softmax, dropout, batch, len_k, shift, test,
-    KIND: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    vectors, columns, band, softmax, dropout, batch, len_q, len_k, shift, test,
+    KIND: tl.constexpr, TAIL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows for a block of keys; everything transposed, (N, M), so that P and dS stay in registers."""
+    MASKED: tl.constexpr = KIND == EDGE or TAIL
     # Tile m0 / M of (tiles, 2, M).
     lse2 = tl.load(rows_base + 2 * m0 + tl.arange(0, m.shape[0]))
-    inside = lse2 < float("inf")
+    if KIND == EDGE:
+        inside = lse2 < float("inf")
+    else:
+        inside = m < len_q - m0
     q_ptrs = q_base + tl.cast(m0, tl.int64) * stride_q + (m[:, None] * stride_q + dims[None, :])
-    q = load_rows(q_ptrs, inside, live, KIND == EDGE)
+    q = load_rows(q_ptrs, inside, live, MASKED)
     s, bent = scores(dot(k, tl.trans(q), None), softmax)
     g_ptrs = g_base + tl.cast(m0, tl.int64) * stride_g + (m[:, None] * stride_g + dims_v[None, :])
-    dout = load_rows(g_ptrs, inside, live_v, KIND == EDGE)
+    dout = load_rows(g_ptrs, inside, live_v, MASKED)
     if WITH_DK:
         dp = dot(v, tl.trans(dout), None)
     p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
@@ -274,11 +269,17 @@ def dkdv_kernel(
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
+    TAIL: tl.constexpr,
     EDGES: tl.constexpr,
+    SCAN: tl.constexpr,
     WITH_DK: tl.constexpr,
     WITH_DV: tl.constexpr,
 ):
-    """dK, dV or both of one block of N keys of one kv head, over all query heads of its group in order."""
+    """dK, dV or both of one block of N keys of one kv head, over all query heads of its group in order.
+
+    EDGES: some tile of rows may be an edge, and has a loop of its own, which costs the other one registers. With SCAN a
+    launch leaves to another, of the other EDGES, the heads that are not of its kind. TAIL: the last tile may be short.
+    """
     pid = tl.program_id(0)
     tile = pid % tiles
     heads_kv = heads // group
@@ -294,7 +295,20 @@ def dkdv_kernel(
         first_tile = first_q // M + sequence
     if (n0 < 0) | (n0 >= stored):
         return
+    count = tl.cdiv(len_q, M)
     batch = tl.cast(sequence, tl.int64)
+    tile_at = ((batch if cu_q_ptr is None else 0) * heads + head_kv * group) * row_tiles + first_tile
+    if SCAN:
+        found = 0
+        for g in range(group):
+            first_edge, last_edge = _edge_tiles(edges_ptr + tile_at + g * row_tiles, 0, count)
+            found |= (first_edge < last_edge).to(tl.int32)
+        if EDGES:
+            if found == 0:
+                return
+        else:
+            if found != 0:
+                return
     shift = len_k - len_q
     band = Band(left, right)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
@@ -309,7 +323,6 @@ def dkdv_kernel(
     first, last = live_columns(shift, band, len_k)
     # Rows that the band shows to some column, in tiles.
     n1 = tl.minimum(n0 + N, len_k)
-    count = tl.cdiv(len_q, M)
     begin, end = 0, count
     if right is not None:
         begin = _row_blocks_before(n0 - right - shift, count, len_q, M)
@@ -333,6 +346,9 @@ def dkdv_kernel(
     v_ptrs = v_ptr + v_at + (row * (stride_vs * UNIT))[:, None] + dims_v[None, :]
     dk = tl.zeros([N, D], tl.float32)
     dv = tl.zeros([N, DV], tl.float32)
+    HAS_COLUMNS: tl.constexpr = lts_ptr is not None or ute_ptr is not None
+    RUNS: tl.constexpr = 3 if HAS_COLUMNS else 1
+    PARTS: tl.constexpr = 2 * RUNS if EDGES else RUNS
     for g in range(group):
         head = head_kv * group + g
         head64 = tl.cast(head, tl.int64)
@@ -365,9 +381,6 @@ def dkdv_kernel(
             swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
             a0, a1 = tl.where(swap, a1, a0), tl.where(swap, a0, a1)
             b0, b1 = tl.where(swap, b1, b0), tl.where(swap, b0, b1)
-            hidden = Hidden(a0, b0, a1, b1)
-        else:
-            hidden = Hidden(None, None, None, None)
         k = load_rows(k_ptrs, readable, live, True)
         if WITH_DK:
             v = load_rows(v_ptrs, readable, live_v, True)
@@ -376,41 +389,50 @@ def dkdv_kernel(
 
         q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
         g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
-        tile_at = (((batch if cu_q_ptr is None else 0) * heads + head) * row_tiles + first_tile).to(tl.int64)
-        rows_base = rows_ptr + tile_at * (2 * M)
+        edges_at = tile_at + g * row_tiles
+        rows_base = rows_ptr + edges_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale)
-        # Visible tiles are counted, not walked run by run: one loop, whose pipeline fills once.
-        total = _visible_before(end, begin, hidden)
-        edge_from, edge_until = total, total
+        runs = Runs(begin, a0, b0, a1, b1, end) if HAS_COLUMNS else Runs(begin, end, end, end, end, end)
         if EDGES:
-            first_edge, last_edge = _edge_tiles(edges_ptr + tile_at, begin, end)
-            edge_from = _visible_before(first_edge, begin, hidden)
-            edge_until = tl.maximum(_visible_before(last_edge, begin, hidden), edge_from)
-            for i in tl.range(edge_from, edge_until):
-                m0 = _visible_tile(i, begin, hidden) * M
-                dk, dv = _dkdv_step(
-                    dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                    live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, True, EDGE,
-                    WITH_DK, WITH_DV,
-                )  # fmt: skip
-        edge_tiles = edge_until - edge_from
-        for i in tl.range(0, total - edge_tiles):
-            m0 = _visible_tile(i + tl.where(i >= edge_from, edge_tiles, 0), begin, hidden) * M
-            # Scalars decide whether any of the tile's elements may be hidden.
-            test = False
-            if right is not None:
-                test = m0 < all_from
-            if left is not None:
-                test = test | (m0 > all_until)
-            if lts_ptr is not None:
-                test = test | ((m0 < lte_max) & (m0 + M > lts_min))
-            if ute_ptr is not None or lts_ptr is not None:
-                test = test | ((m0 < ute_max) & (m0 + M > uts_min))
-            dk, dv = _dkdv_step(
-                dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_k, shift, test, MIXED,
-                WITH_DK, WITH_DV,
-            )  # fmt: skip
+            first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
+        for part in range(PARTS):
+            if EDGES:
+                # Each run is cut in two where edge tiles lie between.
+                a, b = _run(runs, part // 2)
+                edge_a = clamp(first_edge, a, tl.maximum(a, b))
+                edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
+                if part % 2 == 0:
+                    b = edge_a
+                else:
+                    a = edge_b
+                    edge_a = edge_b
+                for m0 in tl.range(edge_a * M, edge_b * M, M):
+                    dk, dv = _dkdv_step(
+                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
+                        live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, True,
+                        EDGE, TAIL, WITH_DK, WITH_DV,
+                    )  # fmt: skip
+            else:
+                a, b = _run(runs, part)
+            # An empty pipeline would fill and drain all the same. (Beside an edge loop a guard would make ptxas serialise
+            # the products.)
+            for _ in range(1 if EDGES else (a < b).to(tl.int32)):
+                for m0 in tl.range(a * M, b * M, M):
+                    # Scalars decide whether any of the tile's elements may be hidden.
+                    test = False
+                    if right is not None:
+                        test = m0 < all_from
+                    if left is not None:
+                        test = test | (m0 > all_until)
+                    if lts_ptr is not None:
+                        test = test | ((m0 < lte_max) & (m0 + M > lts_min))
+                    if ute_ptr is not None or lts_ptr is not None:
+                        test = test | ((m0 < ute_max) & (m0 + M > uts_min))
+                    dk, dv = _dkdv_step(
+                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
+                        live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, test,
+                        MIXED, TAIL, WITH_DK, WITH_DV,
+                    )  # fmt: skip
 
     if seed_ptr is not None:
         dv *= keep_scale

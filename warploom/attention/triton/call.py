@@ -31,7 +31,8 @@ class Variant(NamedTuple):
     direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
     descending: bool
     scattered: bool
-    edges: bool  # some tile of queries may hold rows that see nothing, or none
+    tail: bool  # some tile of queries may be short
+    edges: bool  # some query may see nothing
     present: tuple[Any, ...]  # which optional arguments there are, and the dtype of the sink
     device: int | None  # None: the interpreter
 
@@ -79,7 +80,8 @@ class Call:
                 unit = 1
         for t in (*inputs, *(() if out is None else (out,))):
             aligned = aligned and t.data_ptr() % 16 == 0
-        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device))
+        columns = any([t is not None for t in vectors])
+        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = any(t.stride(-3) * longest >= limit for t in inputs)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
@@ -87,7 +89,6 @@ class Call:
         all_see = left is None or left >= 0
         if right is not None:
             all_see = all_see and seqlen_k - seqlen_q + right >= 0 and (left is None or left >= -right)
-        whole = cu_q is None and seqlen_q % tiling.dkdv.m == 0 and seqlen_k > 0
         present = (
             *[t is not None for t in (*vectors, args.bounds, table, cu_q, args.cu_seqlens_k, args.seqused_k, left, right)],
             None if args.sink is None else args.sink.dtype,
@@ -105,7 +106,8 @@ class Call:
                 direct=aligned and small,
                 descending=args.scale <= 0.0,
                 scattered=table is not None and k.shape[1] % tiling.forward.n != 0,
-                edges=not (whole and all_see) or any(t is not None for t in vectors),
+                tail=cu_q is not None or seqlen_q % tiling.dkdv.m != 0,
+                edges=columns or cu_q is not None or not (all_see and seqlen_k),
                 present=present,
                 device=q.device.index,
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -55,14 +55,22 @@ _FLOAT32 = {
 }
 
 
+# Under a column mask programs are short: two a multiprocessor hide each other's beginnings and ends.
+_HOPPER_COLUMNS = {
+    **_HOPPER,
+    128: replace(_HOPPER[128], dq=Tiling(64, 64, 4, 2)),
+}
+
+
 @cache
-def config(dtype: torch.dtype, head_dim: int, head_dim_v: int, capability: int) -> Config:
-    """The variant for a dtype, the wider of the two head dims and a compute capability (90 for Hopper)."""
+def config(dtype: torch.dtype, head_dim: int, head_dim_v: int, capability: int, columns: bool) -> Config:
+    """The variant for a dtype, the wider of the two head dims, a compute capability (90 for Hopper) and a kind of mask."""
     width = next(w for w in (64, 128, 256) if max(head_dim, head_dim_v) <= w)
     if dtype == torch.float32:
         return _FLOAT32[width]
     # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
-    return (_HOPPER if 90 <= capability < 120 else _AMPERE)[width]
+    hopper = _HOPPER_COLUMNS if columns else _HOPPER
+    return (hopper if 90 <= capability < 120 else _AMPERE)[width]
 
 
 def padded(head_dim: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ def backward(
         )
         tiling = call.config.dkdv
         tiles, batches = call.tiles(call.seqlen_k, tiling.n)
-        for part in call.config.dkdv_parts:
-            _dkdv_launch(variant, tiling, part)(
+        for part, with_edges in product(call.config.dkdv_parts, (False, True) if variant.edges else (False,)):
+            _dkdv_launch(variant, tiling, part, with_edges)(
                 (tiles * batches * call.heads_kv, 1),
                 *(*inputs, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
                 *(*call.strides, *out_strides(dk), *out_strides(dv), *call.mask_strides, *call.bounds_strides),
@@ -109,8 +110,9 @@ def _rows_launch(variant: Variant, row_tile: int) -> Launch:
 
 
 @cache
-def _dkdv_launch(variant: Variant, tiling: Tiling, part: str) -> Launch:
-    options = {**_options(variant, tiling), "EDGES": variant.edges, "WITH_DK": "k" in part, "WITH_DV": "v" in part}
+def _dkdv_launch(variant: Variant, tiling: Tiling, part: str, edges: bool) -> Launch:
+    kind = {"TAIL": variant.tail, "EDGES": edges, "SCAN": variant.edges, "WITH_DK": "k" in part, "WITH_DV": "v" in part}
+    options = {**_options(variant, tiling), **kind}
     return Launch(dkdv_kernel, options, direct=variant.direct)
 
 

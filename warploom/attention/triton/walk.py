@@ -195,16 +195,17 @@ def _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.co
     kind = tl.reshape(kind, (CHUNK // WORD, WORD))
     bit = (tl.full((WORD,), 1, tl.int64) << tl.arange(0, WORD).to(tl.int64))[None, :]
     none = tl.zeros((1, 1), tl.int64)
-    edges = tl.sum(tl.where(kind == EDGE, bit, none), 1)
-    partial = tl.sum(tl.where(kind == PARTIAL, bit, none), 1)
-    full = tl.sum(tl.where(kind == FULL, bit, none), 1)
+    # A class's number is two bits, and so a word each; a sum that crosses warps costs more than the logic.
+    low = tl.sum(tl.where((kind & 1) != 0, bit, none), 1)
+    high = tl.sum(tl.where((kind & 2) != 0, bit, none), 1)
     words = tl.arange(0, CHUNK // WORD)
     for word in range(tl.maximum(first - at, 0) // WORD, tl.cdiv(tl.minimum(last - at, CHUNK), WORD)):
-        here = words == word
         base = at + word * WORD
-        edge_bits = tl.sum(tl.where(here, edges, 0), 0)
-        partial_bits = tl.sum(tl.where(here, partial, 0), 0)
-        full_bits = tl.sum(tl.where(here, full, 0), 0)
+        low_bits = tl.sum(tl.where(words == word, low, 0), 0)
+        high_bits = tl.sum(tl.where(words == word, high, 0), 0)
+        edge_bits = low_bits & high_bits
+        partial_bits = low_bits ^ edge_bits
+        full_bits = high_bits ^ edge_bits
         state = _blocks(step, state, tile, base, edge_bits, edge_bits, N, EDGE)
         # An empty pipeline is filled and drained all the same.
         if SPLIT:
