@@ -22,8 +22,14 @@ def run_interpreted(*paths: Path, timeout: int = 280) -> str:
 
 
 def patch_numpy_scalars() -> None:
-    """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses."""
+    """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses.
+
+    And let a loop's variable, a plain int there, be divided by a constexpr with remainder, as a compiled one can be.
+    """
+    from triton import language
     from triton.runtime import interpreter
+
+    language.constexpr.__rmod__ = lambda self, other: other % self.value
 
     patch = interpreter._patch_lang_tensor
 

@@ -1,0 +1,177 @@
+"""The Triton kernels in the interpreter: memory around the buffers, chunks and tile boundaries, drawn calls in small tiles."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from tests.attention.harness import Call, check
+from warploom import masks
+from warploom.attention.triton import call
+from warploom.attention.triton.config import Config, Tiling
+
+HALF = torch.float16
+NAN = float("nan")
+GUARD = 4096  # elements on either side
+SMALL = {"batch": 1, "heads_q": 1, "heads_kv": 1, "dtype": HALF}
+
+
+def gradients(inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out, lse = warploom.attention(*leaves, return_lse=True, backend="triton", **options)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+
+class Guards:
+    """Hands out memory with a pattern on either side of it, and NaN or a large number within."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel()
+        buffer = torch.full((size + 2 * GUARD,), 77, dtype=dtype)
+        self.buffers.append(buffer)
+        inner = buffer[GUARD : GUARD + size]
+        inner.fill_(NAN if dtype.is_floating_point else 2**30)
+        return inner.view(shape)
+
+    def intact(self) -> bool:
+        return all((b[:GUARD] == 77).all() and (b[-GUARD:] == 77).all() for b in self.buffers)
+
+
+@pytest.fixture
+def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
+    found = Guards()
+
+    def new_empty(self: Tensor, shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return found.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype or self.dtype)
+
+    def empty(*shape: Any, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
+        return found.empty(tuple(shape[0]) if not isinstance(shape[0], int) else shape, dtype)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(torch, "empty", empty)
+    yield found
+
+
+def surrounded(t: Tensor) -> Tensor:
+    """The same values, NaN in memory before and after."""
+    buffer = torch.full((t.numel() + 2 * GUARD,), NAN, dtype=t.dtype)
+    inner = buffer[GUARD : GUARD + t.numel()].view(t.shape)
+    return inner.copy_(t)
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (72, 40)])
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": masks.Document([50, 19])}, {"window": (9, 3)}], ids=str)
+def test_nothing_outside_of_a_buffer_is_read_or_written(
+    dims: tuple[int, int], options: dict[str, Any], guards: Guards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((69, 3, dims[0]), (69, 1, dims[0]), (69, 1, dims[1]), (69, 3, dims[1]))
+    inputs = [torch.randn(2, *shape, generator=generator).to(HALF) for shape in shapes]
+    found = gradients([surrounded(t) for t in inputs], **options)
+    assert len(guards.buffers) >= 7 and guards.intact()
+    monkeypatch.undo()
+    for a, b in zip(found, gradients(inputs, **options), strict=True):
+        assert a.isfinite().all() and torch.equal(a, b)
+
+
+# One chunk is 512 blocks of 64 keys, or 512 tiles of rows.
+LONG = 512 * 64 + 70
+
+
+def _vector(*pieces: tuple[int, int]) -> Tensor:
+    return torch.cat([torch.full((n,), value, dtype=torch.int32) for n, value in pieces]).view(1, 1, -1)
+
+
+def test_mask_over_more_keys_than_a_chunk() -> None:
+    """Keys at both ends of the first chunk and in the second; the rest hidden. Forward: a gradient has 500 programs."""
+    lts = _vector((100, 2), (32600, 0), (100, 3), (LONG - 32800, 1))
+    q, k, v = (torch.randn(1, n, 1, 16).to(HALF) for n in (3, LONG, LONG))
+    mask = masks.ColumnMask(lts)
+    out, lse = warploom.attention(q, k, v, mask=mask, return_lse=True, backend="triton")
+    want, lse_want = warploom.attention(q, k, v, mask=mask, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, lse_want, rtol=1e-4, atol=1e-4)
+
+
+def test_more_queries_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see nothing in the first chunk of row tiles and in the second."""
+    tall = Tiling(4096, 64, 4, 1)
+    monkeypatch.setattr(call, "config", lambda *_: Config(tall, Tiling(64, 64, 4, 1), tall))
+    lts, lte = _vector((30, 40), (10, 0)), _vector((30, LONG - 20), (10, LONG - 20))
+    mask = masks.ColumnMask(lts, lte)
+    check(Call(secrets.randbelow(2**31), seqlen_q=LONG, seqlen_k=40, keywords={"mask": mask}, **SMALL), "triton")
+
+
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(63, 65), (64, 128), (65, 63), (127, 129), (128, 127), (129, 64), (2, 257)])
+def test_lengths_around_tiles(seqlen_q: int, seqlen_k: int) -> None:
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    seed = secrets.randbelow(2**31)
+    for keywords in (
+        {"causal": True},
+        {"mask": masks.ColumnMask(torch.full((1, 1, seqlen_k), seqlen_q - 1, dtype=torch.int32))},
+    ):
+        check(Call(seed, keywords=keywords, **lengths, **SMALL), "triton")
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_vectors_by_strides(expanded: bool) -> None:
+    """Vectors that are slices of one tensor, or one head's for all."""
+    if expanded:
+        lts, ute = torch.arange(90, dtype=torch.int32).flip(0).expand(2, 2, 90), torch.full((2, 2, 1), 5).int().expand(2, 2, 90)
+    else:
+        generator = torch.Generator().manual_seed(3)
+        lts, ute = torch.randint(0, 80, (2, 90, 2, 2), generator=generator, dtype=torch.int32).permute(3, 0, 2, 1)
+    mask = masks.ColumnMask(lts, ute=ute)
+    c = Call(secrets.randbelow(2**31), seqlen_q=70, seqlen_k=90, heads_q=4, heads_kv=2, dtype=HALF, keywords={"mask": mask})
+    check(c, "triton")
+
+
+# Tiles of other shapes than the table's, small enough for several of each class in a short call.
+TILINGS = {
+    "small": Config(Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 32, 4, 1)),
+    "wide": Config(Tiling(16, 64, 4, 1), Tiling(16, 128, 4, 1), Tiling(32, 16, 4, 1), ("v", "k")),
+    "tall": Config(Tiling(64, 32, 4, 1), Tiling(64, 32, 4, 1), Tiling(64, 64, 4, 1)),
+}
+
+
+def drawn_call(seed: int) -> Call:
+    """Lengths, band, vectors, heads and features by a seed."""
+    pick = random.Random(seed)
+    seqlen_q, seqlen_k = pick.randint(1, 90), pick.randint(1, 90)
+    heads_kv, group = pick.choice([(1, 1), (2, 1), (1, 3), (2, 2)])
+    keywords: dict[str, Any] = {}
+    if pick.random() < 0.7:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (pick.choice([1, 2]), pick.choice([1, heads_kv, heads_kv * group]), pick.randint(2, seqlen_k + 2))
+        # Runs of equal entries, so that some tiles are wholly hidden and others wholly visible.
+        runs = torch.randint(-10, seqlen_q + 10, (4, *shape), generator=generator, dtype=torch.int32)
+        vectors = runs.repeat_interleave(-(-seqlen_k // shape[2]), dim=-1)[..., :seqlen_k].contiguous()
+        present = pick.choice([(1, 0, 0, 0), (1, 1, 0, 0), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1), (1, 1, 1, 1)])
+        chosen = [t if p else None for t, p in zip(vectors, present, strict=True)]
+        keywords["mask"] = masks.ColumnMask(*chosen)
+    keywords |= pick.choice(
+        [{}, {"causal": True}, {"window": (pick.randint(-9, 60), pick.choice([None, pick.randint(-9, 60)]))}]
+    )
+    if pick.random() < 0.3:
+        keywords["softcap"] = 3.0
+    if pick.random() < 0.3:
+        keywords |= {"dropout_p": 0.3, "dropout_seed": seed}
+    shape_of = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads_kv * group, "heads_kv": heads_kv, "dtype": HALF}
+    return Call(seed, sink=pick.random() < 0.3, lse_gradient=pick.random() < 0.3, keywords=keywords, **shape_of)
+
+
+@pytest.mark.parametrize("name", TILINGS)
+@pytest.mark.parametrize("number", range(2))
+def test_drawn_calls_in_other_tiles(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "config", lambda *_: TILINGS[name])
+    check(drawn_call(secrets.randbelow(2**31)), "triton")

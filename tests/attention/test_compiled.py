@@ -1,0 +1,77 @@
+"""Kernels compiled offline for sm_80 and sm_90: what they take fits the devices and does not grow unseen.
+
+`python tools/kernel_resources.py` writes the table anew after a change that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from tools import kernel_resources as tool  # noqa: E402
+
+TABLE = json.loads((Path(__file__).parent / "resources.json").read_text())
+VARIANTS: dict[str, dict[str, int]] = TABLE["variants"]
+# Compiled here; the rest when the table is written.
+CORE_CASES = {
+    "sm_90 bf16 64/64 causal",
+    "sm_90 bf16 128/128 columns",
+    "sm_90 bf16 256/256 causal",
+    "sm_90 fp32 128/128 causal",
+    "sm_80 fp16 128/128 columns",
+    "sm_90 bf16 128/128 decode",
+    "sm_80 bf16 128/128 paged decode",
+}
+CORE = [name for name in VARIANTS if name.rpartition(" ")[0] in CORE_CASES]
+
+
+def test_every_variant_is_in_the_table() -> None:
+    assert {name for case in tool.cases() for name in tool.recorded(case)} == set(VARIANTS)
+    assert {name.rpartition(" ")[0] for name in CORE} == CORE_CASES
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_variant(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    case = next(c for c in tool.cases() if str(c) == name.rpartition(" ")[0])
+    found = tool.compile_launch(tool.recorded(case)[name], case.architecture)
+    assert found.shared <= tool.SHARED_LIMIT[case.architecture] and found.registers <= 255
+    if VARIANTS[name]["wgmma"]:
+        assert found.wgmma
+    if triton.__version__ == TABLE["triton"]:  # another version allocates otherwise
+        for resource in ("registers", "stack", "shared"):
+            assert getattr(found, resource) <= VARIANTS[name][resource], (name, found, VARIANTS[name])
+
+
+# Three stages of fp32 keys and values 256 wide pass an A100's shared memory: such a call cannot launch there. Whoever makes
+# them fit takes them out of here.
+TOO_LARGE = {f"sm_80 fp32 256/256 {feature} split" for feature in ("decode", "paged decode")}
+
+
+def test_what_does_not_fit_is_known() -> None:
+    assert {n for n, row in VARIANTS.items() if row["shared"] > tool.SHARED_LIMIT[int(n[3:5])]} == TOO_LARGE
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - TOO_LARGE))
+def test_table_fits_the_devices(name: str) -> None:
+    row = VARIANTS[name]
+    assert row["shared"] <= tool.SHARED_LIMIT[int(name[3:5])] and row["registers"] <= 255
+
+
+def test_sixteen_bit_tiles_use_wgmma() -> None:
+    for name, row in VARIANTS.items():
+        if name.startswith("sm_90") and " fp32 " not in name and name.endswith(" forward"):
+            assert row["wgmma"], name
+
+
+def test_recording_leaves_nothing_behind() -> None:
+    from warploom.attention.triton import call, run
+
+    tool.recorded(tool.cases()[0])
+    assert call._capability(torch.device("cpu")) == 90
+    assert run._forward_launch.cache_info().currsize == 0

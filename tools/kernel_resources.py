@@ -1,0 +1,280 @@
+"""Registers, stack and shared memory of every Triton kernel variant, compiled without a GPU.
+
+python tools/kernel_resources.py [-j 2] [--only TEXT]    writes tests/attention/resources.json, which a test guards
+
+The launches are recorded from the package's own calls on small CPU tensors, so that signatures, constants and tiles are
+those of a real call; Triton then compiles them for sm_80 and sm_90.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from warploom import masks  # noqa: E402
+from warploom.attention.arguments import dense_args, varlen_args  # noqa: E402
+from warploom.attention.problem import AttentionArgs  # noqa: E402
+from warploom.attention.triton import call, run  # noqa: E402
+from warploom.decode.problem import DecodeArgs  # noqa: E402
+from warploom.decode.triton import launch as decode_launch  # noqa: E402
+from warploom.decode.triton import plan as decode_plan  # noqa: E402
+
+TABLE = ROOT / "tests" / "attention" / "resources.json"
+ARCHITECTURES = (80, 90)
+# Bytes of shared memory that a block may ask for.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_SEQLEN = 256
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program of a binary takes."""
+
+    registers: int  # a thread
+    stack: int  # bytes a thread, where spilled registers go
+    shared: int  # bytes
+    wgmma: int  # HGMMA instructions
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch that did not happen."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    arguments: tuple[Any, ...]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
+    args = dense_args(q, k, v, **options)
+    vector = next((t for t in args.mask[2:] if t is not None), None)
+    if vector is None:
+        return args
+    return args._replace(bounds=torch.zeros(*vector.shape[:2], -(-vector.shape[2] // 64), 8, dtype=torch.int32))
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
+    cu = torch.tensor([0, 100, _SEQLEN], dtype=torch.int32)
+    return varlen_args(q[0], k[0], v[0], cu, max_seqlen_q=156, max_seqlen_k=156, **options)
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
+    cu, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, _SEQLEN], [_SEQLEN]))
+    options |= {"block_table": torch.zeros(1, 16, dtype=torch.int32), "seqused_k": used}
+    pages = [t.view(16, 16, *t.shape[2:]) for t in (k, v)]
+    return varlen_args(q[0], *pages, cu, max_seqlen_q=_SEQLEN, max_seqlen_k=_SEQLEN, **options)
+
+
+def _vectors() -> masks.ColumnMask:
+    return masks.ColumnMask(*(torch.full((1, 1, _SEQLEN), row, dtype=torch.int32) for row in (180, 200, 20, 40)))
+
+
+FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
+    "causal": (_dense, {"causal": True}),
+    "columns": (_dense, {"mask": masks.Document([100, 156])}),
+    "dense": (_dense, {}),
+    "window": (_dense, {"window": (64, 32)}),
+    "four vectors": (_dense, {"mask": _vectors()}),
+    "softcap": (_dense, {"causal": True, "softcap": 5.0}),
+    "dropout": (_dense, {"causal": True, "dropout_p": 0.1, "dropout_seed": 1}),
+    "packed": (_packed, {"causal": True}),
+    "paged": (_paged, {"causal": True}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call whose kernels are compiled for one architecture."""
+
+    architecture: int
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    feature: str  # of FEATURES, or "decode" and "paged decode"
+
+    def __str__(self) -> str:
+        return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
+
+
+def cases() -> list[Case]:
+    """Every configuration under a band and under column vectors, every feature once, decode."""
+    widths = (64, 128, 256)
+    found = [
+        Case(a, t, d, d, f) for a in reversed(ARCHITECTURES) for t in DTYPES for d in widths for f in ("causal", "columns")
+    ]
+    found += [Case(90, "bf16", 128, 128, f) for f in FEATURES if f not in ("causal", "columns")]
+    found += [Case(90, "bf16", *dims, "causal") for dims in ((72, 72), (192, 128))]
+    found += [Case(a, t, d, d, f) for a in ARCHITECTURES for t in DTYPES for d in widths for f in ("decode", "paged decode")]
+    return found
+
+
+def recorded(case: Case) -> dict[str, Recorded]:
+    """The launches of a case by "case kernel"; the kernel's name says which gradients it computes."""
+    with _recording(case.architecture) as launches:
+        dtype = DTYPES[case.dtype]
+        if "decode" in case.feature:
+            _decode(case, dtype)
+        else:
+            build, options = FEATURES[case.feature]
+            heads, dims = (2, 1, 1), (case.head_dim, case.head_dim, case.head_dim_v)
+            q, k, v = (torch.zeros(1, _SEQLEN, h, d, dtype=dtype) for h, d in zip(heads, dims, strict=True))
+            args = build(q, k, v, **options)
+            out, lse = run.forward(args)
+            if case.feature != "paged":
+                run.backward(args, torch.zeros_like(out), None, out, lse)
+    named = {}
+    for launch in launches:
+        name = launch.kernel.__name__.removesuffix("_kernel")
+        if name == "dkdv":
+            name = "+".join(n for n, flag in (("dk", "WITH_DK"), ("dv", "WITH_DV")) if launch.constants[flag])
+        named[f"{case} {name}"] = launch
+    return named
+
+
+def _decode(case: Case, dtype: torch.dtype) -> None:
+    batch, capacity, page = 2, 8192, 64
+    q = torch.zeros(batch, 1, 8, case.head_dim, dtype=dtype)
+    k, v = (torch.zeros(1, dtype=dtype).expand(batch, capacity, 2, d) for d in (case.head_dim, case.head_dim_v))
+    k, v, table = k.contiguous(), v.contiguous(), None
+    if case.feature == "paged decode":
+        k, v = (t.view(-1, page, 2, t.shape[-1]) for t in (k, v))
+        table = torch.zeros(batch, capacity // page, dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, None, 0, 0.1, 0.0, "triton"))
+
+
+@contextmanager
+def _recording(architecture: int) -> Iterator[list[Recorded]]:
+    """Calls on CPU tensors make the launches that they would make on a device of the architecture."""
+    launches: list[Recorded] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
+            self.kernel, self.constants = kernel, constants
+
+        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
+            launches.append(Recorded(self.kernel, self.constants, arguments))
+
+    def planned(shape: decode_plan.Shape) -> decode_plan.Plan:
+        return decode_plan.plan.__wrapped__(shape._replace(device=0))
+
+    caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        with (
+            patch.object(run, "Launch", Recorder),
+            patch.object(decode_plan, "Launch", Recorder),
+            patch.object(decode_launch, "plan", planned),
+            patch.object(call, "_capability", lambda device: architecture),
+            patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
+        ):
+            yield launches
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+
+
+def compile_launch(launch: Recorded, architecture: int) -> Resources:
+    """Compile what a launch would, for an architecture that need not be here."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    parameters = launch.kernel.params
+    given = dict(zip((p.name for p in parameters if not p.is_constexpr), launch.arguments, strict=True))
+    for i, p in enumerate(parameters):
+        value = launch.constants[p.name] if p.is_constexpr else given[p.name]
+        specialised = not p.do_not_specialize
+        if p.is_constexpr or value is None or (specialised and isinstance(value, int) and value == 1):
+            signature[p.name], constants[p.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[p.name] = "*" + _POINTERS[value.dtype]
+            if specialised:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[p.name] = "fp32"
+        else:
+            signature[p.name] = p.annotation_type or ("i32" if -(2**31) <= value < 2**31 else "i64")
+            if specialised and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {name: value for name, value in launch.constants.items() if name not in signature}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = _cuobjdump("-res-usage", cubin.name)
+        wgmma = _cuobjdump("-sass", cubin.name).count("HGMMA") if architecture >= 90 else 0
+    registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
+    return Resources(registers, stack, compiled.metadata.shared, wgmma)
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    done = subprocess.run([_TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _measure(job: tuple[Case, str]) -> tuple[str, dict[str, int] | str, float]:
+    case, name = job
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    found: dict[str, int] | str
+    try:
+        found = asdict(compile_launch(recorded(case)[name], case.architecture))
+    except Exception as error:
+        found = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:120]}"
+    return name, found, time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-j", type=int, default=os.cpu_count(), help="compilers at once")
+    parser.add_argument("--only", default="", help="variants whose name holds this text; prints, writes nothing")
+    chosen = parser.parse_args()
+    jobs = [(case, name) for case in cases() for name in recorded(case) if chosen.only in name]
+    table: dict[str, dict[str, int]] = {}
+    failed = 0
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        with ProcessPoolExecutor(chosen.j) as pool:
+            for name, found, seconds in pool.map(_measure, jobs):
+                if isinstance(found, str):
+                    failed += 1
+                    print(f"{name:<44} FAILED {found}", flush=True)
+                    continue
+                table[name] = found
+                row = "  ".join(f"{key} {value:>6}" for key, value in found.items())
+                print(f"{name:<44} {row}  {seconds:5.1f} s", flush=True)
+    if not chosen.only and not failed:
+        TABLE.write_text(json.dumps({"triton": triton.__version__, "variants": table}, indent=1) + "\n")
+    print(f"{len(table)} variants, {sum(v['stack'] > 0 for v in table.values())} with a stack, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
