@@ -23,7 +23,8 @@ _BOUND_BLOCK = 64
 # Strides of the tensors that these kernels write count in 8 elements: they are contiguous, and head dims multiples of 8.
 OUT_UNIT = tl.constexpr(8)
 
-# Classes of tiles, as `walk` relies on: PARTIAL is bit 0, FULL bit 1. EDGE: some column or row is past the end or visible to nothing, and may hold NaN.
+# Classes of tiles, as `walk` relies on: PARTIAL is bit 0, FULL bit 1. EDGE: some column or row is past the end or visible
+# to nothing, and may hold NaN.
 HIDDEN = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
 FULL = tl.constexpr(2)

@@ -31,7 +31,8 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
     return Config(
         block_m=block_m,
-        block_n=64 if width <= 256 else 32,
+        # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
+        block_n=64 if width <= 256 else 32 if width <= 512 else 16,
         split=512 if block_m <= 32 else 1024,
         # About 256 splits over the kv heads fill an H100 from a single sequence.
         max_splits=min(max(power_of_two(256 // heads_kv), 16), 256),
