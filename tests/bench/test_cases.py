@@ -1,0 +1,63 @@
+"""What is benchmarked: masks of the same truth, and a reference that notices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import warploom
+from warploom import masks
+from warploom.bench.harness import WrongResult
+from warploom.bench.masks import document_lengths, pairs, subtree_ends, tree_parents
+from warploom.bench.reference import one_head
+
+SEQLEN = 512
+
+
+@pytest.mark.parametrize("name", pairs(SEQLEN, "cpu"))
+def test_mask_and_mask_mod_agree(name: str) -> None:
+    pair = pairs(SEQLEN, "cpu")[name]()
+    i, j = torch.arange(SEQLEN)[:, None], torch.arange(SEQLEN)[None, :]
+    zero = torch.zeros((), dtype=torch.int64)
+    want = torch.as_tensor(pair.mask_mod(zero, zero, i, j)).expand(SEQLEN, SEQLEN)
+    assert torch.equal(pair.mask.dense(SEQLEN, SEQLEN)[0, 0], want)
+
+
+def test_documents_fill_the_sequence() -> None:
+    for seqlen in (512, 8192, 32768):
+        lengths = document_lengths(seqlen)
+        assert lengths.sum() == seqlen and len(lengths) == 8 and (lengths > 0).all()
+
+
+def test_subtrees_end_where_their_last_node_does() -> None:
+    parents = tree_parents(64)
+    ends = subtree_ends(parents)
+    for node in range(64):
+        inside = {node}
+        for other in range(node + 1, 64):
+            if int(parents[other]) in inside:
+                inside.add(other)
+        assert int(ends[node]) == max(inside) + 1
+
+
+@pytest.mark.parametrize("mask", [masks.Full(), masks.Document([700, 300, 200]), masks.SlidingWindow(50, 3)])
+def test_reference_of_one_head(mask: masks.Mask) -> None:
+    """1200 rows: more than a chunk."""
+    q, k, v = (torch.randn(2, 1200, 2, 16, requires_grad=True) for _ in range(3))
+    dout = torch.randn(2, 1200, 2, 16)
+    out = warploom.attention(q, k, v, mask=mask)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = one_head(q, k, v, mask.resolve(1200, 1200), dout)
+    assert want.check_out(out) < 1e-5 and want.check_gradients(gradients) < 1e-5
+    with pytest.raises(WrongResult, match="out is"):
+        want.check_out(out + 0.01 * out.abs().max())
+    with pytest.raises(WrongResult, match="dv is"):
+        want.check_gradients((*gradients[:2], gradients[2] * 1.05))
+    with pytest.raises(WrongResult):
+        want.check_out(out * float("nan"))
+
+
+def test_reference_of_a_group() -> None:
+    q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
+    want = one_head(q, k, k, masks.Causal().resolve(64, 64), None)
+    assert want.check_out(warploom.attention(q, k, k, causal=True)) < 1e-5

@@ -1,0 +1,83 @@
+"""The harness on calls of known time and result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from warploom.bench import harness
+from warploom.bench.harness import Case, Comparison, Timer, WrongResult, compare, run_case
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that only its calls move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.log = 0.0, []
+        monkeypatch.setattr(harness.time, "perf_counter", lambda: self.now)
+
+    def call(self, name: str, *durations: float) -> harness.Call:
+        left = list(durations)
+
+        def run() -> str:
+            self.log.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            return name
+
+        return run
+
+
+def right(_: Any) -> float:
+    return 0.5
+
+
+def test_interleaves_and_takes_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = {"a": clock.call("a", 0.02), "b": clock.call("b", 0.04, 0.04, 0.03, 0.03, 0.9, 0.03, 0.03)}
+    found = compare(Comparison(calls, right, flops=1e12), Timer(CPU))["contenders"]
+    assert "".join(clock.log) == "ab" + "ab" + "ab" * harness.FEWEST
+    assert found["a"]["ms"] == pytest.approx(20) and found["b"]["ms"] == pytest.approx(30)
+    assert found["b"]["p80"] > 100 and found["a"]["p80"] == pytest.approx(20)
+    assert found["a"]["tflops"] == pytest.approx(50) and found["a"]["error"] == 0.5
+
+
+def test_fast_calls_get_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    found = compare(Comparison({"a": clock.call("a", 1e-4)}, right), Timer(CPU))["contenders"]
+    assert found["a"]["rounds"] == harness.MOST
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def check(result: str) -> float:
+        if result == "bad":
+            raise WrongResult("far away")
+        return 0.0
+
+    calls = {"good": clock.call("good", 0.1), "bad": clock.call("bad", 0.1), "broken": lambda: torch.empty(2) @ torch.empty(3)}
+    found = compare(Comparison(calls, check, refused={"absent": "not installed"}), Timer(CPU))["contenders"]
+    assert found["bad"] == {"wrong": "far away"} and clock.log.count("bad") == 1
+    assert found["broken"]["refused"].startswith("RuntimeError") and found["absent"] == {"refused": "not installed"}
+    assert found["good"]["ms"] == pytest.approx(100)
+
+
+def test_a_case_that_cannot_be_built_says_why() -> None:
+    def build(_: torch.device) -> Iterator[tuple[str, Comparison]]:
+        yield "forward", Comparison({"a": lambda: None}, right)
+        raise RuntimeError("out of memory\nlong trace")
+
+    rows = list(run_case(Case("s", "c", {"batch": 1}, build), Timer(CPU)))
+    assert rows[0]["measure"] == "forward" and rows[0]["batch"] == 1
+    assert rows[1] == {"suite": "s", "case": "c", "batch": 1, "failed": "RuntimeError: out of memory"}
+
+
+def test_divides_what_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    found = compare(Comparison({"a": clock.call("a", 0.32)}, right, divide=32, bytes=1e9), Timer(CPU))["contenders"]
+    assert found["a"]["ms"] == pytest.approx(10) and found["a"]["gb_s"] == pytest.approx(100)

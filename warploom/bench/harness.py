@@ -1,0 +1,208 @@
+"""Timing: contenders checked, interleaved, L2 emptied before every call, medians and the spread between p20 and p80."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+# Seconds that the rounds of one comparison may take, and rounds at the least and at the most.
+SECONDS, FEWEST, MOST = 0.3, 5, 25
+# Read before every call: five times an H100's L2, so that neither inputs nor unwritten lines are left there.
+FLUSH_BYTES = 2**28
+# Clock cycles for which the device is held back, so that the host has queued a call before it begins.
+HEAD_START = 1_000_000
+
+
+class WrongResult(Exception):
+    """A contender whose result is not the reference's."""
+
+
+@dataclass
+class Comparison:
+    """Contenders for one call, built: `check` raises WrongResult, or returns the error of a result."""
+
+    calls: dict[str, Call]
+    check: Callable[[Any], float]
+    flops: float | None = None
+    bytes: float | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    divide: int = 1  # a call is so many of what is measured
+    more: dict[str, Any] = field(default_factory=dict)
+    host: bool = False  # measure the wall time of calls queued one behind the other
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a suite. `build` allocates, and yields its comparisons by what they measure ("forward", ...)."""
+
+    suite: str
+    name: str
+    shape: dict[str, Any]
+    build: Callable[[torch.device], Iterator[tuple[str, Comparison]]]
+
+
+class Timer:
+    """Milliseconds of interleaved calls on a device; on a CPU by the wall clock."""
+
+    def __init__(self, device: torch.device, seconds: float = SECONDS) -> None:
+        self.device, self.seconds = device, seconds
+        self.scratch = None
+        if device.type == "cuda":
+            self.scratch = torch.randint(0, 9, (FLUSH_BYTES // 4,), dtype=torch.int32, device=device)
+
+    def __call__(self, calls: dict[str, Call], most: int = MOST) -> dict[str, list[float]]:
+        first = {name: self.once([call])[0] for name, call in calls.items()}
+        rounds = int(self.seconds * 1e3 / max(sum(first.values()), 1e-6))
+        rounds = min(max(rounds, FEWEST), most)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, ms in zip(calls, self.once(list(calls.values())), strict=True):
+                times[name].append(ms)
+        return times
+
+    def once(self, calls: list[Call]) -> list[float]:
+        if self.scratch is None:
+            found = []
+            for call in calls:
+                begin = time.perf_counter()
+                call()
+                found.append((time.perf_counter() - begin) * 1e3)
+            return found
+        events = []
+        for call in calls:
+            self.scratch.view(-1, 4096).amax(1)
+            torch.cuda._sleep(HEAD_START)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            events.append((start, stop))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) for start, stop in events]
+
+
+def wall(calls: dict[str, Call], count: int = 200, rounds: int = 5) -> dict[str, list[float]]:
+    """Milliseconds a call, calls queued one behind the other: the host's share where the device's is smaller."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for _ in range(10):
+                call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / count * 1e3)
+    return times
+
+
+def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
+    """One row for each of the case's comparisons; what fails is said in the row."""
+    try:
+        for measure, comparison in case.build(timer.device):
+            yield {"suite": case.suite, "case": case.name, "measure": measure, **case.shape, **compare(comparison, timer)}
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        yield {"suite": case.suite, "case": case.name, **case.shape, "failed": first_line(error)}
+
+
+def compare(comparison: Comparison, timer: Timer) -> dict[str, Any]:
+    """Check every contender, then time those that are right."""
+    found: dict[str, dict[str, Any]] = {name: {"refused": why} for name, why in comparison.refused.items()}
+    right: dict[str, Call] = {}
+    for name, call in comparison.calls.items():
+        try:
+            memory = _Peak(timer.device)
+            result = call()
+            found[name] = {"peak_bytes": memory.stop(), "error": comparison.check(result)}
+            right[name] = call
+            del result
+        except WrongResult as error:
+            found[name] = {"wrong": str(error)}
+        except Exception as error:  # a peer may fail in any way
+            found[name] = {"refused": first_line(error)}
+    times = wall(right) if comparison.host else timer(right) if right else {}
+    for name, each in times.items():
+        ms = [t / comparison.divide for t in each]
+        cuts = statistics.quantiles(ms, n=5) if len(ms) > 1 else [ms[0]] * 4
+        row = {"ms": statistics.median(ms), "p20": cuts[0], "p80": cuts[3], "rounds": len(ms)}
+        if comparison.flops is not None:
+            row["tflops"] = comparison.flops / row["ms"] / 1e9
+        if comparison.bytes is not None:
+            row["gb_s"] = comparison.bytes / row["ms"] / 1e6
+        found[name].update(row)
+    amounts = {"flops": comparison.flops, "bytes": comparison.bytes}
+    return {**{n: x for n, x in amounts.items() if x is not None}, **comparison.more, "contenders": found}
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+class _Peak:
+    """Bytes allocated beyond those held before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+
+    def stop(self) -> int | None:
+        return torch.cuda.max_memory_allocated() - self.before if self.cuda else None
+
+
+def roofs(timer: Timer) -> dict[str, float]:
+    """What bounds any kernel here: a large bf16 product (TFLOP/s) and a large copy (GB/s, read and written)."""
+    size, elements = (8192, 2**29) if timer.device.type == "cuda" else (512, 2**22)
+    a, b = (torch.randn(size, size, device=timer.device).bfloat16() for _ in range(2))
+    source = torch.randn(elements, device=timer.device).bfloat16()
+    target = torch.empty_like(source)
+    times = timer({"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)})
+    gemm, copy = (statistics.median(times[name]) for name in ("gemm", "copy"))
+    return {"gemm_tflops": 2 * size**3 / gemm / 1e9, "copy_gb_s": 4 * elements / copy / 1e6}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    found: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        import triton
+
+        found |= {
+            "device": torch.cuda.get_device_name(device),
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    else:
+        found |= {"device": f"CPU, {torch.get_num_threads()} threads"}
+    return found
+
+
+def _commit() -> str | None:
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,74 @@
+"""Other implementations of attention, each by a function of q, k, v as ours take them; what is not here says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+SDPA = {"cuDNN": "CUDNN_ATTENTION", "FA2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, heads, seqlen, head_dim), as torch takes them."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+class NotHere(Exception):
+    """A peer that this machine or call lacks; the message says why."""
+
+
+def sdpa(backend: str, causal: bool) -> Attention:
+    """torch's scaled_dot_product_attention held to one of its kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kind = getattr(SDPBackend, SDPA[backend])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        a, b, c = heads_first(q, k, v)
+        with sdpa_kernel(kind):
+            gqa = q.shape[2] != k.shape[2]
+            return torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=gqa).transpose(1, 2)
+
+    return attend
+
+
+def flex(block_mask: Any, options: dict[str, Any] | None = None) -> Attention:
+    """FlexAttention, compiled for this very shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)  # type: ignore[attr-defined]
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(*heads_first(q, k, v), block_mask=block_mask, kernel_options=options).transpose(1, 2)  # type: ignore[no-any-return]
+
+    return attend
+
+
+def flex_block_mask(mask_mod: Callable[..., Tensor], seqlen: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(mask_mod, None, None, seqlen, seqlen, device=str(device))
+
+
+def flash_attention_4(causal: bool) -> Attention:
+    """FlashAttention-4 where flash_attn.cute is importable."""
+    try:
+        found = find_spec("flash_attn.cute")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise NotHere("flash_attn.cute is not installed")
+    from flash_attn.cute import flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    return attend

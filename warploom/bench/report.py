@@ -1,0 +1,221 @@
+"""docs/performance.md from the JSON of benchmark runs: tables, ratios to the peers, and pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+INTRODUCTION = """# Performance
+
+Made by `warploom bench report` from the JSON files in `benchmarks/results/`; every number below is in one of them. How
+they are measured, and what they do not say, is in [Benchmarks](bench.md). Ratios are the peer's time over ours, so more
+than 1 means that ours is faster; means are geometric.
+"""
+
+
+def write(files: Sequence[Path], docs: Path) -> list[Path]:
+    """Write performance.md and its pictures; returns what was written."""
+    runs = [(path, json.loads(path.read_text())) for path in files]
+    sections, pictures = [INTRODUCTION], []
+    for path, run in runs:
+        if "roofs" in run:
+            text, drawn = _device_run(path, run, docs)
+            sections.append(text)
+            pictures += drawn
+        else:
+            sections.append(_cpu_run(path, run))
+    if not any("roofs" in run and "CPU" not in run["device"] for _, run in runs):
+        sections.append("No run on a GPU is among the files.\n")
+    docs.mkdir(parents=True, exist_ok=True)
+    page = docs / "performance.md"
+    page.write_text("\n".join(sections))
+    return [page, *pictures]
+
+
+def mean(ratios: Iterable[float]) -> float:
+    """Geometric."""
+    logs = [math.log(r) for r in ratios]
+    return math.exp(sum(logs) / len(logs))
+
+
+def ratios(rows: Sequence[Row], peer: str, ours: str = "warploom") -> dict[str, float]:
+    """The peer's time over ours by case, where both ran."""
+    found = {}
+    for row in rows:
+        a, b = row["contenders"].get(ours, {}), row["contenders"].get(peer, {})
+        if "ms" in a and "ms" in b:
+            found[row["case"]] = b["ms"] / a["ms"]
+    return found
+
+
+def _device_run(path: Path, run: dict[str, Any], docs: Path) -> tuple[str, list[Path]]:
+    rows = [row for row in run["rows"] if "contenders" in row]
+    lines = [f"## {path.stem.capitalize()}\n", _where(path, run)]
+    if run.get("left_out"):
+        lines.append(f"Left out for want of time: {', '.join(run['left_out'])}.\n")
+    lines += [f"{row['case']} failed: {row['failed']}.\n" for row in run["rows"] if "failed" in row]
+    drawn: list[Path] = []
+    for suite, measure in dict.fromkeys((row["suite"], row["measure"]) for row in rows):
+        chosen = [row for row in rows if (row["suite"], row["measure"]) == (suite, measure)]
+        lines.append(f"### {suite.capitalize()}: {measure}\n")
+        bars = BARS.get((suite, measure))
+        if bars is not None:
+            lines.append(_bars(bars(chosen)))
+        lines.append(_table(chosen))
+        if any("tflops" in found for row in chosen for found in row["contenders"].values()):
+            picture = docs / "images" / f"performance-{suite}-{measure}.svg"
+            draw(chosen, picture, f"{suite}, {measure}: {run['device']}", run["roofs"]["gemm_tflops"])
+            lines.append(f"![TFLOP/s by case](images/{picture.name})\n")
+            drawn.append(picture)
+    return "\n".join(lines), drawn
+
+
+def _where(path: Path, run: dict[str, Any]) -> str:
+    roofs = run["roofs"]
+    versions = ", ".join(f"{name} {run[name]}" for name in ("torch", "triton", "cuda", "cudnn") if run.get(name))
+    return (
+        f"{run['device']}, {run['date']}, commit {run['commit']}, {versions}. In the same run a bf16 product of 8192³ reached "
+        f"{roofs['gemm_tflops']:.0f} TFLOP/s and a copy {roofs['copy_gb_s']:.0f} GB/s. Data: `{path.as_posix()}`.\n"
+    )
+
+
+def _table(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
+    timed = [n for n in names if any("ms" in row["contenders"].get(n, {}) for row in rows)]
+    lines = ["| case | " + " | ".join(timed) + " |", "| --- |" + " ---: |" * len(timed)]
+    notes: dict[str, str] = {}
+    for row in rows:
+        ours = row["contenders"].get("warploom", {}).get("ms")
+        cells = [_cell(row["contenders"].get(name, {}), ours, name, notes) for name in timed]
+        lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
+    for name in names:
+        for row in rows:
+            found = row["contenders"].get(name, {})
+            why = found.get("wrong") or found.get("refused")
+            if why and name not in notes:
+                notes[name] = f"{row['case']}: {why}"
+    found = [f"- {name} does not appear everywhere: {why}" for name, why in notes.items()]
+    return "\n".join(lines) + "\n" + ("\n" + "\n".join(found) + "\n" if found else "")
+
+
+def _cell(found: dict[str, Any], ours: float | None, name: str, notes: dict[str, str]) -> str:
+    if "ms" not in found:
+        return "wrong" if "wrong" in found else "–"
+    ms = found["ms"]
+    text = f"{ms * 1e3:.1f} us" if ms < 0.2 else f"{ms:.2f} ms"
+    if "tflops" in found:
+        text += f", {found['tflops']:.0f} TFLOP/s"
+    elif "gb_s" in found:
+        text += f", {found['gb_s']:.0f} GB/s"
+    return text + (f" ({ms / ours:.2f}×)" if ours and name != "warploom" else "")
+
+
+Bar = tuple[str, float, float | None]  # what, the least it should be, what it is
+
+
+def _bars(bars: Sequence[Bar]) -> str:
+    lines = ["| bar | at least | measured | |", "| --- | ---: | ---: | --- |"]
+    for what, least, found in bars:
+        verdict = "not measured" if found is None else "met" if found >= least else "missed"
+        lines.append(f"| {what} | {least:.2f} | {'–' if found is None else f'{found:.2f}'} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def _against_flex(least: float) -> Callable[[Sequence[Row]], list[Bar]]:
+    def bars(rows: Sequence[Row]) -> list[Bar]:
+        found = list(ratios(rows, "FlexAttention").values())
+        return [
+            ("FlexAttention over ours, mean", least, mean(found) if found else None),
+            ("FlexAttention over ours, the worst case", 0.97, min(found, default=None)),
+        ]
+
+    return bars
+
+
+def _dense(rows: Sequence[Row]) -> list[Bar]:
+    flex, flash = (list(ratios(rows, peer).values()) for peer in ("FlexAttention", "FA2"))
+    return [
+        ("FlexAttention over ours, mean", 1.05, mean(flex) if flex else None),
+        ("torch's FlashAttention-2 over ours, mean", 1.2, mean(flash) if flash else None),
+    ]
+
+
+def _mask_preparation(rows: Sequence[Row]) -> list[Bar]:
+    slowest = max((row["contenders"]["warploom"].get("ms", 0.0) for row in rows), default=0.0)
+    return [("50 us over the slowest preparation of a mask", 1.0, 0.05 / slowest if slowest else None)]
+
+
+def _decode(rows: Sequence[Row]) -> list[Bar]:
+    cudnn = ratios(rows, "cuDNN")
+    smallest = next((ratio for case, ratio in cudnn.items() if case.startswith("B1 KV8k")), None)
+    paged = [
+        row["contenders"]["warploom"]["ms"] / found["ms"]
+        for row in rows
+        for name, found in row["contenders"].items()
+        if name.startswith("warploom, pages") and "ms" in found
+    ]
+    return [
+        ("cuDNN over ours, the worst contiguous case", 0.97, min(cudnn.values(), default=None)),
+        ("cuDNN over ours, B1 KV8k", 1.2, smallest),
+        ("contiguous over paged, the worst case", 0.9, min(paged, default=None)),
+    ]
+
+
+BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
+    ("masks", "forward"): _against_flex(1.15),
+    ("masks", "backward"): _against_flex(1.10),
+    ("masks", "mask"): _mask_preparation,
+    ("dense", "forward"): _dense,
+    ("dense", "backward"): _dense,
+    ("decode", "graph"): _decode,
+}
+
+
+def _cpu_run(path: Path, run: dict[str, Any]) -> str:
+    """benchmarks/cpu_attention.py's file."""
+    lines = [
+        "## Attention on a CPU\n",
+        f"{run['processor']}, {run['threads']} threads, torch {run['torch']}, {run['date']}, commit {run['commit']}; "
+        f"{run['shape']}. Data: `{path.as_posix()}`.\n",
+        "| case | dtype | pass | what | ms | p20 | p80 | MiB |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in run["rows"]:
+        memory = "–" if row.get("peak_mib") is None else f"{row['peak_mib']:.0f}"
+        cells = [row["case"], row["dtype"], "forward + backward" if row["backward"] else "forward", row["what"]]
+        lines.append("| " + " | ".join([*cells, *(f"{row[n]:.1f}" for n in ("ms", "p20", "p80")), memory]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Sequence[Row], path: Path, title: str, roof: float) -> None:
+    """Horizontal bars of TFLOP/s, a group for each case, and the product's rate as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [n for n in dict.fromkeys(n for row in rows for n in row["contenders"]) if n != "efficient"]
+    names = [n for n in names if any("tflops" in row["contenders"].get(n, {}) for row in rows)]
+    height = 0.8 / len(names)
+    with matplotlib.rc_context({"svg.hashsalt": "warploom", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(8, 0.9 + len(rows) * (0.16 * len(names) + 0.12)), layout="constrained")
+        colours = ["#0b6e4f", "#c44536", "#7d8597", "#3d5a80", "#e09f3e"]
+        for number, name in enumerate(names):
+            at = [i + (number - (len(names) - 1) / 2) * height for i in range(len(rows))]
+            values = [row["contenders"].get(name, {}).get("tflops", 0.0) for row in rows]
+            axes.barh(at, values, height * 0.92, label=name, color=colours[number % len(colours)])
+        axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
+        axes.invert_yaxis()
+        axes.axvline(roof, color="black", linewidth=0.8, linestyle=":", label="bf16 product")
+        axes.set_xlabel("TFLOP/s of visible work")
+        axes.set_title(title, fontsize=10)
+        axes.legend(loc="lower right", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)

@@ -1,0 +1,207 @@
+"""The cases of each suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import warploom
+from warploom.bench import peers
+from warploom.bench.decode import decode_cases
+from warploom.bench.harness import Call, Case, Comparison
+from warploom.bench.masks import pairs
+from warploom.bench.reference import OneHead, one_head
+from warploom.masks import Causal, Full, Mask
+
+SUITES = ("forward", "backward", "masks", "decode", "linear")
+# Tokens and channels of a dense case, and its key axes.
+TOKENS, CHANNELS = 16384, 2048
+HEAD_DIMS, SEQLENS = (64, 128, 256), (1024, 4096, 16384)
+MASK_SHAPES, MASK_HEADS, MASK_DIM = ((4, 8192), (1, 32768)), 16, 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+
+    def flops(self, density: float) -> float:
+        """Of a forward pass: two products over the visible scores."""
+        return 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim * density
+
+    def draw(self, device: torch.device) -> list[Tensor]:
+        """q, k, v and an upstream gradient."""
+        shape = (self.batch, self.seqlen, self.heads, self.head_dim)
+        return [torch.randn(shape, device=device).bfloat16() for _ in range(4)]
+
+
+def cases(suites: list[str], device: torch.device, quick: bool) -> list[Case]:
+    """The cases of the suites; `quick` shrinks them to seconds on a CPU."""
+    found: list[Case] = []
+    passes: list[str] = [name for name in ("forward", "backward") if name in suites]
+    if passes:
+        found += dense_cases(passes, quick)
+    if "masks" in suites:
+        found += mask_cases(device, quick)
+    if "decode" in suites:
+        found += decode_cases(quick)
+    if "linear" in suites and not hasattr(warploom, "linear_attention"):
+        raise ValueError("--suite linear: this version of warploom has no linear_attention yet")
+    return found
+
+
+def dense_cases(passes: list[str], quick: bool) -> list[Case]:
+    found = []
+    for head_dim in (16,) if quick else HEAD_DIMS:
+        for seqlen in (128,) if quick else SEQLENS:
+            for causal in (False, True):
+                tokens, channels = (256, 32) if quick else (TOKENS, CHANNELS)
+                shape = Shape(tokens // seqlen, seqlen, channels // head_dim, head_dim)
+                name = f"D{head_dim} S{seqlen} {'causal' if causal else 'full'}"
+                build = partial(_build_dense, shape, causal, passes)
+                found.append(Case("dense", name, {**shape.__dict__, "causal": causal}, build))
+    return found
+
+
+def mask_cases(device: torch.device, quick: bool) -> list[Case]:
+    found = []
+    for batch, seqlen in ((1, 256),) if quick else MASK_SHAPES:
+        shape = Shape(batch, seqlen, 2, 16) if quick else Shape(batch, seqlen, MASK_HEADS, MASK_DIM)
+        for name in pairs(seqlen, device):
+            build = partial(_build_mask, shape, name)
+            found.append(Case("masks", f"{name}, B{batch} S{seqlen}", {**shape.__dict__, "mask": name}, build))
+    return found
+
+
+def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.device) -> Iterator[tuple[str, Comparison]]:
+    inputs = shape.draw(device)
+    contenders: dict[str, peers.Attention] = {
+        "warploom": lambda q, k, v: warploom.attention(q, k, v, causal=causal)  # type: ignore[dict-item,return-value]
+    }
+    refused = {}
+    if device.type == "cuda":
+        contenders |= {name: peers.sdpa(name, causal) for name in peers.SDPA}
+        block_mask = peers.flex_block_mask(lambda b, h, i, j: i >= j, shape.seqlen, device) if causal else None
+        contenders["FlexAttention"] = peers.flex(block_mask)
+        try:
+            contenders["FA4"] = peers.flash_attention_4(causal)
+        except peers.NotHere as why:
+            refused["FA4"] = str(why)
+    else:
+        contenders["SDPA"] = _torch_sdpa(causal)
+    mask = Causal() if causal else Full()
+    density = mask.density(shape.seqlen, shape.seqlen)
+    yield from _compare(contenders, refused, inputs, mask, shape.flops(density), passes, {})
+
+
+def _build_mask(shape: Shape, name: str, device: torch.device) -> Iterator[tuple[str, Comparison]]:
+    inputs = shape.draw(device)
+    pair = pairs(shape.seqlen, device)[name]()
+    contenders: dict[str, peers.Attention] = {
+        "warploom": lambda q, k, v: warploom.attention(q, k, v, mask=pair.mask)  # type: ignore[dict-item,return-value]
+    }
+    density = pair.mask.density(shape.seqlen, shape.seqlen)
+    more: dict[str, Any] = {"density": density}
+    if device.type == "cuda":
+        make = partial(peers.flex_block_mask, pair.mask_mod, shape.seqlen, device)
+        contenders["FlexAttention"] = peers.flex(make())
+        yield (
+            "mask",
+            Comparison(
+                {"warploom": partial(_prepare, pair.mask, shape.seqlen, device), "FlexAttention": make},
+                lambda _: 0.0,
+                more=more,
+            ),
+        )
+    else:
+        contenders["SDPA, dense mask"] = _torch_sdpa(False, pair.mask.dense(shape.seqlen, shape.seqlen))
+    yield from _compare(contenders, {}, inputs, pair.mask, shape.flops(density), ["forward", "backward"], more)
+
+
+def _prepare(mask: Mask, seqlen: int, device: torch.device) -> Any:
+    """Device work of a new mask whose vectors exist: the bounds that every layer of a step shares."""
+    resolved = mask.resolve(seqlen, seqlen, device)
+    if resolved.lts is None and resolved.ute is None:
+        return None
+    return torch.ops.warploom.column_bounds(*resolved[2:], resolved.left, resolved.right, seqlen)
+
+
+def _compare(
+    contenders: dict[str, peers.Attention],
+    refused: dict[str, str],
+    inputs: list[Tensor],
+    mask: Mask,
+    flops: float,
+    passes: list[str],
+    more: dict[str, Any],
+) -> Iterator[tuple[str, Comparison]]:
+    q, k, v, dout = inputs
+    resolved = mask.resolve(q.shape[1], k.shape[1], q.device)
+    want = one_head(q, k, v, resolved, dout if "backward" in passes else None)
+    if "forward" in passes:
+        calls: dict[str, Call] = {name: partial(_forward, attend, q, k, v) for name, attend in contenders.items()}
+        yield "forward", Comparison(calls, want.check_out, flops, None, refused, more=more)
+    if "backward" in passes:
+        yield "backward", _backward(contenders, refused, inputs, want, flops, more)
+
+
+def _forward(attend: peers.Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        return attend(q, k, v)
+
+
+def _backward(
+    contenders: dict[str, peers.Attention],
+    refused: dict[str, str],
+    inputs: list[Tensor],
+    want: OneHead,
+    flops: float,
+    more: dict[str, Any],
+) -> Comparison:
+    """Gradients of q, k and v; a backward pass counts five products for the forward's two."""
+    calls: dict[str, Call] = {}
+    refused = dict(refused)
+    for name, attend in contenders.items():
+        try:
+            calls[name] = _gradients(attend, inputs)
+        except Exception as error:  # a peer may fail in any way
+            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+    return Comparison(calls, want.check_gradients, 2.5 * flops, None, refused, more=more)
+
+
+def _gradients(attend: peers.Attention, inputs: list[Tensor]) -> Call:
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # the graph is walked many times
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out = attend(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, inputs[3], retain_graph=True)
+
+
+def _torch_sdpa(causal: bool, mask: Tensor | None = None) -> peers.Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        a, b, c = peers.heads_first(q, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=mask, is_causal=causal).transpose(1, 2)
+
+    return attend
+
+
+def builds(case: Case, device: torch.device) -> Callable[[], None]:
+    """Run everything of a case once, untimed: what it compiles is then in the caches on disk."""
+
+    def once() -> None:
+        for _, comparison in case.build(device):
+            for call in comparison.calls.values():
+                try:
+                    call()
+                except Exception:  # a peer may fail in any way; the run itself records it
+                    continue
+
+    return once

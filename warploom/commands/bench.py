@@ -1,0 +1,143 @@
+"""`warploom bench`: time ours and its peers on one machine, and make the page that says what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warploom.bench.harness import MOST, Case, Timer, environment, roofs, run_case
+from warploom.bench.suites import SUITES, builds, cases
+
+EXAMPLES = """examples:
+  warploom bench --suite forward --suite backward --out benchmarks/results/dense.json
+  warploom bench --suite masks --only document --json
+  warploom bench --suite masks --warm 8        compile everything first, eight processes at once
+  warploom bench --suite decode --device cpu --quick
+  warploom bench report                        docs/performance.md from benchmarks/results/*.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=["run", "report"], default="run", help="default: run")
+    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json")
+    parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
+    parser.add_argument("--repeats", type=int, default=MOST, metavar="N", help=f"rounds at the most; default: {MOST}")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case after so long")
+    parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: the folder of performance.md")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.action == "report":
+        return _report(options)
+    if options.files:
+        raise ValueError(f"a run takes no files, got {', '.join(map(str, options.files))}")
+    if options.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
+    if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
+        raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
+    device = torch.device(options.device)
+    chosen = [
+        case
+        for case in cases(options.suite or ["forward"], device, options.quick)
+        if not options.only or options.only in case.name
+    ]
+    if not chosen:
+        raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
+    if options.list:
+        print(json.dumps([{"suite": c.suite, "case": c.name, **c.shape} for c in chosen]) if options.json else _names(chosen))
+        return 0
+    if options.warm is not None:
+        return _warm(chosen, options)
+    return _time(chosen, device, options)
+
+
+def _names(chosen: list[Case]) -> str:
+    return "\n".join(f"{case.suite:<8}{case.name}" for case in chosen)
+
+
+def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    seed = torch.seed() % 2**31
+    torch.manual_seed(seed)
+    timer = Timer(device)
+    found: dict[str, Any] = {**environment(device), "seed": seed, "roofs": roofs(timer), "rows": []}
+    for number, case in enumerate(chosen, 1):
+        if options.budget is not None and time.perf_counter() - started > options.budget:
+            found["left_out"] = [c.name for c in chosen[number - 1 :]]
+            print(f"stopped after {options.budget:g} s: {len(chosen) - number + 1} cases left out", file=sys.stderr)
+            break
+        for row in run_case(case, timer):
+            found["rows"].append(row)
+            if not options.json:
+                print(f"[{number}/{len(chosen)}] {describe(row)}", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(found))
+    wrong = [row["case"] for row in found["rows"] if "wrong" in row.get("contenders", {}).get("warploom", {})]
+    return int(bool(wrong))
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line: times, ours first, and the ratio to each peer."""
+    if "failed" in row:
+        return f"{row['case']}: failed: {row['failed']}"
+    parts = []
+    ours = row["contenders"].get("warploom", {}).get("ms")
+    for name, found in row["contenders"].items():
+        if "ms" not in found:
+            parts.append(f"{name} {'wrong' if 'wrong' in found else 'refused'}: {found.get('wrong') or found['refused']}")
+            continue
+        rate = (
+            f" {found['tflops']:.0f} TFLOP/s" if "tflops" in found else f" {found['gb_s']:.0f} GB/s" if "gb_s" in found else ""
+        )
+        ratio = f" ({found['ms'] / ours:.2f}×)" if ours and name != "warploom" else ""
+        parts.append(f"{name} {found['ms']:.4g} ms{rate}{ratio}")
+    return f"{row['case']}, {row['measure']}: " + "; ".join(parts)
+
+
+def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
+    """One process a case: what they compile lands in the caches that the timing run reads."""
+    names = [case.name for case in chosen]
+    arguments = [(options.suite or ["forward"], options.device, options.quick, name) for name in names]
+    started = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(max(options.warm, 1)) as pool:
+        for number, name in enumerate(pool.imap_unordered(_build_one, arguments, chunksize=1), 1):
+            print(f"[{number}/{len(names)}] {name}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    return 0
+
+
+def _build_one(arguments: tuple[list[str], str, bool, str]) -> str:
+    suites, device_name, quick, name = arguments
+    device = torch.device(device_name)
+    case = next(case for case in cases(suites, device, quick) if case.name == name)
+    builds(case, device)()
+    return name
+
+
+def _report(options: argparse.Namespace) -> int:
+    from warploom.bench.report import write
+
+    files = options.files or sorted(Path("benchmarks/results").glob("*.json"))
+    if not files:
+        raise ValueError("report found no files in benchmarks/results")
+    pages = write(files, options.docs)
+    print(json.dumps({"written": [str(p) for p in pages]}) if options.json else "\n".join(f"wrote {p}" for p in pages))
+    return 0
