@@ -90,11 +90,7 @@ def parse_pattern(text: str) -> Pattern:
         elif part in ORDERS:
             order = part
         else:
-            raise ValueError(
-                f"access takes NAME[@ORDER][@ROWSxCOLS] with an order of {', '.join(ORDERS)}, got {text!r}"
-            )
+            raise ValueError(f"access takes NAME[@ORDER][@ROWSxCOLS] with an order of {', '.join(ORDERS)}, got {text!r}")
     if (order == "matrices") != which.matrix:
-        raise ValueError(
-            f"access {text!r}: the order 'matrices' is the one of ldmatrix and stmatrix, and of nothing else"
-        )
+        raise ValueError(f"access {text!r}: the order 'matrices' is the one of ldmatrix and stmatrix, and of nothing else")
     return Pattern(which, order, view)

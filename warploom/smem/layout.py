@@ -110,9 +110,7 @@ class Tile:
             )
         first = self.moved(start)
         if any(self.moved(start + n) != first + n for n in range(self.itemsize, width, self.itemsize)):
-            raise ValueError(
-                f"swizzle {join(self.swizzles)}: the {width} bytes of one lane at row {row} do not stay together"
-            )
+            raise ValueError(f"swizzle {join(self.swizzles)}: the {width} bytes of one lane at row {row} do not stay together")
         return first
 
     def moved(self, offset: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from warploom.smem.access import Pattern, parse_pattern
-from warploom.smem.classes import PhaseClasses, Places, apply, classes_of, encode
+from warploom.smem.classes import PhaseClasses, Places, apply, encode
 from warploom.smem.layout import Swizzle, Tile
 from warploom.smem.model import BANK_BYTES, BANKS
 from warploom.smem.walk import count, viewed
@@ -87,7 +87,7 @@ def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
         if tile.row_bytes % pattern.access.width == 0 and viewed(tile, pattern).pitch_bytes % pattern.access.width:
             raise ValueError(f"access {pattern}: rows are not aligned to its {pattern.access.width} bytes")
     places = [Places.of(pattern, tile) for pattern in parsed]
-    classes = classes_of(tile, parsed)
+    classes = [PhaseClasses.of(one, viewed(tile, one.pattern).pitch_bytes).merged() for one in places]
     shift = tile.itemsize.bit_length() - 1
 
     def in_elements(swizzle: Swizzle) -> Swizzle:
@@ -132,11 +132,12 @@ def candidates(tile: Tile, patterns: Sequence[Pattern]) -> list[Swizzle]:
     for m in range(lowest, TOP):
         for b in range(1, TOP - m + 1):
             found += [Swizzle(b, m, s) for s in range(b, top - m)]
-    if found and tile.size_bytes & (tile.size_bytes - 1):
-        # Within a power of two of bytes the permutation stays inside by itself; elsewhere it may point past the end.
-        starts = torch.arange(0, tile.size_bytes, 1 << lowest).expand(len(found), -1)
-        inside = apply(encode([(one,) for one in found]), starts).amax(1) < tile.size_bytes
-        found = [one for one, fits in zip(found, inside.tolist(), strict=True) if fits]
+    end = tile.size_bytes % LINE
+    if found and end:
+        # Target bits lie within a line of banks: only in the last, incomplete one can a swizzle point past the end.
+        starts = torch.arange(tile.size_bytes - end, tile.size_bytes, 1 << lowest, dtype=torch.int32)
+        moved = apply(encode([(one,) for one in found]), starts.expand(len(found), -1))
+        found = [one for one, last in zip(found, moved.amax(1).tolist(), strict=True) if last < tile.size_bytes]
     return found
 
 
@@ -145,7 +146,7 @@ def _pairs(singles: Sequence[Swizzle]) -> list[tuple[Swizzle, Swizzle]]:
     both = [(one, other) for one in singles for other in singles if one != other]
     if not both:
         return []
-    bits = 1 << torch.arange(32)
+    bits = (1 << torch.arange(31)).to(torch.int32)
     images = apply(encode(both), bits.expand(len(both), -1))
     first: dict[tuple[int, ...], tuple[Swizzle, Swizzle]] = {}
     for image, pair in zip(images.tolist(), both, strict=True):
@@ -176,24 +177,21 @@ def _least(
                 return None, None
             start, size = start + size, 2 * size
     least = int(scores.min())
-    best = min(
-        (stacks[int(n)] for n in alive[scores == least]), key=lambda pair: [(s.b, s.s) for s in sorted(pair)]
-    )
+    best = min((stacks[int(n)] for n in alive[scores == least]), key=lambda pair: [(s.b, s.s) for s in sorted(pair)])
     return least, best
 
 
-def _padding(
-    tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], before: int
-) -> tuple[int, int]:
+def _padding(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], before: int) -> tuple[int, int]:
     """The least padding with the fewest conflicts, and how many those are."""
     best = 0, before
     if any(pattern.view for pattern in patterns):
         return best  # another shape over the same memory has no rows to pad
     widest = max(pattern.access.width for pattern in patterns)
+    shapes = [one.up_to_translation() for one in places]
     for pad in range(1, LINE // tile.itemsize):
         pitch = tile.pitch_bytes + pad * tile.itemsize
         if best[1] and pitch % widest == 0:
-            excess = sum(_total([PhaseClasses.of(one, pitch)], [()])[0] for one in places)
+            excess = sum(_total([PhaseClasses.of(one, pitch)], [()])[0] for one in shapes)
             best = min(best, (pad, excess), key=lambda choice: choice[1])
     return best
 
@@ -211,12 +209,3 @@ def check(found: Design) -> None:
         counted = sum(count(pattern, layout).excess for pattern in found.patterns)
         if counted != expected:
             raise AssertionError(f"the search says {expected} conflicts for {layout}, the model {counted}")
-
-
-def row_bits(tile: Tile, pattern: Pattern) -> dict[int, str]:
-    """What each bit of a byte offset means in a tile whose pitch is a power of two."""
-    seen = viewed(tile, pattern)
-    item, pitch = seen.itemsize.bit_length() - 1, seen.pitch_bytes.bit_length() - 1
-    names = {bit: "byte within the element" for bit in range(item)}
-    names |= {bit: f"column bit {bit - item}" for bit in range(item, pitch)}
-    return names | {bit: f"row bit {bit - pitch}" for bit in range(pitch, (seen.size_bytes - 1).bit_length())}
