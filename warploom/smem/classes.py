@@ -59,7 +59,7 @@ class PhaseClasses:
     """Distinct phases of one pattern, as XOR differences of byte addresses.
 
     `unit` is the bytes that every swizzle keeps together: one piece of the access, or a word of smaller ones. `offsets` is
-    int32 (classes, pieces), NOWHERE beside a class's distinct pieces; `weights` int64 (classes,), how many phases each stands for.
+    int32 (classes, pieces), NOWHERE beside a class's distinct pieces; `weights` int64 (classes,), the phases each stands for.
     """
 
     unit: int

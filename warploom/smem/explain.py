@@ -138,7 +138,7 @@ def _pattern_step(tile: Tile, pattern: Pattern, lowest: int, names: dict[int, st
 def _swizzle_step(swizzle: Swizzle, tile: Tile, names: dict[int, str]) -> str:
     moved = swizzle.in_bytes(tile.itemsize)
     pairs = [(moved.m + moved.s + n, moved.m + n) for n in range(moved.b)]
-    sources, targets = [source for source, _ in pairs], [target for target, _ in pairs]
+    sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
     text = f"{swizzle} XORs {_list(sources, names)} into {_list(targets, names)}."
     row, column = (
         all(names.get(bit, "").startswith(kind) for bit in bits) for kind, bits in (("row", sources), ("column", targets))
