@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,11 @@ def _draw(path: str, counts: Sequence[TileCount]) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from warploom.smem.verify import report, verify
 
-    result = verify(seed=options.seed)
+    try:
+        result = verify(seed=options.seed)
+    except RuntimeError as error:
+        print(f"warploom banks: {error}", file=sys.stderr)
+        return 1
     print(json.dumps(result.to_dict()) if options.json else report(result))
     return 0 if result.agrees else 1
 
