@@ -25,10 +25,7 @@ def rectangles(svg: str, color: str) -> int:
 
 
 def test_svg_counts_words_and_conflicts(tmp_path: Path) -> None:
-    from matplotlib import rc_context
-
-    with rc_context({"svg.fonttype": "none"}):
-        draw(tmp_path / "tile.svg", [count("ldmatrix.x4", LAYOUT)])
+    draw(tmp_path / "tile.svg", [count("ldmatrix.x4", LAYOUT)])
     svg = (tmp_path / "tile.svg").read_text()
     assert "ldmatrix.x4 on 16×16 f16, swizzle &lt;1,3,3&gt;" in svg
     assert "8 wavefronts, 4 ideal, 4 excess" in svg and "4 wavefronts, 4 ideal, 0 excess" in svg

@@ -100,7 +100,9 @@ def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern])
         return 0
     print(f"tile      {tile}, rows of {tile.pitch_bytes} bytes")
     for one in counts:
-        print(f"access    {one.pattern}, {len(one.instructions)} instructions\n{_totals(one)}")
+        print(
+            f"access    {one.pattern}, {len(one.instructions)} instruction{'s' * (len(one.instructions) > 1)}\n{_totals(one)}"
+        )
         conflict = witness(one.pattern, tile)
         if conflict:
             print(f"  first conflict: {conflict}")
@@ -150,7 +152,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _totals(one: Prediction | TileCount) -> str:
     phases = one.phases if isinstance(one.phases, int) else len(one.phases)
-    return f"  {phases} phases, {one.wavefronts} wavefronts, {one.ideal} ideal, {one.excess} excess"
+    return f"  {phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefronts, {one.ideal} ideal, {one.excess} excess"
 
 
 def _sums(counts: Sequence[TileCount]) -> dict[str, Any]:

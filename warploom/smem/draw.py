@@ -34,6 +34,7 @@ def draw(path: str | Path, counts: Sequence[TileCount]) -> None:
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"--draw takes a name ending in .svg, .png or .html, got {str(path)!r}")
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -51,7 +52,10 @@ def draw(path: str | Path, counts: Sequence[TileCount]) -> None:
         for above, below, one in zip(axes[0], axes[1], layouts, strict=True):
             _draw_words(above, one, number, height)
             _draw_banks(below, one.instructions[number])
-    figure.savefig(path, format=path.suffix[1:], dpi=110)
+    # Words stay words in the SVG, and the same picture is the same file.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "warploom"}):
+        figure.savefig(path, format=path.suffix[1:], dpi=110, metadata=metadata)
 
 
 def _layouts(one: TileCount) -> list[TileCount]:
@@ -69,13 +73,11 @@ def _lines(one: TileCount, number: int) -> list[int]:
 
 
 def _draw_words(axes: Any, one: TileCount, number: int, height: int) -> None:
-    from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
     lines = _lines(one, number)
     place = {line: n for n, line in enumerate(lines)}
-    grid = [Rectangle((bank, n), 1, 1) for n in range(len(lines)) for bank in range(BANKS)]
-    axes.add_collection(PatchCollection(grid, facecolor=UNTOUCHED, edgecolor="white", linewidth=0.6))
+    _grid(axes, len(lines))
     prediction = one.instructions[number]
     for index, phase in enumerate(prediction.phases):
         for bank, words in phase.banks.items():
@@ -135,14 +137,13 @@ def _draw_banks(axes: Any, prediction: Prediction) -> None:
     """Words in each bank, phase by phase: the largest number of a row is its wavefronts."""
     from matplotlib.patches import Rectangle
 
+    _grid(axes, len(prediction.phases))
     for index, phase in enumerate(prediction.phases):
-        for bank in range(BANKS):
-            words = len(phase.banks.get(bank, ()))
-            color = UNTOUCHED if not words else COLORS[index % len(COLORS)]
-            edge = CONFLICT if words > 1 else "white"
+        for bank, words in phase.banks.items():
+            edge = CONFLICT if len(words) > 1 else "none"
+            color = COLORS[index % len(COLORS)]
             axes.add_patch(Rectangle((bank + 0.05, index + 0.06), 0.9, 0.88, facecolor=color, edgecolor=edge, linewidth=1.4))
-            if words:
-                axes.text(bank + 0.5, index + 0.54, str(words), ha="center", va="center", fontsize=6.5, color="white")
+            axes.text(bank + 0.5, index + 0.54, str(len(words)), ha="center", va="center", fontsize=6.5, color="white")
     rows = len(prediction.phases)
     axes.set(xlim=(0, BANKS), ylim=(rows, 0), xlabel="bank: distinct words in it, by phase")
     axes.set_xticks([n + 0.5 for n in range(0, BANKS, 4)], [str(n) for n in range(0, BANKS, 4)])
@@ -152,6 +153,16 @@ def _draw_banks(axes: Any, prediction: Prediction) -> None:
     )
     axes.set_ylabel("lanes: wavefronts")
     _quiet(axes)
+
+
+def _grid(axes: Any, rows: int) -> None:
+    """Empty cells, as one surface under white lines: a rectangle for each would be most of an SVG's bytes."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((0, 0), BANKS, rows, facecolor=UNTOUCHED, edgecolor="none", zorder=0))
+    segments = [[(x, 0), (x, rows)] for x in range(BANKS + 1)] + [[(0, y), (BANKS, y)] for y in range(rows + 1)]
+    axes.add_collection(LineCollection(segments, colors="white", linewidths=0.8, zorder=0.5))
 
 
 def _quiet(axes: Any) -> None:
