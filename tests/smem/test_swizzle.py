@@ -87,7 +87,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([8, 16, 24, 48, 64]) | st.integers(1, 70),
     st.sampled_from([8, 16, 24, 40, 64]) | st.integers(1, 70),
@@ -159,6 +159,23 @@ def test_words_name_the_lanes_where_bits_do_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tile", "pattern", "phrase"),
+    [
+        (Tile(1, 1, "f32"), "lds.32", "touches one place only: no conflicts"),
+        (Tile(1, 4, "f8"), "lds.8@columns", "touches one place only: no conflicts"),
+        (Tile(24, 64), "lds.32@columns", "lds.32@columns"),
+        (Tile(5, 64, "f32"), "lds.128@columns", "lds.128@columns"),
+    ],
+    ids=str,
+)
+def test_words_of_small_and_uneven_tiles(tile: Tile, pattern: str, phrase: str) -> None:
+    found = design(tile, [pattern])
+    words = describe(found)
+    assert phrase in words
+    assert ("no conflicts" in words) == (found.before == 0)
+
+
+@pytest.mark.parametrize(
     ("tile", "patterns"),
     [
         (Tile(256, 256), ["sts.128", "ldmatrix.x4", "sts.32@fragment", "lds.32@columns"]),
@@ -178,7 +195,7 @@ def test_large_tiles_in_two_seconds(tile: Tile, patterns: list[str]) -> None:
         if taken[-1] < 2:
             break
     assert min(taken) < 2, taken
-    check(found)
+    assert found.excess <= found.before
 
 
 def test_refuses() -> None:

@@ -15,7 +15,7 @@ from warploom.smem.access import ACCESSES
 from warploom.smem.kernels import ladder, single
 from warploom.smem.model import RULES, Rules, predict
 from warploom.smem.patterns import Measured, generate
-from warploom.smem.verify import CONFLICTS, LOADS, METRICS, RULE_SETS, STORES, Launch, agreement, parse, single_rows
+from warploom.smem.verify import CONFLICTS, LOADS, METRICS, RULE_SETS, STORES, Launch, agreement, parse, run, single_rows
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
@@ -194,7 +194,19 @@ def test_the_command_names_a_disagreement(stand_ins: None, capsys: pytest.Captur
     assert "disagreements" in text and "pairs n^1" in text
 
 
+def test_finds_tools_in_the_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ncu").write_text("#!/bin/sh\necho found; echo in words >&2; exit $1\n")
+    (tmp_path / "bin" / "ncu").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert run(["ncu", "0"], 10) == "found\n"
+    with pytest.raises(RuntimeError, match=r"failed \(3\):\nfound\nin words"):
+        run(["ncu", "3"], 10)
+
+
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("warploom.smem.verify.find", lambda name: None)
     assert main(["banks", "--verify"]) == 2
     assert "needs a CUDA GPU with nvcc and ncu on the PATH; not found: nvcc, ncu, nvidia-smi" in capsys.readouterr().err

@@ -20,10 +20,12 @@ class Bits:
     """What the lanes of a pattern's commonest phase do to the bits of a byte address.
 
     `varied` are the bits in which they differ beyond the bytes of one access, `outside` those of them that choose no bank,
-    `free` the bank bits that are alike in all lanes and can be changed without taking an access apart.
+    `free` the bank bits that are alike in all lanes and can be changed without taking an access apart. `alone` says that
+    all phases are like this one.
     """
 
     pattern: Pattern
+    alone: bool
     varied: tuple[int, ...]
     outside: tuple[int, ...]
     free: tuple[int, ...]
@@ -31,8 +33,8 @@ class Bits:
     @classmethod
     def of(cls, pattern: Pattern, tile: Tile, lowest: int) -> Bits | None:
         """None where the lanes do not fill the bits they vary: with a pitch that is no power of two, say."""
-        one = PhaseClasses.of(Places.of(pattern, tile), viewed(tile, pattern).pitch_bytes).merged().part(0, 1)
-        pieces = [piece for piece in one.offsets[0].tolist() if piece != NOWHERE]
+        classes = PhaseClasses.of(Places.of(pattern, tile), viewed(tile, pattern).pitch_bytes).merged()
+        pieces = [piece for piece in classes.offsets[0].tolist() if piece != NOWHERE]
         mask = 0
         for piece in pieces:
             mask |= piece
@@ -40,7 +42,7 @@ class Bits:
         if len(pieces) != 1 << len(varied):
             return None
         free = tuple(bit for bit in BANK_BITS if bit >= lowest and bit not in varied)
-        return cls(pattern, varied, tuple(bit for bit in varied if bit >= TOP), free)
+        return cls(pattern, len(classes) == 1, varied, tuple(bit for bit in varied if bit >= TOP), free)
 
 
 def describe(found: Design) -> str:
@@ -90,8 +92,9 @@ def _steps(found: Design) -> Iterable[str]:
     tile = found.tile
     names = bit_names(tile)
     first, last = BANK_BITS[0], BANK_BITS[-1]
-    meaning = f"In this tile {_runs(names, tile)}." if names else _no_bits(tile)
-    yield f"Bits {first} to {last} of a byte address choose the bank. {meaning}"
+    runs = _runs(names, tile) if names else ""
+    meaning = f" In this tile {runs}." if runs else "" if names else f" {_no_bits(tile)}"
+    yield f"Bits {first} to {last} of a byte address choose the bank.{meaning}"
 
     widest = max(max(BANK_BYTES, pattern.access.width) for pattern in found.patterns)
     lowest = max(widest, tile.itemsize).bit_length() - 1
@@ -116,7 +119,12 @@ def _pattern_step(tile: Tile, pattern: Pattern, lowest: int, names: dict[int, st
     conflict = witness(pattern, tile)
     if bits is None:
         return conflict or f"{pattern} has no conflicts."
-    text = f"The lanes of a phase of {pattern} differ in {_list(bits.varied, seen)}."
+    if not bits.alone and not bits.outside and conflict:
+        return conflict
+    if not bits.varied:
+        return f"A phase of {pattern} touches one place only: no conflicts."
+    which = "a phase" if bits.alone else "most phases"
+    text = f"The lanes of {which} of {pattern} differ in {_list(bits.varied, seen)}."
     if not bits.outside:
         return f"{text} All of these choose banks: no conflicts."
     if bits.outside == bits.varied:
@@ -169,6 +177,7 @@ def bit_names(tile: Tile) -> dict[int, str]:
 
 
 def _runs(names: dict[int, str], tile: Tile) -> str:
+    """Which bits are column bits and which row bits; nothing where neither has any."""
     item, pitch, top = tile.itemsize.bit_length() - 1, tile.pitch_bytes.bit_length() - 1, len(names)
     parts = [
         f"{'bit' if end - start == 1 else 'bits'} {_span(start, end)} {'is' if end - start == 1 else 'are'} {word} "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -87,7 +88,7 @@ def verify(seed: int = 0) -> Verification:
     Raises ValueError where a GPU or a tool is missing, RuntimeError with a tool's own words where it fails.
     """
     start = time.monotonic()
-    missing = [name for name in ("nvcc", "ncu", "nvidia-smi") if shutil.which(name) is None]
+    missing = [name for name in ("nvcc", "ncu", "nvidia-smi") if find(name) is None]
     if missing:
         raise ValueError(f"--verify needs a CUDA GPU with nvcc and ncu on the PATH; not found: {', '.join(missing)}")
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
@@ -109,7 +110,16 @@ def verify(seed: int = 0) -> Verification:
     return Verification(device, seed, tuple(rows), tuple(variants), time.monotonic() - start)
 
 
+def find(name: str) -> str | None:
+    """A tool on the PATH, or in the CUDA toolkit's folder, which often is not on it."""
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(os.path.join(root, "bin") for root in roots if root)]
+    return shutil.which(name, path=os.pathsep.join(folders))
+
+
 def run(command: Sequence[str], seconds: float) -> str:
+    """The standard output of a tool; RuntimeError with the end of what it said where it fails."""
+    command = [find(command[0]) or command[0], *command[1:]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
