@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warploom.smem import Swizzle, Tile, count, design
@@ -87,26 +87,33 @@ NAMES = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+def fits(tile: Tile, pattern: str) -> bool:
+    try:
+        count(pattern, tile)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from([8, 16, 24, 48, 64]) | st.integers(1, 70),
-    st.sampled_from([8, 16, 24, 40, 64]) | st.integers(1, 70),
+    st.sampled_from([8, 16, 24, 32]) | st.integers(1, 40),
+    st.sampled_from([8, 16, 24, 40]) | st.integers(1, 40),
     st.sampled_from(["f8", "f16", "f32", "f64"]),
     st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True),
 )
-def test_search_and_model_agree(rows: int, cols: int, dtype: str, patterns: list[str]) -> None:
+def test_search_and_model_agree(rows: int, cols: int, dtype: str, names: list[str]) -> None:
     tile = Tile(rows, cols, dtype)
-    try:
-        total(tile, patterns)
-    except ValueError:
-        assume(False)
+    patterns = [name for name in names if fits(tile, name)] or ["lds.8"]
     found = design(tile, patterns)
     check(found)
-    assert found.excess <= found.before and found.pad_excess <= found.before
+    reached = [found.before, found.excess, found.pad_excess]
     if found.stack_excess is not None:
         assert found.stack_excess < found.excess
+        reached.append(found.stack_excess)
+    assert max(reached) == found.before
     assert describe(found)
-    assert total(found.best, patterns) == min(found.excess, found.pad_excess, found.stack_excess or found.excess)
+    assert total(found.best, patterns) == min(reached)
 
 
 @pytest.mark.parametrize(
