@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": ("warploom.commands.doctor", "what is installed, what can run here, and why the rest cannot"),
     "explain": ("warploom.commands.explain", "which implementation serves a call of given shapes, and why"),
     "bench": ("warploom.commands.bench", "time warploom against its peers on this machine, and report it"),
+    "banks": ("warploom.commands.banks", "bank conflicts of shared-memory accesses: predicted, explained, designed away"),
     "demo": ("warploom.demo", "a real encoder over real text, eager against warploom, padded and packed"),
 }
 

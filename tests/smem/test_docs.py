@@ -1,0 +1,27 @@
+"""What docs/smem.md shows beside its snippets: pictures that are there, and the page as the code writes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from warploom.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "smem.md").read_text(encoding="utf-8")
+
+
+def test_pictures_exist_and_their_commands_are_shown() -> None:
+    pictures = re.findall(r"\]\(images/(smem-[a-z]+\.png)\)", PAGE)
+    assert len(pictures) == 3
+    for name in pictures:
+        assert (DOCS / "images" / name).stat().st_size > 10_000
+        assert f"--draw {name}" in PAGE
+
+
+def test_the_interactive_page_is_what_its_command_writes(tmp_path: Path) -> None:
+    assert "](images/banks.html)" in PAGE
+    (command,) = re.findall(r"\$ warploom (banks .*) --draw tile\.html", PAGE)
+    written = tmp_path / "tile.html"
+    assert main([*command.split(), "--draw", str(written)]) == 0
+    assert written.read_text(encoding="utf-8") == (DOCS / "images" / "banks.html").read_text(encoding="utf-8")

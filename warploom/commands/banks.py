@@ -1,0 +1,192 @@
+"""`warploom banks`: shared-memory bank conflicts of an access, predicted; layouts designed and drawn; verified on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from warploom.commands.table import table
+from warploom.smem.access import ACCESSES, ORDERS, Pattern, parse_pattern
+from warploom.smem.explain import describe, witness
+from warploom.smem.layout import DTYPES, Tile, join, parse_swizzles, tma_refusals
+from warploom.smem.model import Prediction, predict
+from warploom.smem.swizzle import design
+from warploom.smem.walk import TileCount, count
+
+EXAMPLES = f"""examples:
+  warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16
+  warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16 --swizzle 3,3,4 --draw tile.svg
+  warploom banks --access lds.64 --addresses 0,8,16,24,-,...       (32 byte addresses, - for a lane that is off)
+  warploom banks --design --rows 16 --cols 16 --access sts.128 --access ldmatrix.x4
+  warploom banks --verify                                          (needs a GPU, nvcc and ncu)
+
+accesses: {", ".join(ACCESSES)}
+orders, as in lds.32@columns:
+{table([(name, meaning) for name, meaning in ORDERS.items()])}
+ACCESS@ROWSxCOLS, as in ldmatrix.x4@256x16, sees the same memory in another shape.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--access", action="append", metavar="ACCESS", help="an instruction; several for one tile")
+    parser.add_argument("--addresses", metavar="A0,...,A31", help="byte addresses of the lanes of one instruction")
+    tile = parser.add_argument_group("a tile, row after row, covered once by each access")
+    tile.add_argument("--rows", type=_number, metavar="R")
+    tile.add_argument("--cols", type=_number, metavar="C")
+    tile.add_argument("--dtype", choices=DTYPES, default="f16", metavar="TYPE", help=f"{', '.join(DTYPES)}; default: f16")
+    tile.add_argument("--pad", type=_number, default=0, metavar="N", help="elements after each row")
+    tile.add_argument("--swizzle", metavar="B,M,S", help="in elements; two in a row joined by +")
+    actions = parser.add_argument_group("what to do with it, beside counting")
+    actions.add_argument("--design", action="store_true", help="search the best swizzle, padding and pair of swizzles")
+    actions.add_argument("--draw", metavar="FILE", help="a picture, .svg or .png, or an interactive page, .html")
+    actions.add_argument("--verify", action="store_true", help="compare the model with Nsight Compute's counters on this GPU")
+    actions.add_argument("--seed", type=_number, default=0, metavar="N", help="of the random patterns of --verify; default: 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.verify:
+        return _verify(options)
+    patterns = [parse_pattern(text) for text in options.access or ()]
+    if not patterns:
+        raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none")
+    if options.addresses is not None:
+        return _addresses(options, patterns)
+    if options.rows is None or options.cols is None:
+        raise ValueError("--rows and --cols are needed without --addresses")
+    swizzles = () if options.swizzle is None else parse_swizzles(options.swizzle)
+    tile = Tile(options.rows, options.cols, options.dtype, options.pad, swizzles)
+    return _design(options, tile, patterns) if options.design else _count(options, tile, patterns)
+
+
+def _addresses(options: argparse.Namespace, patterns: Sequence[Pattern]) -> int:
+    if len(patterns) != 1:
+        raise ValueError(f"--addresses takes one --access, got {len(patterns)}")
+    if options.rows or options.cols or options.pad or options.swizzle or options.design or options.draw:
+        raise ValueError("--addresses are final: it takes no tile, padding, swizzle, --design or --draw")
+    addresses = [_address(text) for text in options.addresses.split(",")]
+    prediction = predict(patterns[0].access, addresses)
+    if options.json:
+        words = [{str(bank): list(held) for bank, held in phase.banks.items()} for phase in prediction.phases]
+        lanes = [list(phase.lanes) for phase in prediction.phases]
+        result = {"access": prediction.access.name, **prediction.to_dict(), "lanes": lanes, "words_by_bank": words}
+        print(json.dumps(result))
+    else:
+        print(f"access    {prediction.access.name}\n{_totals(prediction)}")
+        rows = [
+            (str(n), f"{phase.lanes[0]} to {phase.lanes[-1]}", str(phase.wavefronts), _busiest(prediction, n))
+            for n, phase in enumerate(prediction.phases)
+        ]
+        print(table(rows, heading=("phase", "lanes", "wavefronts", "busiest bank")))
+    return 0
+
+
+def _busiest(prediction: Prediction, number: int) -> str:
+    phase = prediction.phases[number]
+    bank, words = max(phase.banks.items(), key=lambda item: len(item[1]))
+    return f"{bank}: words {', '.join(map(str, words))}"
+
+
+def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]) -> int:
+    counts = [count(pattern, tile) for pattern in patterns]
+    if options.draw:
+        _draw(options.draw, counts)
+    if options.json:
+        print(json.dumps({**_tile(tile), **_sums(counts), "tma": tma_refusals(tile), "drawn": options.draw}))
+        return 0
+    print(f"tile      {tile}, rows of {tile.pitch_bytes} bytes")
+    for one in counts:
+        print(
+            f"access    {one.pattern}, {len(one.instructions)} instruction{'s' * (len(one.instructions) > 1)}\n{_totals(one)}"
+        )
+        conflict = witness(one.pattern, tile)
+        if conflict:
+            print(f"  first conflict: {conflict}")
+    for mode, refusal in tma_refusals(tile).items():
+        print(f"{mode:<10}{'a TMA box can hold this tile' if refusal is None else f'no: {refusal}'}")
+    if options.draw:
+        print(f"drawn     {options.draw}")
+    return 0
+
+
+def _design(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]) -> int:
+    found = design(tile, patterns)
+    if options.draw:
+        _draw(options.draw, [count(pattern, found.best) for pattern in patterns])
+    if options.json:
+        best = {"pad": found.best.pad, "swizzle": _numbers(found.best)}
+        print(json.dumps({**_tile(tile), **found.to_dict(), "best": best, "words": describe(found), "drawn": options.draw}))
+        return 0
+    print(describe(found))
+    if options.draw:
+        print(f"drawn     {options.draw}")
+    return 0
+
+
+def _draw(path: str, counts: Sequence[TileCount]) -> None:
+    if Path(path).suffix == ".html":
+        from warploom.smem.page import write_page
+
+        write_page(path, counts)
+    else:
+        from warploom.smem.draw import draw
+
+        draw(path, counts)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from warploom.smem.verify import report, verify
+
+    try:
+        result = verify(seed=options.seed)
+    except RuntimeError as error:
+        print(f"warploom banks: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result.to_dict()) if options.json else report(result))
+    return 0 if result.agrees else 1
+
+
+def _totals(one: Prediction | TileCount) -> str:
+    phases = one.phases if isinstance(one.phases, int) else len(one.phases)
+    return f"  {phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefronts, {one.ideal} ideal, {one.excess} excess"
+
+
+def _sums(counts: Sequence[TileCount]) -> dict[str, Any]:
+    if len(counts) == 1:
+        return counts[0].to_dict()
+    sums = {name: sum(getattr(one, name) for one in counts) for name in ("phases", "wavefronts", "ideal", "excess")}
+    return {**sums, "accesses": [one.to_dict() for one in counts]}
+
+
+def _tile(tile: Tile) -> dict[str, Any]:
+    return {
+        "rows": tile.rows,
+        "cols": tile.cols,
+        "dtype": tile.dtype,
+        "pad": tile.pad,
+        "layout": join(tile.swizzles),
+        "bytes": tile.size_bytes,
+    }
+
+
+def _numbers(tile: Tile) -> list[list[int]]:
+    return [[one.b, one.m, one.s] for one in tile.swizzles]
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"takes a whole number from 0, got {text!r}")
+    return int(text)
+
+
+def _address(text: str) -> int | None:
+    if text.strip() == "-":
+        return None
+    try:
+        return int(text, 0)
+    except ValueError:
+        raise ValueError(f"--addresses takes whole numbers (0x... too) or -, got {text.strip()!r}") from None

@@ -1,0 +1,26 @@
+"""The shared-memory laboratory: bank conflicts predicted without a GPU, swizzles designed, both proved by counters."""
+
+from warploom.smem.access import ACCESSES, Access, Pattern, access, parse_pattern
+from warploom.smem.layout import TMA_MODES, Swizzle, Tile, tma_refusals
+from warploom.smem.model import Phase, Prediction, predict
+from warploom.smem.swizzle import Design, design
+from warploom.smem.walk import TileCount, count
+
+__all__ = [
+    "ACCESSES",
+    "TMA_MODES",
+    "Access",
+    "Design",
+    "Pattern",
+    "Phase",
+    "Prediction",
+    "Swizzle",
+    "Tile",
+    "TileCount",
+    "access",
+    "count",
+    "design",
+    "parse_pattern",
+    "predict",
+    "tma_refusals",
+]

@@ -1,0 +1,116 @@
+"""One kernel for each shared-memory instruction, its lane addresses read from a table: nothing else touches shared memory."""
+
+from __future__ import annotations
+
+from warploom.smem.access import ACCESSES, Access
+
+SHARED_BYTES = 48 * 1024  # what a kernel may use without asking for more
+
+
+def kernel_name(access: Access) -> str:
+    return access.name.replace(".", "_")
+
+
+def source() -> str:
+    """CUDA C++ of a program `single TABLE`: each line of TABLE is a kernel's number in ACCESSES and its 32 addresses.
+
+    Address −1 switches a lane off. stmatrix needs compute capability 9.0.
+    """
+    kernels = "\n".join(_kernel(access) for access in ACCESSES.values())
+    launches = ", ".join(kernel_name(access) for access in ACCESSES.values())
+    return _PROGRAM.replace("/*KERNELS*/", kernels).replace("/*LAUNCHES*/", launches)
+
+
+def _kernel(access: Access) -> str:
+    body = _matrix(access) if access.matrix else _lanes(access)
+    if access.name.startswith("stmatrix"):
+        body = f"#if __CUDA_ARCH__ >= 900\n{body}\n#endif"
+    return f"""extern "C" __global__ void {kernel_name(access)}(const int* table, unsigned* out) {{
+  START
+{body}
+  out[threadIdx.x] = r0 ^ r1 ^ r2 ^ r3;
+}}
+"""
+
+
+def _matrix(access: Access) -> str:
+    count = access.lanes // 8
+    registers = ", ".join(f"%{n}" for n in range(count))
+    form = f"sync.aligned.m8n8.x{count}{'.trans' if access.name.endswith('.trans') else ''}.shared.b16"
+    names = [f"r{n}" for n in range(count)]
+    if access.load:
+        outputs = ", ".join(f'"=r"({name})' for name in names)
+        return f'  asm volatile("ldmatrix.{form} {{{registers}}}, [%{count}];" : {outputs} : "r"(base + address) : "memory");'
+    inputs = ", ".join(f'"r"({name})' for name in names)
+    return f'  asm volatile("stmatrix.{form} [%{count}], {{{registers}}};" :: {inputs}, "r"(base + address) : "memory");'
+
+
+def _lanes(access: Access) -> str:
+    bits, count = 8 * access.width, max(1, access.width // 4)
+    kind = f"{f'.v{count}' if count > 1 else ''}.{'u' if bits < 32 else 'b'}{min(bits, 32)}"
+    places = [f"%{n}" for n in range(count)]
+    registers = f"{{{', '.join(places)}}}" if count > 1 else places[0]
+    names = [f"r{n}" for n in range(count)]
+    where, active = f"%{count}", f"%{count + 1}"
+    # Predicated within one asm statement: no branch, so a warp with lanes off executes the instruction exactly once.
+    head = f"{{ .reg .pred p; setp.ne.s32 p, {active}, 0; "
+    if access.load:
+        outputs = ", ".join(f'"+r"({name})' for name in names)
+        return (
+            f'  asm volatile("{head}@p ld.shared{kind} {registers}, [{where}]; }}"\n'
+            f'    : {outputs} : "r"(base + address), "r"(int(on)) : "memory");'
+        )
+    inputs = ", ".join(f'"r"({name})' for name in names)
+    return (
+        f'  asm volatile("{head}@p st.shared{kind} [{where}], {registers}; }}"\n'
+        f'    :: {inputs}, "r"(base + address), "r"(int(on)) : "memory");'
+    )
+
+
+_PROGRAM = """#include <cstdio>
+#include <vector>
+
+#define START                                                     \\
+  extern __shared__ __align__(1024) unsigned char memory[];       \\
+  const unsigned base = unsigned(__cvta_generic_to_shared(memory)); \\
+  const int entry = table[threadIdx.x];                           \\
+  const bool on = entry >= 0;                                     \\
+  const int address = on ? entry : 0;                             \\
+  unsigned r0 = entry, r1 = entry, r2 = entry, r3 = entry;        \\
+  (void)on;
+
+/*KERNELS*/
+using Kernel = void (*)(const int*, unsigned*);
+static Kernel const kernels[] = {/*LAUNCHES*/};
+
+static int fail(const char* what, cudaError_t error) {
+  std::fprintf(stderr, "%s: %s\\n", what, cudaGetErrorString(error));
+  return 1;
+}
+
+int main(int count, char** arguments) {
+  if (count != 2) return std::fprintf(stderr, "takes the name of a table\\n"), 2;
+  std::FILE* file = std::fopen(arguments[1], "r");
+  if (!file) return std::perror(arguments[1]), 1;
+  std::vector<int> which, addresses;
+  for (int kernel; std::fscanf(file, "%d", &kernel) == 1;) {
+    which.push_back(kernel);
+    for (int lane = 0; lane < 32; ++lane) {
+      int address;
+      if (std::fscanf(file, "%d", &address) != 1) return std::fprintf(stderr, "the table ends early\\n"), 1;
+      addresses.push_back(address);
+    }
+  }
+  std::fclose(file);
+  int* table;
+  unsigned* out;
+  cudaError_t error = cudaMalloc(&table, addresses.size() * sizeof(int));
+  if (error == cudaSuccess) error = cudaMalloc(&out, 32 * sizeof(unsigned));
+  if (error == cudaSuccess)
+    error = cudaMemcpy(table, addresses.data(), addresses.size() * sizeof(int), cudaMemcpyHostToDevice);
+  if (error != cudaSuccess) return fail("memory", error);
+  for (size_t n = 0; n < which.size(); ++n) kernels[which[n]]<<<1, 32, 48 * 1024>>>(table + 32 * n, out);
+  error = cudaDeviceSynchronize();
+  return error == cudaSuccess ? 0 : fail("launch", error);
+}
+"""

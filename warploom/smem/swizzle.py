@@ -1,0 +1,211 @@
+"""The best swizzle, the least padding and the best stack of two swizzles for a tile and all accesses made to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from warploom.smem.access import Pattern, parse_pattern
+from warploom.smem.classes import PhaseClasses, Places, apply, encode
+from warploom.smem.layout import Swizzle, Tile
+from warploom.smem.model import BANK_BYTES, BANKS
+from warploom.smem.walk import count, viewed
+
+LINE = BANKS * BANK_BYTES  # bytes after which the banks repeat
+TOP = LINE.bit_length() - 1  # address bits from here on choose no bank
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a search over every swizzle, padding and pair of swizzles found for a tile.
+
+    Swizzles are in elements. `excess` counts all accesses once over the whole tile. `by_bits[b]` is the least excess that any
+    swizzle of b bits reaches (0 bits: none): the proof that `swizzle` has no more bits than needed.
+    """
+
+    tile: Tile
+    patterns: tuple[Pattern, ...]
+    before: int
+    swizzle: Swizzle | None
+    excess: int
+    by_bits: dict[int, int]
+    searched: int
+    pad: int
+    pad_excess: int
+    stack: tuple[Swizzle, ...] | None
+    stack_excess: int | None
+    pairs: int
+
+    @property
+    def best(self) -> Tile:
+        """The tile with the layout to use: the swizzle, else two of them, else padding, whatever conflicts least."""
+        choices = [(self.before, 0, self.tile)]
+        if self.swizzle is not None:
+            choices.append((self.excess, 1, replace(self.tile, swizzles=(self.swizzle,))))
+        if self.stack is not None and self.stack_excess is not None:
+            choices.append((self.stack_excess, 2, replace(self.tile, swizzles=self.stack)))
+        if all(pattern.view is None for pattern in self.patterns):
+            choices.append((self.pad_excess, 3, replace(self.tile, pad=self.pad)))
+        return min(choices, key=lambda choice: choice[:2])[2]
+
+    def to_dict(self) -> dict[str, Any]:
+        def numbers(swizzle: Swizzle) -> list[int]:
+            return [swizzle.b, swizzle.m, swizzle.s]
+
+        return {
+            "accesses": [str(pattern) for pattern in self.patterns],
+            "before": self.before,
+            "swizzle": None if self.swizzle is None else numbers(self.swizzle),
+            "excess": self.excess,
+            "least_excess_by_bits": {str(bits): excess for bits, excess in self.by_bits.items()},
+            "searched": self.searched,
+            "pad": self.pad,
+            "pad_excess": self.pad_excess,
+            "stack": None if self.stack is None else [numbers(one) for one in self.stack],
+            "stack_excess": self.stack_excess,
+            "pairs_searched": self.pairs,
+        }
+
+
+def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
+    """Search the layouts of a tile for the fewest bank conflicts over all of its accesses together.
+
+    `tile` is without padding and swizzles; `patterns` are the accesses that write and read it, at least one. Swizzles are
+    all Swizzle<B, M, S> with S ≥ B (as CuTe demands) that change bank bits only, keep each lane's bytes together and stay
+    within the tile; ties go to fewer bits, then to the smaller shift. Pads are all up to one line of banks, after which
+    they repeat. Pairs of swizzles are searched where one swizzle leaves conflicts.
+    """
+    if tile.pad or tile.swizzles:
+        raise ValueError(f"design takes a tile without padding and swizzles, got {tile}")
+    parsed = tuple(parse_pattern(one) if isinstance(one, str) else one for one in patterns)
+    if not parsed:
+        raise ValueError("design takes at least one access, got none")
+    for pattern in parsed:
+        if tile.row_bytes % pattern.access.width == 0 and viewed(tile, pattern).pitch_bytes % pattern.access.width:
+            raise ValueError(f"access {pattern}: rows are not aligned to its {pattern.access.width} bytes")
+    places = [Places.of(pattern, tile) for pattern in parsed]
+    classes = [PhaseClasses.of(one, viewed(tile, one.pattern).pitch_bytes).merged() for one in places]
+    shift = tile.itemsize.bit_length() - 1
+
+    def in_elements(swizzle: Swizzle) -> Swizzle:
+        return replace(swizzle, m=swizzle.m - shift)
+
+    before = _total(classes, [()])[0]
+    singles = candidates(tile, parsed)
+    scores = _total(classes, [(one,) for one in singles])
+    ranked = sorted(zip(scores, singles, strict=True), key=lambda pair: (pair[0], pair[1].b, pair[1].s, pair[1].m))
+    excess, found = ranked[0] if ranked and ranked[0][0] < before else (before, None)
+    by_bits = {0: before}
+    for score, one in ranked:
+        by_bits[one.b] = min(score, by_bits.get(one.b, score))
+    pairs = _pairs(singles) if excess else []
+    stack_excess, stack = _least(pairs, classes, excess)
+    pad, pad_excess = _padding(tile, parsed, places, before)
+    return Design(
+        tile=tile,
+        patterns=parsed,
+        before=before,
+        swizzle=None if found is None else in_elements(found),
+        excess=excess,
+        by_bits=dict(sorted(by_bits.items())),
+        searched=len(singles),
+        pad=pad,
+        pad_excess=pad_excess,
+        stack=None if stack is None else tuple(map(in_elements, stack)),
+        stack_excess=stack_excess,
+        pairs=len(pairs),
+    )
+
+
+def candidates(tile: Tile, patterns: Sequence[Pattern]) -> list[Swizzle]:
+    """Every swizzle worth trying, on byte offsets.
+
+    Target bits below an access's width would take its bytes apart, those above the bank bits would move nothing to another
+    bank, and source bits above the tile's size are always 0.
+    """
+    lowest = max(BANK_BYTES, tile.itemsize, *(pattern.access.width for pattern in patterns)).bit_length() - 1
+    top = (tile.size_bytes - 1).bit_length()
+    found = []
+    for m in range(lowest, TOP):
+        for b in range(1, TOP - m + 1):
+            found += [Swizzle(b, m, s) for s in range(b, top - m)]
+    end = tile.size_bytes % LINE
+    if found and end:
+        # Target bits lie within a line of banks: only in the last, incomplete one can a swizzle point past the end.
+        starts = torch.arange(tile.size_bytes - end, tile.size_bytes, 1 << lowest, dtype=torch.int32)
+        moved = apply(encode([(one,) for one in found]), starts.expand(len(found), -1))
+        found = [one for one, last in zip(found, moved.amax(1).tolist(), strict=True) if last < tile.size_bytes]
+    return found
+
+
+def _pairs(singles: Sequence[Swizzle]) -> list[tuple[Swizzle, Swizzle]]:
+    """Every two swizzles one after the other, each permutation once: most pairs commute."""
+    both = [(one, other) for one in singles for other in singles if one != other]
+    if not both:
+        return []
+    bits = (1 << torch.arange(31)).to(torch.int32)
+    images = apply(encode(both), bits.expand(len(both), -1))
+    first: dict[tuple[int, ...], tuple[Swizzle, Swizzle]] = {}
+    for image, pair in zip(images.tolist(), both, strict=True):
+        first.setdefault(tuple(image), pair)
+    return list(first.values())
+
+
+def _total(classes: Sequence[PhaseClasses], stacks: Sequence[Sequence[Swizzle]]) -> list[int]:
+    return torch.stack([one.excess(encode(stacks)) for one in classes]).sum(0).tolist() if stacks else []
+
+
+def _least(
+    stacks: Sequence[tuple[Swizzle, ...]], classes: Sequence[PhaseClasses], limit: int
+) -> tuple[int | None, tuple[Swizzle, ...] | None]:
+    """The stack of least excess below `limit`, exactly: classes are added until the other stacks have lost."""
+    if not stacks:
+        return None, None
+    encoded = encode(stacks)
+    alive = torch.arange(len(stacks))
+    scores = torch.zeros(len(stacks), dtype=torch.int64)
+    for one in classes:
+        start, size = 0, 1
+        while start < len(one):
+            scores += one.part(start, start + size).excess(encoded[alive])
+            winning = scores < limit
+            alive, scores = alive[winning], scores[winning]
+            if not len(alive):
+                return None, None
+            start, size = start + size, 2 * size
+    least = int(scores.min())
+    best = min((stacks[int(n)] for n in alive[scores == least]), key=lambda pair: [(s.b, s.s) for s in sorted(pair)])
+    return least, best
+
+
+def _padding(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], before: int) -> tuple[int, int]:
+    """The least padding with the fewest conflicts, and how many those are."""
+    best = 0, before
+    if any(pattern.view for pattern in patterns):
+        return best  # another shape over the same memory has no rows to pad
+    widest = max(pattern.access.width for pattern in patterns)
+    shapes = [one.up_to_translation() for one in places]
+    for pad in range(1, LINE // tile.itemsize):
+        pitch = tile.pitch_bytes + pad * tile.itemsize
+        if best[1] and pitch % widest == 0:
+            excess = sum(_total([PhaseClasses.of(one, pitch)], [()])[0] for one in shapes)
+            best = min(best, (pad, excess), key=lambda choice: choice[1])
+    return best
+
+
+def check(found: Design) -> None:
+    """Recount the chosen layouts with the model, lane by lane; an error if the search and the model disagree."""
+    layouts = [(found.tile, found.before)]
+    if found.swizzle is not None:
+        layouts.append((replace(found.tile, swizzles=(found.swizzle,)), found.excess))
+    if found.stack is not None and found.stack_excess is not None:
+        layouts.append((replace(found.tile, swizzles=found.stack), found.stack_excess))
+    if found.pad:
+        layouts.append((replace(found.tile, pad=found.pad), found.pad_excess))
+    for layout, expected in layouts:
+        counted = sum(count(pattern, layout).excess for pattern in found.patterns)
+        if counted != expected:
+            raise AssertionError(f"the search says {expected} conflicts for {layout}, the model {counted}")
