@@ -7,7 +7,8 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.bench.harness import WrongResult
+from warploom.bench import suites
+from warploom.bench.harness import Comparison, WrongResult
 from warploom.bench.masks import document_lengths, pairs, subtree_ends, tree_parents
 from warploom.bench.reference import one_head
 
@@ -61,3 +62,39 @@ def test_reference_of_a_group() -> None:
     q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
     want = one_head(q, k, k, masks.Causal().resolve(64, 64), None)
     assert want.check_out(warploom.attention(q, k, k, causal=True)) < 1e-5
+
+
+def test_what_preparing_a_mask_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors made anew in one contender, held in the other; a band has none; a peer that failed is not called."""
+    seen: list[object] = []
+    monkeypatch.setattr(suites, "capture", lambda call: call)
+    monkeypatch.setattr(suites, "_bounds", lambda mask, seqlen: seen.append(mask.lts))
+    mask = pairs(SEQLEN, "cpu")["causal document"]().mask
+    device = torch.device("cpu")
+    found = suites._preparation(mask, SEQLEN, device, lambda: None, {}, {})
+    assert list(found.calls) == ["warploom", "warploom, with the vectors", "FlexAttention"]
+    for name in ("warploom", "warploom, with the vectors"):
+        seen.clear()
+        found.calls[name]()
+        found.calls[name]()
+        assert len(seen) == 2 and torch.equal(seen[0], seen[1])
+        assert (seen[0] is seen[1]) == (name == "warploom")
+    band = suites._preparation(masks.Causal(), SEQLEN, device, lambda: None, {"FlexAttention": "out of memory"}, {})
+    assert band.calls == {} and "nothing to prepare" in band.refused["warploom"]
+
+
+@pytest.mark.parametrize("suite", ["masks", "forward"])
+def test_ours_is_timed_where_a_block_mask_fails(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise AssertionError("no block mask")
+
+    class Cuda:
+        type = "cuda"
+
+    monkeypatch.setattr(suites.Shape, "draw", lambda self, device: [torch.randn(1, 256, 2, 16)] * 4)
+    monkeypatch.setattr(suites, "pairs", lambda seqlen, device: pairs(seqlen, "cpu"))
+    monkeypatch.setattr(suites, "_preparation", lambda *arguments: Comparison({}, lambda _: 0.0))
+    monkeypatch.setattr(suites.peers, "flex_block_mask", fails)
+    case = next(c for c in suites.cases([suite], torch.device("cpu"), True) if "causal" in c.name)
+    forward = dict(case.build(Cuda()))["forward"]
+    assert "warploom" in forward.calls and forward.refused["FlexAttention"] == "AssertionError: no block mask"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from warploom.bench import report
 from warploom.cli import main
+from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
 EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode"]
@@ -39,6 +41,77 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     out = tmp_path / "run.json"
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
+    run = json.loads(out.read_text())
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 9 + 1 and "tree, B1 S256" in run["left_out"]
+
+
+def test_a_case_that_would_pass_the_budget_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Cases of 40 s and 100 s: the second ends the run, since a third might take as long."""
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "roofs", lambda timer: {})
+
+    def run_case(case: Any, timer: Any) -> Iterator[dict[str, Any]]:
+        now[0] += 100 if now[0] else 40
+        yield {"suite": case.suite, "case": case.name, "failed": "made up"}
+
+    monkeypatch.setattr(bench, "run_case", run_case)
+    out = tmp_path / "run.json"
+    assert main([*QUICK, "--suite", "masks", "--budget", "230", "--out", str(out)]) == 0
+    run = json.loads(out.read_text())
+    assert (len(run["rows"]), len(run["left_out"])) == (2, 7)
+    assert "stopped after 140 s: 7 cases left out" in capsys.readouterr().err
+
+
+def test_a_killed_run_leaves_whole_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_case(case: Any, timer: Any) -> Iterator[dict[str, Any]]:
+        yield {"suite": case.suite, "case": case.name, "failed": "made up"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run_case", run_case)
+    out = tmp_path / "run.json"
+    assert main([*QUICK, "--suite", "decode", "--out", str(out)]) == 130
+    assert len(json.loads(out.read_text())["rows"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_warming_survives_a_case_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A case that fails beside the others is tried again alone; one that fails then too is named."""
+    jobs: list[int] = []
+
+    class Pool:
+        def __init__(self, processes: int, maxtasksperchild: int) -> None:
+            jobs.append(processes)
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def imap_unordered(self, function: Any, work: list[Any], chunksize: int) -> Iterator[Any]:
+            return map(function, work)
+
+    class Context:
+        def __init__(self, method: str) -> None:
+            self.Pool = Pool
+
+    def builds(case: Any, device: Any) -> Any:
+        def once() -> None:
+            if "tree" in case.name or ("prefix" in case.name and len(jobs) == 1):
+                raise RuntimeError("out of memory")
+
+        return once
+
+    monkeypatch.setattr(bench.multiprocessing, "get_context", Context)
+    monkeypatch.setattr(bench, "builds", builds)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    assert main([*QUICK, "--suite", "masks", "--warm", "3", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["failed"] == {"tree, B1 S256": "RuntimeError: out of memory"} and len(said["compiled"]) == 8
+    assert jobs == [3, 1]
 
 
 def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
@@ -55,6 +128,7 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
         (["bench", "--only", "nothing", "--list"], "--only nothing: no case"),
         (["bench", "--repeats", "0", "--list"], "--repeats must be at least 1"),
         (["bench", "run", "x.json", "--list"], "a run takes no files"),
+        ([*QUICK, "--warm", "0"], "--warm must be at least 1"),
     ],
 )
 def test_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import warploom
 from warploom.bench import peers
-from warploom.bench.decode import decode_cases
-from warploom.bench.harness import Call, Case, Comparison
+from warploom.bench.decode import capture, decode_cases
+from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.masks import pairs
 from warploom.bench.reference import OneHead, one_head
 from warploom.masks import Causal, Full, Mask
+from warploom.masks.intervals import ResolvedMask
 
 SUITES = ("forward", "backward", "masks", "decode", "linear")
 # Tokens and channels of a dense case, and its key axes.
@@ -85,11 +86,14 @@ def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.de
     contenders: dict[str, peers.Attention] = {
         "warploom": lambda q, k, v: warploom.attention(q, k, v, causal=causal)  # type: ignore[dict-item,return-value]
     }
-    refused = {}
+    refused: dict[str, str] = {}
     if device.type == "cuda":
         contenders |= {name: peers.sdpa(name, causal) for name in peers.SDPA}
-        block_mask = peers.flex_block_mask(lambda b, h, i, j: i >= j, shape.seqlen, device) if causal else None
-        contenders["FlexAttention"] = peers.flex(block_mask)
+        try:
+            block_mask = peers.flex_block_mask(lambda b, h, i, j: i >= j, shape.seqlen, device) if causal else None
+            contenders["FlexAttention"] = peers.flex(block_mask)
+        except Exception as error:  # a peer may fail in any way, ours is timed all the same
+            refused["FlexAttention"] = first_line(error)
         try:
             contenders["FA4"] = peers.flash_attention_4(causal)
         except peers.NotHere as why:
@@ -109,28 +113,44 @@ def _build_mask(shape: Shape, name: str, device: torch.device) -> Iterator[tuple
     }
     density = pair.mask.density(shape.seqlen, shape.seqlen)
     more: dict[str, Any] = {"density": density}
+    refused: dict[str, str] = {}
     if device.type == "cuda":
         make = partial(peers.flex_block_mask, pair.mask_mod, shape.seqlen, device)
-        contenders["FlexAttention"] = peers.flex(make())
-        yield (
-            "mask",
-            Comparison(
-                {"warploom": partial(_prepare, pair.mask, shape.seqlen, device), "FlexAttention": make},
-                lambda _: 0.0,
-                more=more,
-            ),
-        )
+        try:
+            contenders["FlexAttention"] = peers.flex(make())
+        except Exception as error:  # a peer may fail in any way, ours is timed all the same
+            refused["FlexAttention"] = first_line(error)
+        yield "mask", _preparation(pair.mask, shape.seqlen, device, make, refused, more)
     else:
         contenders["SDPA, dense mask"] = _torch_sdpa(False, pair.mask.dense(shape.seqlen, shape.seqlen))
-    yield from _compare(contenders, {}, inputs, pair.mask, shape.flops(density), ["forward", "backward"], more)
+    yield from _compare(contenders, refused, inputs, pair.mask, shape.flops(density), ["forward", "backward"], more)
 
 
-def _prepare(mask: Mask, seqlen: int, device: torch.device) -> Any:
-    """Device work of a new mask whose vectors exist: the bounds that every layer of a step shares."""
+def _preparation(
+    mask: Mask, seqlen: int, device: torch.device, block_mask: Call, refused: dict[str, str], more: dict[str, Any]
+) -> Comparison:
+    """What a new mask costs: the bounds that every layer shares, with the column vectors there already (in a graph) or made
+    too, against a block mask."""
+    calls: dict[str, Call] = {}
+    refused = dict(refused)
+    mask = mask.to(device)
     resolved = mask.resolve(seqlen, seqlen, device)
     if resolved.lts is None and resolved.ute is None:
-        return None
-    return torch.ops.warploom.column_bounds(*resolved[2:], resolved.left, resolved.right, seqlen)
+        refused["warploom"] = "a band has no vectors, and nothing to prepare"
+    else:
+        try:
+            calls["warploom"] = capture(partial(_bounds, resolved, seqlen))
+        except RuntimeError as error:
+            refused["warploom"] = first_line(error)
+        # A mask moved anew keeps no vectors from an earlier call.
+        calls["warploom, with the vectors"] = lambda: _bounds(mask.to(device).resolve(seqlen, seqlen, device), seqlen)
+    if "FlexAttention" not in refused:
+        calls["FlexAttention"] = block_mask
+    return Comparison(calls, lambda _: 0.0, refused=refused, more=more)
+
+
+def _bounds(mask: ResolvedMask, seqlen: int) -> Tensor:
+    return torch.ops.warploom.column_bounds(*mask[2:], mask.left, mask.right, seqlen)  # type: ignore[no-any-return]
 
 
 def _compare(
@@ -172,7 +192,7 @@ def _backward(
         try:
             calls[name] = _gradients(attend, inputs)
         except Exception as error:  # a peer may fail in any way
-            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            refused[name] = first_line(error)
     return Comparison(calls, want.check_gradients, 2.5 * flops, None, refused, more=more)
 
 

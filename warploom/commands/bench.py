@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from warploom.bench.harness import MOST, Case, Timer, environment, roofs, run_case
+from warploom.bench.harness import MOST, Case, Timer, environment, first_line, roofs, run_case
 from warploom.bench.suites import SUITES, builds, cases
 
 EXAMPLES = """examples:
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument("--repeats", type=int, default=MOST, metavar="N", help=f"rounds at the most; default: {MOST}")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case after so long")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
     parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: the folder of performance.md")
@@ -75,24 +76,36 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
     torch.manual_seed(seed)
     timer = Timer(device)
     found: dict[str, Any] = {**environment(device), "seed": seed, "roofs": roofs(timer), "rows": []}
+    longest = 0.0
     for number, case in enumerate(chosen, 1):
-        if options.budget is not None and time.perf_counter() - started > options.budget:
+        begun = time.perf_counter()
+        if options.budget is not None and begun - started + longest > options.budget:
             found["left_out"] = [c.name for c in chosen[number - 1 :]]
-            print(f"stopped after {options.budget:g} s: {len(chosen) - number + 1} cases left out", file=sys.stderr)
+            print(f"stopped after {begun - started:.0f} s: {len(found['left_out'])} cases left out", file=sys.stderr)
             break
         for row in run_case(case, timer):
             found["rows"].append(row)
+            _write(found, options.out)
             if not options.json:
                 print(f"[{number}/{len(chosen)}] {describe(row)}", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+        longest = max(longest, time.perf_counter() - begun)
+    _write(found, options.out)
     if options.json:
         print(json.dumps(found))
     wrong = [row["case"] for row in found["rows"] if "wrong" in row.get("contenders", {}).get("warploom", {})]
     return int(bool(wrong))
+
+
+def _write(found: dict[str, Any], path: Path | None) -> None:
+    """The whole file at once: a run that is killed leaves the one before, never half of one."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.replace(path)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -114,22 +127,43 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
-    """One process a case: what they compile lands in the caches that the timing run reads."""
+    """One process a case: what they compile lands in the caches that the timing run reads.
+
+    A case that fails beside the others, for memory say, is tried once more alone. One that fails again is named, and the
+    timing run compiles it or says in its row why not.
+    """
+    if options.warm < 1:
+        raise ValueError(f"--warm must be at least 1, got {options.warm}")
+    # The processes compile side by side already; each would start a pool as large as the machine besides.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     names = [case.name for case in chosen]
-    arguments = [(options.suite or ["forward"], options.device, options.quick, name) for name in names]
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(max(options.warm, 1)) as pool:
-        for number, name in enumerate(pool.imap_unordered(_build_one, arguments, chunksize=1), 1):
-            print(f"[{number}/{len(names)}] {name}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    return 0
+    failed = dict.fromkeys(names, "")
+    for jobs in dict.fromkeys((options.warm, 1)):
+        work = [(options.suite or ["forward"], options.device, options.quick, name) for name in failed]
+        with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+            for name, why in pool.imap_unordered(_build_one, work, chunksize=1):
+                failed[name] = why
+                words = why or "compiled"
+                print(f"{name}: {words}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        failed = {name: why for name, why in failed.items() if why}
+        if not failed:
+            break
+    if options.json:
+        print(json.dumps({"compiled": [name for name in names if name not in failed], "failed": failed}))
+    return int(bool(failed))
 
 
-def _build_one(arguments: tuple[list[str], str, bool, str]) -> str:
+def _build_one(arguments: tuple[list[str], str, bool, str]) -> tuple[str, str]:
+    """The case's name, and why it failed or an empty string."""
     suites, device_name, quick, name = arguments
     device = torch.device(device_name)
     case = next(case for case in cases(suites, device, quick) if case.name == name)
-    builds(case, device)()
-    return name
+    try:
+        builds(case, device)()
+    except Exception as error:  # a peer may fail in any way
+        return name, first_line(error)
+    return name, ""
 
 
 def _report(options: argparse.Namespace) -> int:
