@@ -191,5 +191,15 @@ def test_report_without_a_gpu(tmp_path: Path) -> None:
     assert "## Attention on a CPU" in page and "No run on a GPU is among the files" in page
 
 
+def test_report_of_bank_counters_and_of_unknown_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "banks.json"
+    data.write_text(json.dumps({"device": "Some GPU", "kernels": 7, "agree": 6}))
+    report.write([data], tmp_path)
+    assert "predicted the counters of 6 of 7 kernels" in (tmp_path / "performance.md").read_text()
+    data.write_text("{}")
+    assert main(["bench", "report", str(data), "--docs", str(tmp_path)]) == 2
+    assert "banks.json is no file of" in capsys.readouterr().err
+
+
 def test_mean_is_geometric() -> None:
     assert report.mean([4.0, 1.0]) == pytest.approx(2.0)

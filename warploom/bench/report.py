@@ -27,8 +27,12 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
             text, drawn = _device_run(path, run, docs)
             sections.append(text)
             pictures += drawn
-        else:
+        elif "processor" in run:
             sections.append(_cpu_run(path, run))
+        elif "kernels" in run:
+            sections.append(_banks_run(path, run))
+        else:
+            raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_attention.py or `warploom banks --verify`")
     if not any("roofs" in run and "CPU" not in run["device"] for _, run in runs):
         sections.append("No run on a GPU is among the files.\n")
     docs.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,8 @@ def _device_run(path: Path, run: dict[str, Any], docs: Path) -> tuple[str, list[
         bars = BARS.get((suite, measure))
         if bars is not None:
             lines.append(_bars(bars(chosen)))
-        lines.append(_table(chosen))
+        # What a mask costs before its first use differs in kind, not only in time.
+        lines.append(_table(chosen, compared=measure != "mask"))
         if any("tflops" in found for row in chosen for found in row["contenders"].values()):
             picture = docs / "images" / f"performance-{suite}-{measure}.svg"
             draw(chosen, picture, f"{suite}, {measure}: {run['device']}", run["roofs"]["gemm_tflops"])
@@ -84,14 +89,14 @@ def _where(path: Path, run: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row], compared: bool) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
     timed = [n for n in names if any("ms" in row["contenders"].get(n, {}) for row in rows)]
     lines = ["| case | " + " | ".join(timed) + " |", "| --- |" + " ---: |" * len(timed)]
     notes: dict[str, str] = {}
     for row in rows:
         ours = row["contenders"].get("warploom", {}).get("ms")
-        cells = [_cell(row["contenders"].get(name, {}), ours, name, notes) for name in timed]
+        cells = [_cell(row["contenders"].get(name, {}), ours if compared else None, name) for name in timed]
         lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
     for name in names:
         for row in rows:
@@ -103,7 +108,7 @@ def _table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n" + ("\n" + "\n".join(found) + "\n" if found else "")
 
 
-def _cell(found: dict[str, Any], ours: float | None, name: str, notes: dict[str, str]) -> str:
+def _cell(found: dict[str, Any], ours: float | None, name: str) -> str:
     if "ms" not in found:
         return "wrong" if "wrong" in found else "–"
     ms = found["ms"]
@@ -190,6 +195,17 @@ def _cpu_run(path: Path, run: dict[str, Any]) -> str:
         cells = [row["case"], row["dtype"], "forward + backward" if row["backward"] else "forward", row["what"]]
         lines.append("| " + " | ".join([*cells, *(f"{row[n]:.1f}" for n in ("ms", "p20", "p80")), memory]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _banks_run(path: Path, run: dict[str, Any]) -> str:
+    """A file of `warploom banks --verify --json`."""
+    return (
+        "## Bank conflicts, predicted and counted\n\n"
+        f"On one {run['device']} the [bank model](smem.md) predicted the counters of {run['agree']} of {run['kernels']} "
+        "kernels exactly: single shared-memory instructions, whole and partial, and a 16×16×16 product in six layouts, "
+        "counted by ncu. "
+        f"Data: `{path.as_posix()}`.\n"
+    )
 
 
 def draw(rows: Sequence[Row], path: Path, title: str, roof: float) -> None:
