@@ -120,6 +120,8 @@ def _cell(found: dict[str, Any], ours: float | None, name: str) -> str:
     return text + (f" ({ms / ours:.2f}×)" if ours and name != "warploom" else "")
 
 
+COLOURS = {"warploom": "#0b6e4f", "FlexAttention": "#3d5a80", "cuDNN": "#c44536", "FA2": "#7d8597", "FA4": "#e09f3e"}
+
 Bar = tuple[str, float, float | None]  # what, the least it should be, what it is
 
 
@@ -220,12 +222,12 @@ def draw(rows: Sequence[Row], path: Path, title: str, roof: float) -> None:
     height = 0.8 / len(names)
     with matplotlib.rc_context({"svg.hashsalt": "warploom", "font.size": 9}):
         figure, axes = pyplot.subplots(figsize=(8, 0.9 + len(rows) * (0.16 * len(names) + 0.12)), layout="constrained")
-        colours = ["#0b6e4f", "#c44536", "#7d8597", "#3d5a80", "#e09f3e"]
         for number, name in enumerate(names):
             at = [i + (number - (len(names) - 1) / 2) * height for i in range(len(rows))]
             values = [row["contenders"].get(name, {}).get("tflops", 0.0) for row in rows]
-            axes.barh(at, values, height * 0.92, label=name, color=colours[number % len(colours)])
+            axes.barh(at, values, height * 0.92, label=name, color=COLOURS.get(name, "#9c6644"))
         axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
+        axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.axvline(roof, color="black", linewidth=0.8, linestyle=":", label="bf16 product")
         axes.set_xlabel("TFLOP/s of visible work")
