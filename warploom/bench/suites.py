@@ -96,8 +96,10 @@ def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.de
             refused["FlexAttention"] = first_line(error)
         try:
             contenders["FA4"] = peers.flash_attention_4(causal)
+            if "FlexAttention" in contenders:
+                contenders["FlexAttention, FLASH"] = peers.flex(block_mask, {"BACKEND": "FLASH"})
         except peers.NotHere as why:
-            refused["FA4"] = str(why)
+            refused["FA4"] = refused["FlexAttention, FLASH"] = str(why)
     else:
         contenders["SDPA"] = _torch_sdpa(causal)
     mask = Causal() if causal else Full()
