@@ -1,4 +1,4 @@
-"""Linear attention as its definition says, on mapped queries and keys: the specification (Katharopoulos et al., 2020, eq. 5-9).
+"""Linear attention as its definition says: the specification (Katharopoulos et al., 2020, eq. 5-9), in fp64.
 
 Query i sees keys j <= i when causal: positions are counted from the start of both, so keys past the last query are never seen
 and queries past the last key see every key. The denominator is scale * q.z + eps, eps added once, as in idiap's code.
@@ -7,21 +7,119 @@ and queries past the last key see every key. The denominator is scale * q.z + ep
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from warploom.linear.feature_maps import NAMED
+from warploom.linear.packing import sequences
+from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
 
 
+def available() -> str | None:
+    return None
+
+
+def supports(call: LinearCall) -> str | None:
+    return None
+
+
+def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None.
+
+    Everything is computed in fp64 and differentiable by autograd to any order; memory is O(seqlen²).
+    """
+    q, k, v = call.q, call.k, call.v
+    if call.cu_seqlens is None:
+        out, norm, state = _dense(call)
+    else:
+        outs, norms, states = [], [], []
+        for _, span, part in sequences(call):
+            part_out, part_norm, part_state = _dense(part)
+            outs.append(part_out), norms.append(part_norm), states.append(part_state)
+        end = span.stop if outs else 0
+        outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64))
+        norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
+        empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64)
+        states.append(LinearState(empty.new_zeros((*empty.shape, v.shape[3])), empty))
+        out, norm = torch.cat(outs, 1), torch.cat(norms, 2)
+        state = LinearState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+    s, z = (t.to(call.accumulator) for t in state)
+    wide = norm.to(call.accumulator) if call.normalize else None
+    return out.to(v.dtype), wide, s if return_state else None, z if return_state else None
+
+
+def backward(
+    call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v and the initial state, by autograd."""
+    import dataclasses
+
+    leaves = {name: getattr(call, name).detach().requires_grad_() for name in _leaves(call)}
+    with torch.enable_grad():
+        out, _, s, z = forward(dataclasses.replace(call, **leaves), True)
+        pairs = [(t, d) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
+        total = sum((t * d.to(t.dtype)).sum() for t, d in pairs)
+    found = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), materialize_grads=True), strict=True))
+    return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
+
+
+def step(call: LinearCall) -> tuple[Tensor, Tensor, Tensor]:
+    """One token a sequence: out (batch, 1, heads_q, M) and the new state."""
+    out, _, s, z = forward(call, True)
+    assert s is not None and z is not None
+    return out, s, z
+
+
+def _leaves(call: LinearCall) -> tuple[str, ...]:
+    return ("q", "k", "v") if call.s is None else ("q", "k", "v", "s", "z")
+
+
+def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
+    """Out, norm and the last state of a call that is not packed, in fp64."""
+    group = call.q.shape[2] // call.k.shape[2]
+    q, k = NAMED[call.map_q](call.q.double()), NAMED[call.map_k](call.k.double())
+    v = call.v.double()
+    if call.lengths is not None:
+        hidden = torch.arange(k.shape[1], device=k.device) >= call.lengths[:, None]
+        # A hidden key or value may hold anything, so it is replaced rather than multiplied.
+        k, v = (t.masked_fill(hidden[:, :, None, None], 0.0) for t in (k, v))
+    s, z = torch.einsum("bshe,bshm->bhem", k, v), k.sum(1)
+    state = None
+    if call.s is not None and call.z is not None:
+        s, z = s + call.s, z + call.z
+        state = LinearState(*(t.double().repeat_interleave(group, 1) for t in (call.s, call.z)))
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    out, norm = _quadratic(q, k, v, call.causal, call.scale, state)
+    norm = norm + call.eps
+    return out / norm.unsqueeze(-1) if call.normalize else out, norm.transpose(1, 2), LinearState(s, z)
+
+
+def _quadratic(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, state: LinearState | None
+) -> tuple[Tensor, Tensor]:
+    """Numerator (batch, seqlen_q, heads, M) and scale * q.z (batch, seqlen_q, heads)."""
+    scores = torch.einsum("blhe,bshe->bhls", q * scale, k)
+    if causal:
+        scores = scores.tril()
+    out = torch.einsum("bhls,bshm->blhm", scores, v)
+    norm = scores.sum(-1).transpose(1, 2)
+    if state is not None:
+        out = out + torch.einsum("blhe,bhem->blhm", q * scale, state.s)
+        norm = norm + torch.einsum("blhe,bhe->blh", q * scale, state.z)
+    return out, norm
+
+
 def quadratic(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = True,
     normalize: bool = True,
     eps: float = 1e-6,
     scale: float = 1.0,
     state: LinearState | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Linear attention through the (seqlen_q, seqlen_k) score matrix, in fp64.
 
     Args:
@@ -38,27 +136,21 @@ def quadratic(
         (batch, seqlen_q, heads, M) fp64.
     """
     q, k, v = (t.double() for t in (q, k, v))
-    scores = torch.einsum("blhe,bshe->bhls", q * scale, k)
-    if causal:
-        scores = scores.tril()
-    out = torch.einsum("bhls,bshm->blhm", scores, v)
-    norm = scores.sum(-1).transpose(1, 2)
-    if state is not None:
-        out = out + torch.einsum("blhe,bhem->blhm", q * scale, state.s.double())
-        norm = norm + torch.einsum("blhe,bhe->blh", q * scale, state.z.double())
+    held = None if state is None else LinearState(state.s.double(), state.z.double())
+    out, norm = _quadratic(q, k, v, causal, scale, held)
     return out / (norm + eps).unsqueeze(-1) if normalize else out
 
 
 def cumulative(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     normalize: bool = True,
     eps: float = 1e-6,
     scale: float = 1.0,
     state: LinearState | None = None,
-) -> tuple[torch.Tensor, LinearState]:
+) -> tuple[Tensor, LinearState]:
     """Causal linear attention one token at a time, in fp64; seqlen_q equals seqlen_k, other arguments as `quadratic`.
 
     Returns:
