@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from warploom.linear.cpu_block import Block, Sums
+from warploom.linear.cpu_block import Block, Scratch, Sums
 from warploom.linear.packing import sequences
 from warploom.linear.problem import LinearCall
 
@@ -72,12 +72,13 @@ def _forward(call: LinearCall, out: Tensor, norm: Tensor, sums: Sums, return_sta
     """Write out and norm of a dense call, and leave the last state in ``sums``."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
-    for block in _chunked(call, both):
+    tiles = Scratch()
+    for block in _chunked(call, tiles, both):
         block.causal(sums, out, norm)
     if return_state or not call.causal:
-        for block in _whole(call, both, seqlen_k):
+        for block in _whole(call, tiles, both, seqlen_k):
             block.accumulate(sums)
-    for block in _whole(call, both, seqlen_q):
+    for block in _whole(call, tiles, both, seqlen_q):
         block.read(sums, out, norm)
 
 
@@ -87,12 +88,13 @@ def _backward(
     """Write the gradients of a dense call; ``dsums`` goes from the last state's gradient to the first's."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
-    rest_q, rest_k = _whole(call, both, seqlen_q), _whole(call, both, seqlen_k)
+    tiles = Scratch()
+    rest_q, rest_k = _whole(call, tiles, both, seqlen_q), _whole(call, tiles, both, seqlen_k)
     if call.causal:
         # Keys past the last query reach the last state alone.
         for block in rest_k:
             block.accumulate_backward(dsums, *gradients[1:])
-    blocks, before = _chunked(call, both), []
+    blocks, before = _chunked(call, tiles, both), []
     for block in blocks:
         before.append((sums[0].clone(), sums[1].clone()))
         dataclasses.replace(block, chunk=block.stop - block.start).accumulate(sums)
@@ -108,20 +110,20 @@ def _backward(
         block.causal_backward(first, dsums, dout, norm, gradients)
 
 
-def _chunked(call: LinearCall, stop: int) -> list[Block]:
+def _chunked(call: LinearCall, tiles: Scratch, stop: int) -> list[Block]:
     """Blocks of several chunks from 0 to stop, for causal steps."""
     heads, widest = call.q.shape[0] * call.q.shape[2], max(call.q.shape[3], call.v.shape[3])
     # Scores cost 2 · chunk · (E + M) a token beside 4 · E · M for the sums; yet small products of few heads run slowly.
     chunk = 32 if widest <= 64 and heads >= 8 else 64
     size = chunk * max(1, BLOCK // (heads * widest * chunk))
-    return [Block(call, chunk, at, min(at + size, stop)) for at in range(0, stop, size)]
+    return [Block(call, tiles, chunk, at, min(at + size, stop)) for at in range(0, stop, size)]
 
 
-def _whole(call: LinearCall, start: int, stop: int) -> list[Block]:
+def _whole(call: LinearCall, tiles: Scratch, start: int, stop: int) -> list[Block]:
     """Blocks of one chunk, for the steps without scores."""
     heads, widest = call.q.shape[0] * call.q.shape[2], max(call.q.shape[3], call.v.shape[3])
     size = max(64, BLOCK // (heads * widest))
-    return [Block(call, min(size, stop - at), at, min(at + size, stop)) for at in range(start, stop, size)]
+    return [Block(call, tiles, min(size, stop - at), at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _first_state(call: LinearCall) -> Sums:

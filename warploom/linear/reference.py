@@ -6,6 +6,8 @@ and queries past the last key see every key. The denominator is scale * q.z + ep
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -32,11 +34,13 @@ def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None
     if call.cu_seqlens is None:
         out, norm, state = _dense(call)
     else:
-        outs, norms, states = [], [], []
+        outs, norms, states, end = [], [], [], 0
         for _, span, part in sequences(call):
+            end = span.stop
             part_out, part_norm, part_state = _dense(part)
-            outs.append(part_out), norms.append(part_norm), states.append(part_state)
-        end = span.stop if outs else 0
+            outs.append(part_out)
+            norms.append(part_norm)
+            states.append(part_state)
         outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64))
         norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
         empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64)
@@ -52,14 +56,14 @@ def backward(
     call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v and the initial state, by autograd."""
-    import dataclasses
-
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in _leaves(call)}
     with torch.enable_grad():
         out, _, s, z = forward(dataclasses.replace(call, **leaves), True)
-        pairs = [(t, d) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
-        total = sum((t * d.to(t.dtype)).sum() for t, d in pairs)
-    found = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), materialize_grads=True), strict=True))
+        assert s is not None and z is not None
+        pairs = [(t, d.to(t.dtype)) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
+        outputs, upstream = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, materialize_grads=True)
+    found = dict(zip(leaves, gradients, strict=True))
     return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
 
 
@@ -94,9 +98,7 @@ def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     return out / norm.unsqueeze(-1) if call.normalize else out, norm.transpose(1, 2), LinearState(s, z)
 
 
-def _quadratic(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, state: LinearState | None
-) -> tuple[Tensor, Tensor]:
+def _quadratic(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, state: LinearState | None) -> tuple[Tensor, Tensor]:
     """Numerator (batch, seqlen_q, heads, M) and scale * q.z (batch, seqlen_q, heads)."""
     scores = torch.einsum("blhe,bshe->bhls", q * scale, k)
     if causal:
