@@ -81,12 +81,16 @@ def _leaves(call: LinearCall) -> tuple[str, ...]:
 def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     """Out, norm and the last state of a call that is not packed, in fp64."""
     group = call.q.shape[2] // call.k.shape[2]
-    q, k = NAMED[call.map_q](call.q.double()), NAMED[call.map_k](call.k.double())
-    v = call.v.double()
-    if call.lengths is not None:
-        hidden = torch.arange(k.shape[1], device=k.device) >= call.lengths[:, None]
-        # A hidden key or value may hold anything, so it is replaced rather than multiplied.
-        k, v = (t.masked_fill(hidden[:, :, None, None], 0.0) for t in (k, v))
+    q, k, v = call.q.double(), call.k.double(), call.v.double()
+    if call.lengths is None:
+        k = NAMED[call.map_k](k)
+    else:
+        hidden = (torch.arange(k.shape[1], device=k.device) >= call.lengths[:, None])[:, :, None, None]
+        # A hidden key or value may hold anything: it is replaced rather than multiplied, and before the map, whose
+        # derivative there would be NaN as well.
+        k = NAMED[call.map_k](k.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
+        v = v.masked_fill(hidden, 0.0)
+    q = NAMED[call.map_q](q)
     s, z = torch.einsum("bshe,bshm->bhem", k, v), k.sum(1)
     state = None
     if call.s is not None and call.z is not None:
