@@ -1,0 +1,152 @@
+"""The forward kernel: one segment of one query head and a block of its value columns.
+
+Walks over chunks of C tokens with S in registers: out = tril(phi(q) phi(k)^T) v + phi(q) S, then S += phi(k)^T v. The
+denominator comes along: row sums of the same products, plus phi(q).z.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.linear.triton.device import (
+    dot,
+    head_base,
+    load_chunk,
+    load_state,
+    mapped,
+    operand,
+    place,
+    row_base,
+    store_chunk,
+    store_state,
+    times,
+)
+
+_PLAIN = [
+    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "lengths_ptr", "cu_ptr",
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "group",
+]  # fmt: skip
+
+
+# Only the large tensors' pointers are specialised, on their alignment: one binary serves every size. Strides come in
+# units of UNIT elements, which tells the compiler how far they align.
+@triton.jit(do_not_specialize=_PLAIN)
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    norm_ptr,
+    s_ptr,
+    z_ptr,
+    s_out_ptr,
+    z_out_ptr,
+    lengths_ptr,
+    cu_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    sequences,
+    segments,
+    segment,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    scale,
+    eps,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    DE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PER_SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out and norm = scale * phi(q).z + eps of one segment, and the state after it.
+
+    s_ptr and z_ptr hold the states that segments start from, one a slot if PER_SLOT, else one a sequence; None is zeros.
+    s_out_ptr and z_out_ptr take the states after the sequences, whose segments are then whole sequences. Unless CAUSAL
+    the state is that of all keys, and k and v are not read. Blocks of one head are neighbours: they share q and k.
+    """
+    pid = tl.program_id(0)
+    blocks: tl.constexpr = (M + BM - 1) // BM
+    block = pid % blocks
+    pid = pid // blocks
+    head = pid % heads
+    slot = pid // heads
+    at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
+    stop = at.rows_q
+    if s_out_ptr is not None:
+        stop = tl.maximum(stop, at.len_k)
+    if (at.first < 0) | ((at.first > 0) & (at.first >= stop)):
+        return
+    stop = tl.minimum(stop, at.first + segment)
+    lives = at.sequence < sequences
+    head_kv = head // group
+    state_index = (tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * (heads // group)) + head_kv
+
+    n = tl.arange(0, C)
+    e = tl.arange(0, DE)
+    m = block * BM + tl.arange(0, BM)
+    rows = n.to(tl.int64) if WIDE else n
+    dtype = v_ptr.dtype.element_ty
+    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
+    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
+    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
+
+    s = tl.zeros([DE, BM], tl.float32)
+    z = tl.zeros([DE], tl.float32)
+    # Rows past the last sequence get 0 / 1.
+    eps = tl.where(lives, eps, 1.0)
+    if s_ptr is not None:
+        s = load_state(s_ptr, state_index, lives, e, m, E, M)
+        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+    if not CAUSAL:
+        s_operand, s_factor = operand(s, dtype)
+
+    for t in tl.range(at.first, stop, C, num_stages=STAGES):
+        q, inside = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E == DE)
+        fq = mapped(q, inside, MAP_Q)
+        if CAUSAL:
+            k, inside = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E == DE)
+            v, _ = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
+            fk = mapped(k, inside, MAP_K)
+            p = dot(fq, tl.trans(fk), None)
+            p = tl.where(n[:, None] >= n[None, :], p, 0.0)
+            s_operand, s_factor = operand(s, dtype)
+        acc = times(dot(fq, s_operand, None), s_factor, dtype)
+        if CAUSAL:
+            acc = dot(p.to(dtype), v, acc)
+            s = dot(tl.trans(fk), v, s)
+        if NORMALIZE:
+            norm = tl.sum(fq.to(tl.float32) * z[None, :], 1)
+            if CAUSAL:
+                norm += tl.sum(p, 1)
+            norm = norm * scale + eps
+            tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
+            acc = acc * (scale / norm)[:, None]
+        else:
+            acc = acc * scale
+        if CAUSAL:
+            z += tl.sum(fk.to(tl.float32), 0)
+        store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, acc, at.rows_q, M, M % BM == 0)
+
+    if s_out_ptr is not None:
+        lives = lives & (head % group == 0)
+        store_state(s_out_ptr, state_index, lives, e, m, s, E, M)
+        tl.store(z_out_ptr + state_index * E + e, z, mask=(e < E) & lives & (block == 0))
