@@ -94,9 +94,7 @@ def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     return out / norm.unsqueeze(-1) if call.normalize else out, norm.transpose(1, 2), LinearState(s, z)
 
 
-def _quadratic(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, state: LinearState | None
-) -> tuple[Tensor, Tensor]:
+def _quadratic(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, state: LinearState | None) -> tuple[Tensor, Tensor]:
     """Numerator (batch, seqlen_q, heads, M) and scale * q.z (batch, seqlen_q, heads)."""
     scores = torch.einsum("blhe,bshe->bhls", q * scale, k)
     if causal:

@@ -1,12 +1,14 @@
 """The backward kernels: dQ from the start with the states of the forward pass, dK and dV from the end with dS and dz.
 
-With A = dO v^T and W = A - delta (rows i, keys j <= i), delta_i = dO_i.o_i = scale * phi(q_i).(S_i dO_i) / norm_i:
+With W = tril(dO v^T), f = scale / norm * phi(q), S and z the sums before a chunk, dS and dz those after it:
 
-    dphi(q) = scale / norm * (W phi(k) + dO S^T - delta z)        S, z before the chunk
-    dphi(k) = W^T f + v dS^T + dz,  dv = (f phi(k)^T)^T dO + phi(k) dS,  f = scale / norm * phi(q)
-    dS += f^T dO,  dz -= f^T delta                                dS, dz of the tokens after the chunk
+    g = W phi(k) + dO S^T,  delta = f.g  (= dO.out, by row),  dphi(q) = scale / norm * (g - delta (z + tril(1) phi(k)))
+    dphi(k) = (W - tril(delta))^T f + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
+    dS += f^T dO,  dz -= f^T delta
 
-so no output is read, and delta, one number a row, is all that dQ leaves to dK.
+so no output is read, and delta, one number a row, is all that dQ leaves to dK. States are held transposed, (M, E), so that
+the left factors v^T and dO^T of their updates are taken from shared memory as they were loaded. Products that are added
+are subtracted, the second one negative: Triton would make one accumulator of a sum and give it to every warpgroup whole.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from warploom.linear.triton.device import (
     IDENTITY,
     dot,
     head_base,
+    key_sum,
     load_chunk,
     load_state,
     mapped,
@@ -25,6 +28,7 @@ from warploom.linear.triton.device import (
     place,
     power_of_two,
     row_base,
+    seen,
     store_chunk,
     store_state,
     through_map,
@@ -135,47 +139,42 @@ def dq_kernel(
         s_operand, s_factor = operand(s, dtype)
 
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
-        dout, _ = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
-        if NORMALIZE or MAP_Q != IDENTITY:
-            q, inside_q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
-        live = t + n < at.rows_q
-        seen = n[:, None] >= n[None, :]
+        dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
-            k, inside = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
-            v, _ = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = mapped(k, inside, MAP_K)
+            k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
+            fk = mapped(k, e, E, E % BE == 0, MAP_K)
+            added = key_sum(fk, t, at.len_k, C, MAP_K)
+            fk = fk.to(dtype)
             w = dot(dout, tl.trans(v), None)
             s_operand, s_factor = operand(s, dtype)
-        acc = times(dot(dout, s_operand, None), s_factor, dtype)
+            s = dot(tl.trans(v), fk, s)
+        g = times(dot(dout, s_operand, None), s_factor, dtype)
+        if CAUSAL:
+            see = seen(n, at.len_k - t)
+            g -= dot(tl.where(see, -w, 0.0).to(dtype), fk, None)
+        if NORMALIZE or MAP_Q != IDENTITY:
+            q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
         if NORMALIZE:
+            live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
             if PART == GIVEN_DELTA:
                 delta = tl.load(delta_base + t + n, mask=live, other=0.0)
             else:
-                fq = mapped(q, inside_q, MAP_Q)
-                delta = tl.sum(fq.to(tl.float32) * acc, 1)
-                if CAUSAL:
-                    p = dot(fq, tl.trans(fk), None)
-                    delta += tl.sum(tl.where(seen, p * w, 0.0), 1)
-                delta *= factor
+                delta = factor * tl.sum(mapped(q, e, E, E % BE == 0, MAP_Q) * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
-            acc -= delta[:, None] * z[None, :]
             if CAUSAL:
-                w -= delta[:, None]
-        if CAUSAL:
-            if PART != PARTIAL_DELTA:
-                acc = dot(tl.where(seen, w, 0.0).to(dtype), fk, acc)
-            s = dot(tl.trans(v), fk, s)
-            if NORMALIZE:
-                z += tl.sum(fk.to(tl.float32), 0)
-        if PART != PARTIAL_DELTA:
-            if NORMALIZE:
-                acc *= factor[:, None]
+                sums = dot(tl.where(see, 1.0, 0.0).to(dtype), fk, None) + z[None, :]
+                z += added
             else:
-                acc *= scale
+                sums = z[None, :]
+            g = (g - delta[:, None] * sums) * factor[:, None]
+        else:
+            g *= scale
+        if PART != PARTIAL_DELTA:
             if MAP_Q != IDENTITY:
-                acc = through_map(acc, q, MAP_Q)
-            store_chunk(dq_ptr, at, seqlen_q, head, heads, t, n, e, acc, at.rows_q, E, E % BE == 0)
+                g = through_map(g, q, MAP_Q)
+            store_chunk(dq_ptr, at, seqlen_q, head, heads, t, n, e, g, at.rows_q, E, E % BE == 0)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -262,28 +261,28 @@ def dkdv_kernel(
     k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
-    ds = tl.zeros([BE, BM], tl.float32)
+    ds = tl.zeros([BM, BE], tl.float32)
     dz = tl.zeros([BE], tl.float32)
     if s_ptr is not None:
-        ds = load_state(s_ptr, state_index, lives, e, m, E, M)
+        ds = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
     if z_ptr is not None:
         dz = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
-        k, inside = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
+        k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
         ds_operand, ds_factor = operand(ds, dtype)
         fk = k
         v = k
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
         if WITH_DV:
-            fk = mapped(k, inside, MAP_K)
-            dv = times(dot(fk, ds_operand, None), ds_factor, dtype)
+            fk = mapped(k, e, E, E % BE == 0, MAP_K).to(dtype)
+            dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype)
         if WITH_DK:
-            v, _ = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
-            dk = times(dot(v, tl.trans(ds_operand), None), ds_factor, dtype) + dz[None, :]
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
+            dk = times(dot(v, ds_operand, None), ds_factor, dtype) + dz[None, :]
         if CAUSAL:
             if GROUP == 1:
                 dk, dv, ds, dz = _queries(
@@ -300,14 +299,20 @@ def dkdv_kernel(
                         stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
                         E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
                     )  # fmt: skip
-        if WITH_DK:
-            dk = tl.where((t + n < at.len_k)[:, None], through_map(dk, k, MAP_K), 0.0)
-            store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
+        # Keys past `lengths` were read as zeros, whose gradients mean nothing.
+        live = (t + n < at.len_k)[:, None]
         if WITH_DV:
+            if lengths_ptr is not None:
+                dv = tl.where(live, dv, 0.0)
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
+        if WITH_DK:
+            dk = through_map(dk, k, MAP_K)
+            if lengths_ptr is not None:
+                dk = tl.where(live, dk, 0.0)
+            store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
 
     if s_out_ptr is not None:
-        store_state(s_out_ptr, state_index, lives, e, m, ds, E, M)
+        store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
         tl.store(z_out_ptr + state_index * E + e, dz, mask=(e < E) & lives)
 
 
@@ -354,29 +359,31 @@ def _queries(
     dtype = v.dtype
     q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
     do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
-    q, inside = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
-    dout, _ = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
+    q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
+    dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
     live = t + n < at.len_q
     factor = tl.full([C], 1.0, tl.float32) * scale
     if NORMALIZE:
         factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
     # Quotients by large norms would vanish in fp16: their common power of two stays outside.
     common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
-    f = (mapped(q, inside, MAP_Q).to(tl.float32) * (factor / common)[:, None]).to(dtype)
-    seen = n[:, None] <= n[None, :]
+    f = mapped(q, e, E, E % BE == 0, MAP_Q) * (factor / common)[:, None]
+    if WITH_DK and NORMALIZE:
+        delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
+        dz -= tl.sum(f * delta[:, None], 0) * common
+    f = f.to(dtype)
+    see = n[:, None] <= n[None, :]
     if dtype == tl.float16:
         dk, dv, ds = dk / common, dv / common, ds / common
     if WITH_DV:
-        p = tl.where(seen, dot(fk, tl.trans(f), None), 0.0)
-        dv = dot(p.to(dtype), dout, dv)
+        p = tl.where(see, -dot(fk, tl.trans(f), None), 0.0)
+        dv -= dot(p.to(dtype), dout, None)
     if WITH_DK:
-        w = dot(v, tl.trans(dout), None)
+        w = -dot(v, tl.trans(dout), None)
         if NORMALIZE:
-            delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-            w -= delta[None, :]
-            dz -= tl.sum(f.to(tl.float32) * delta[:, None], 0) * common
-        dk = dot(tl.where(seen, w, 0.0).to(dtype), f, dk)
-    ds = dot(tl.trans(f), dout, ds)
+            w += delta[None, :]
+        dk -= dot(tl.where(see, w, 0.0).to(dtype), f, None)
+    ds = dot(tl.trans(dout), f, ds)
     if dtype == tl.float16:
         dk, dv, ds = dk * common, dv * common, ds * common
     return dk, dv, ds, dz

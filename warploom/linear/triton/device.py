@@ -6,10 +6,14 @@ z = sum of phi(k) (E,), both fp32. A slot is one segment of one sequence; tokens
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
 
 # Feature maps.
 IDENTITY = tl.constexpr(0)
@@ -78,14 +82,12 @@ def head_base(pointer, at, head, stride_b, stride_s, stride_h, UNIT: tl.constexp
 
 @triton.jit
 def load_chunk(base, t, n, dims, stride, length, DIM: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows t + n of (C, dims), zeros past `length` and, unless WHOLE, past DIM; and which elements were read."""
+    """Rows t + n of (C, dims), zeros past `length` and, unless WHOLE, past DIM."""
     inside = (t + n < length)[:, None]
-    if WHOLE:
-        inside = inside & (dims >= 0)[None, :]
-    else:
+    if not WHOLE:
         inside = inside & (dims < DIM)[None, :]
     pointers = base + tl.cast(t, tl.int64) * stride + (n[:, None] * stride + dims[None, :])
-    return tl.load(pointers, mask=inside, other=0.0), inside
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -106,17 +108,35 @@ def row_base(pointer, at, head, heads, seqlen):
 
 
 @triton.jit
-def mapped(x, inside, MAP: tl.constexpr):
-    """phi(x) in x's dtype; 0 where nothing was read."""
+def exp(x):
+    """e^x, 0 where it is subnormal: keeping those would take three instructions more."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], tl.float32, True, 1)
+
+
+@triton.jit
+def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi(x) in fp32; 0 past DIM."""
+    y = x.to(tl.float32)
     if MAP == ELU_PLUS_ONE:
-        y = x.to(tl.float32)
-        y = tl.where(y > 0.0, y + 1.0, tl.exp(y))
-        return tl.where(inside, y, 0.0).to(x.dtype)
+        y = tl.where(y > 0.0, y + 1.0, exp(y))
+        if not WHOLE:
+            y = tl.where((dims < DIM)[None, :], y, 0.0)
     elif MAP == RELU:
         # Not a maximum: that would turn a NaN into 0.
-        return tl.where(x < 0.0, 0.0, x)
-    else:
-        return x
+        y = tl.where(y < 0.0, 0.0, y)
+    return y
+
+
+@triton.jit
+def key_sum(fk, t, length, C: tl.constexpr, MAP: tl.constexpr):
+    """The sum of a chunk's mapped keys, of which those past `length` are phi(0)."""
+    total = tl.sum(fk, 0)
+    if MAP == ELU_PLUS_ONE:
+        total -= tl.minimum(tl.maximum(t + C - length, 0), C).to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -124,7 +144,7 @@ def through_map(gradient, x, MAP: tl.constexpr):
     """The gradient of x from that of phi(x)."""
     y = x.to(tl.float32)
     if MAP == ELU_PLUS_ONE:
-        return tl.where(y > 0.0, gradient, gradient * tl.exp(y))
+        return tl.where(y > 0.0, gradient, gradient * exp(y))
     elif MAP == RELU:
         return tl.where(y <= 0.0, 0.0, gradient)
     else:
@@ -169,6 +189,26 @@ def times(product, factor, dtype: tl.constexpr):
         return product * factor
     else:
         return product
+
+
+@triton.jit
+def times_vector(a, z, dtype: tl.constexpr):
+    """a @ z for an fp32 vector, on tensor cores: z as the sum of two numbers of a's dtype, eight columns of each."""
+    factor = 1.0
+    if dtype == tl.float16:
+        factor = power_of_two(tl.max(tl.abs(z), 0))
+        z = z / factor
+    high = z.to(dtype)
+    low = (z - high.to(tl.float32)).to(dtype)
+    columns = tl.arange(0, 16)[None, :]
+    b = tl.where(columns < 8, high[:, None], low[:, None])
+    return tl.sum(dot(a, b, None), 1) * (factor / 8)
+
+
+@triton.jit
+def seen(n, left):
+    """Which keys of a chunk (columns) which of its rows sees; `left` keys are left of the sequence."""
+    return n[None, :] <= tl.minimum(n, left - 1)[:, None]
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
 Walks over chunks of C tokens with S in registers: out = tril(phi(q) phi(k)^T) v + phi(q) S, then S += phi(k)^T v. The
 denominator comes along: row sums of the same products, plus phi(q).z.
+
+S is held transposed, (M, E), so that v^T, left factor of its update, is taken from shared memory as it was loaded. The two
+products of out are added after scaling: one accumulator for both, Triton would give to every warpgroup whole.
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ import triton.language as tl
 from warploom.linear.triton.device import (
     dot,
     head_base,
+    key_sum,
     load_chunk,
     load_state,
     mapped,
     operand,
     place,
     row_base,
+    seen,
     store_chunk,
     store_state,
     times,
+    times_vector,
 )
 
 _PLAIN = [
@@ -109,44 +115,52 @@ def forward_kernel(
     k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
-    s = tl.zeros([DE, BM], tl.float32)
+    s = tl.zeros([BM, DE], tl.float32)
     z = tl.zeros([DE], tl.float32)
     # Rows past the last sequence get 0 / 1.
     eps = tl.where(lives, eps, 1.0)
     if s_ptr is not None:
-        s = load_state(s_ptr, state_index, lives, e, m, E, M)
+        s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
         z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
 
+    # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
+    # memory, and one computed on the spot from registers, mapped anew by every warpgroup.
+    fq = mapped(load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, at.len_q, E, E == DE), e, E, E == DE, MAP_Q).to(dtype)
+    if CAUSAL:
+        fk = mapped(load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.len_k, E, E == DE), e, E, E == DE, MAP_K)
+        added = key_sum(fk, at.first, at.len_k, C, MAP_K)
+        fk = fk.to(dtype)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
-        q, inside = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E == DE)
-        fq = mapped(q, inside, MAP_Q)
         if CAUSAL:
-            k, inside = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E == DE)
-            v, _ = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
-            fk = mapped(k, inside, MAP_K)
-            p = dot(fq, tl.trans(fk), None)
-            p = tl.where(n[:, None] >= n[None, :], p, 0.0)
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
+            p = tl.where(seen(n, at.len_k - t), dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
-        acc = times(dot(fq, s_operand, None), s_factor, dtype)
-        if CAUSAL:
-            acc = dot(p.to(dtype), v, acc)
-            s = dot(tl.trans(fk), v, s)
+            s = dot(tl.trans(v), fk, s)
+        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
+        factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
-            norm = tl.sum(fq.to(tl.float32) * z[None, :], 1)
+            norm = times_vector(fq, z, dtype)
             if CAUSAL:
                 norm += tl.sum(p, 1)
             norm = norm * scale + eps
             tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
-            acc = acc * (scale / norm)[:, None]
-        else:
-            acc = acc * scale
+            factor = scale / norm
+        out = out * factor[:, None]
         if CAUSAL:
-            z += tl.sum(fk.to(tl.float32), 0)
-        store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, acc, at.rows_q, M, M % BM == 0)
+            out += dot(p.to(dtype), v, None) * factor[:, None]
+        store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
+        q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, at.len_q, E, E == DE)
+        fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
+        if CAUSAL:
+            z += added
+            k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, at.len_k, E, E == DE)
+            fk = mapped(k, e, E, E == DE, MAP_K)
+            added = key_sum(fk, t + C, at.len_k, C, MAP_K)
+            fk = fk.to(dtype)
 
     if s_out_ptr is not None:
         lives = lives & (head % group == 0)
-        store_state(s_out_ptr, state_index, lives, e, m, s, E, M)
+        store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
         tl.store(z_out_ptr + state_index * E + e, z, mask=(e < E) & lives & (block == 0))

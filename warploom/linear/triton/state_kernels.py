@@ -9,6 +9,7 @@ from warploom.linear.triton.device import (
     bounds,
     dot,
     head_base,
+    key_sum,
     load_chunk,
     mapped,
     place,
@@ -86,16 +87,16 @@ def state_kernel(
     m = block * BM + tl.arange(0, BM)
     rows = n.to(tl.int64) if WIDE else n
     dtype = y_ptr.dtype.element_ty
-    s = tl.zeros([DE, BM], tl.float32)
+    s = tl.zeros([BM, DE], tl.float32)
     z = tl.zeros([DE], tl.float32)
     for i in tl.range(0, tl.cdiv(tokens, C) * GROUP, num_stages=STAGES):
         t = at.first + i // GROUP * C
         head = head_kv * GROUP + i % GROUP
         x_base = head_base(x_ptr, at, head, stride_xb, stride_xs, stride_xh, UNIT)
         y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
-        x, inside = load_chunk(x_base, t, rows, e, stride_xs * UNIT, length, E, E == DE)
-        y, _ = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
-        fx = mapped(x, inside, MAP)
+        x = load_chunk(x_base, t, rows, e, stride_xs * UNIT, length, E, E == DE)
+        y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
+        fx = mapped(x, e, E, E == DE, MAP)
         if BACKWARD:
             live = t + n < length
             heads = heads_kv * GROUP
@@ -105,19 +106,19 @@ def state_kernel(
                 factor = scale / norm
             # Quotients by large norms would vanish in fp16: their common power of two stays outside.
             common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
-            fx = (fx.to(tl.float32) * (factor / common)[:, None]).to(dtype)
-            if dtype == tl.float16:
-                s += dot(tl.trans(fx), y, None) * common
-            else:
-                s = dot(tl.trans(fx), y, s)
+            fx *= (factor / common)[:, None]
             if NORMALIZE:
                 delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-                z -= tl.sum(fx.to(tl.float32) * delta[:, None], 0) * common
+                z -= tl.sum(fx * delta[:, None], 0) * common
+            if dtype == tl.float16:
+                s = dot(tl.trans(y), fx.to(dtype), s / common) * common
+            else:
+                s = dot(tl.trans(y), fx.to(dtype), s)
         else:
-            s = dot(tl.trans(fx), y, s)
-            z += tl.sum(fx.to(tl.float32), 0)
+            s = dot(tl.trans(y), fx.to(dtype), s)
+            z += key_sum(fx, t, length, C, MAP)
     index = slot.to(tl.int64) * heads_kv + head_kv
-    store_state(s_ptr, index, True, e, m, s, E, M)
+    store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
     tl.store(z_ptr + index * E + e, z, mask=(e < E) & (block == 0))
 
 
