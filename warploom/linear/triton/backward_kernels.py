@@ -155,13 +155,14 @@ def dq_kernel(
             g -= dot(tl.where(see, -w, 0.0).to(dtype), fk, None)
         if NORMALIZE or MAP_Q != IDENTITY:
             q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
+            fq = mapped(q, e, E, E % BE == 0, MAP_Q)
         if NORMALIZE:
             live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
             if PART == GIVEN_DELTA:
                 delta = tl.load(delta_base + t + n, mask=live, other=0.0)
             else:
-                delta = factor * tl.sum(mapped(q, e, E, E % BE == 0, MAP_Q) * g, 1)
+                delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
             if CAUSAL:
                 sums = dot(tl.where(see, 1.0, 0.0).to(dtype), fk, None) + z[None, :]
@@ -173,7 +174,7 @@ def dq_kernel(
             g *= scale
         if PART != PARTIAL_DELTA:
             if MAP_Q != IDENTITY:
-                g = through_map(g, q, MAP_Q)
+                g = through_map(g, fq, MAP_Q)
             store_chunk(dq_ptr, at, seqlen_q, head, heads, t, n, e, g, at.rows_q, E, E % BE == 0)
 
 
@@ -269,20 +270,21 @@ def dkdv_kernel(
         dz = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
+    if WITH_DV:
+        # Carried as in the forward kernel.
+        fk = _mapped_keys(k_base, at, at.first + (chunks - 1) * C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
-        k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
         ds_operand, ds_factor = operand(ds, dtype)
-        fk = k
-        v = k
-        dk = tl.zeros([C, BE], tl.float32)
-        dv = tl.zeros([C, BM], tl.float32)
-        if WITH_DV:
-            fk = mapped(k, e, E, E % BE == 0, MAP_K).to(dtype)
-            dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype)
+        if not WITH_DV:
+            fk = _mapped_keys(k_base, at, t, rows, e, stride_ks, E, BE, MAP_K, UNIT)
+        v = None
         if WITH_DK:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
-            dk = times(dot(v, ds_operand, None), ds_factor, dtype) + dz[None, :]
+        later_dz = dz
+        # Of this chunk's queries, negative.
+        dk = tl.zeros([C, BE], tl.float32)
+        dv = tl.zeros([C, BM], tl.float32)
         if CAUSAL:
             if GROUP == 1:
                 dk, dv, ds, dz = _queries(
@@ -302,18 +304,30 @@ def dkdv_kernel(
         # Keys past `lengths` were read as zeros, whose gradients mean nothing.
         live = (t + n < at.len_k)[:, None]
         if WITH_DV:
+            dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
             if lengths_ptr is not None:
                 dv = tl.where(live, dv, 0.0)
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
-            dk = through_map(dk, k, MAP_K)
+            dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
+            dk = through_map(dk, fk, MAP_K)
             if lengths_ptr is not None:
                 dk = tl.where(live, dk, 0.0)
             store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
+        if WITH_DV:
+            fk = _mapped_keys(k_base, at, t - C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
 
     if s_out_ptr is not None:
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
         tl.store(z_out_ptr + state_index * E + e, dz, mask=(e < E) & lives)
+
+
+@triton.jit
+def _mapped_keys(k_base, at, t, rows, e, stride_ks, E: tl.constexpr, BE: tl.constexpr, MAP_K: tl.constexpr, UNIT: tl.constexpr):
+    """phi(k) of tokens t + rows, in fp32; nothing is read of a chunk before the segment."""
+    length = tl.where(t >= at.first, at.len_k, -(2**30))
+    k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, length, E, E % BE == 0)
+    return mapped(k, e, E, E % BE == 0, MAP_K)
 
 
 @triton.jit
@@ -354,9 +368,9 @@ def _queries(
     WITH_DV: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Add what the chunk's queries of one head give to its keys, and to the sums for the keys before."""
+    """Subtract from dk and dv what the chunk's queries of one head give to its keys; add it to the sums for keys before."""
     n = tl.arange(0, C)
-    dtype = v.dtype
+    dtype = dout_ptr.dtype.element_ty
     q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
     do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
     q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
@@ -377,12 +391,12 @@ def _queries(
         dk, dv, ds = dk / common, dv / common, ds / common
     if WITH_DV:
         p = tl.where(see, -dot(fk, tl.trans(f), None), 0.0)
-        dv -= dot(p.to(dtype), dout, None)
+        dv = dot(p.to(dtype), dout, dv)
     if WITH_DK:
         w = -dot(v, tl.trans(dout), None)
         if NORMALIZE:
             w += delta[None, :]
-        dk -= dot(tl.where(see, w, 0.0).to(dtype), f, None)
+        dk = dot(tl.where(see, w, 0.0).to(dtype), f, dk)
     ds = dot(tl.trans(dout), f, ds)
     if dtype == tl.float16:
         dk, dv, ds = dk * common, dv * common, ds * common

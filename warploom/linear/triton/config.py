@@ -39,10 +39,10 @@ _HOPPER = {
     64: Config(
         forward=Tiling(64, 64, 4, 3),
         state=Tiling(64, 64, 4, 3),
-        dq=Tiling(64, 64, 4, 3),
-        dkdv=Tiling(64, 64, 4, 3),
-        dk=Tiling(64, 64, 4, 3),
-        dv=Tiling(64, 64, 4, 3),
+        dq=Tiling(64, 64, 8, 3),
+        dkdv=Tiling(64, 64, 8, 3),
+        dk=Tiling(64, 64, 8, 3),
+        dv=Tiling(64, 64, 8, 3),
     ),
     128: Config(
         forward=Tiling(64, 128, 8, 3),
@@ -55,10 +55,10 @@ _HOPPER = {
     256: Config(
         forward=Tiling(64, 64, 8, 2),
         state=Tiling(64, 64, 8, 2),
-        dq=Tiling(32, 64, 8, 2),
+        dq=Tiling(64, 64, 8, 2),
         dkdv=None,
-        dk=Tiling(32, 64, 8, 2),
-        dv=Tiling(32, 64, 8, 2),
+        dk=Tiling(64, 64, 8, 2),
+        dv=Tiling(64, 64, 8, 2),
     ),
 }
 # 160 KiB of shared memory a block (A100) and less. Compiled, not timed.

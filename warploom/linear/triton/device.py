@@ -140,13 +140,12 @@ def key_sum(fk, t, length, C: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def through_map(gradient, x, MAP: tl.constexpr):
-    """The gradient of x from that of phi(x)."""
-    y = x.to(tl.float32)
+def through_map(gradient, fx, MAP: tl.constexpr):
+    """The gradient of x from that of fx = phi(x)."""
     if MAP == ELU_PLUS_ONE:
-        return tl.where(y > 0.0, gradient, gradient * exp(y))
+        return gradient * tl.minimum(fx.to(tl.float32), 1.0)
     elif MAP == RELU:
-        return tl.where(y <= 0.0, 0.0, gradient)
+        return tl.where(fx <= 0.0, 0.0, gradient)
     else:
         return gradient
 

@@ -127,15 +127,16 @@ def forward_kernel(
 
     # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
     # memory, and one computed on the spot from registers, mapped anew by every warpgroup.
-    fq = mapped(load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, at.len_q, E, E == DE), e, E, E == DE, MAP_Q).to(dtype)
+    len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
+    fq = mapped(load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, len_q, E, E == DE), e, E, E == DE, MAP_Q).to(dtype)
     if CAUSAL:
-        fk = mapped(load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.len_k, E, E == DE), e, E, E == DE, MAP_K)
-        added = key_sum(fk, at.first, at.len_k, C, MAP_K)
+        fk = mapped(load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE), e, E, E == DE, MAP_K)
+        added = key_sum(fk, at.first, len_k, C, MAP_K)
         fk = fk.to(dtype)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         if CAUSAL:
-            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
-            p = tl.where(seen(n, at.len_k - t), dot(fq, tl.trans(fk), None), 0.0)
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
+            p = tl.where(seen(n, len_k - t), dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
         out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
@@ -151,13 +152,13 @@ def forward_kernel(
         if CAUSAL:
             out += dot(p.to(dtype), v, None) * factor[:, None]
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
-        q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, at.len_q, E, E == DE)
+        q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
         if CAUSAL:
             z += added
-            k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, at.len_k, E, E == DE)
+            k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, len_k, E, E == DE)
             fk = mapped(k, e, E, E == DE, MAP_K)
-            added = key_sum(fk, t + C, at.len_k, C, MAP_K)
+            added = key_sum(fk, t + C, len_k, C, MAP_K)
             fk = fk.to(dtype)
 
     if s_out_ptr is not None:
