@@ -19,10 +19,10 @@ class Case:
     """One call. `lengths` or `sequences`, the packed lengths, may be given; the latter sum to at most `rows`."""
 
     seed: int
-    rows: int = 70
+    rows: int = 40
     keys: int | None = None  # None: as many as rows
-    batch: int = 2
-    heads: int = 2
+    batch: int = 1
+    heads: int = 1
     heads_kv: int | None = None
     e: int = 16
     m: int = 16
@@ -80,9 +80,6 @@ def computed(call: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | Non
     """Everything that forward and backward return, by the names of `Results`."""
     assert triton.supports(call) is None, triton.supports(call)
     out, norm, s, z = triton.forward(call, True)
-    alone, again, none_s, none_z = triton.forward(call, False)
-    assert none_s is None and none_z is None
-    assert torch.equal(out, alone) and (norm is None or (again is not None and torch.equal(norm, again)))
     dq, dk, dv, ds0, dz0 = triton.backward(call, dout, norm, ds, dz)
     assert (ds0 is None) == (dz0 is None) == (call.s is None)
     found: dict[str, Any] = dict(zip(Results._fields, (out, norm, s, z, dq, dk, dv, ds0, dz0), strict=True))

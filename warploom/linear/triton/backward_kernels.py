@@ -8,7 +8,8 @@ With W = tril(dO v^T), f = scale / norm * phi(q), S and z the sums before a chun
 
 so no output is read, and delta, one number a row, is all that dQ leaves to dK. States are held transposed, (M, E), so that
 the left factors v^T and dO^T of their updates are taken from shared memory as they were loaded. Products that are added
-are subtracted, the second one negative: Triton would make one accumulator of a sum and give it to every warpgroup whole.
+are subtracted, the second one negative (by -1.0, which costs nothing): Triton would make one accumulator of a sum and give
+it to every warpgroup whole.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from warploom.linear.triton.device import (
     IDENTITY,
     dot,
     head_base,
-    key_sum,
     load_chunk,
     load_state,
     mapped,
+    mapped_keys,
     operand,
     place,
     power_of_two,
     row_base,
-    seen,
     store_chunk,
     store_state,
     through_map,
@@ -137,22 +137,23 @@ def dq_kernel(
         z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
+    see = n[:, None] >= n[None, :]
+    ones = tl.where(see, 1.0, 0.0).to(dtype)
 
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
             k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = mapped(k, e, E, E % BE == 0, MAP_K)
-            added = key_sum(fk, t, at.len_k, C, MAP_K)
+            fk = mapped_keys(k, t, n, at.len_k, e, E, E % BE == 0, MAP_K)
+            added = tl.sum(fk, 0)
             fk = fk.to(dtype)
             w = dot(dout, tl.trans(v), None)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
         g = times(dot(dout, s_operand, None), s_factor, dtype)
         if CAUSAL:
-            see = seen(n, at.len_k - t)
-            g -= dot(tl.where(see, -w, 0.0).to(dtype), fk, None)
+            g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE or MAP_Q != IDENTITY:
             q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
             fq = mapped(q, e, E, E % BE == 0, MAP_Q)
@@ -165,7 +166,7 @@ def dq_kernel(
                 delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
             if CAUSAL:
-                sums = dot(tl.where(see, 1.0, 0.0).to(dtype), fk, None) + z[None, :]
+                sums = dot(ones, fk, None) + z[None, :]
                 z += added
             else:
                 sums = z[None, :]
@@ -301,18 +302,15 @@ def dkdv_kernel(
                         stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
                         E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
                     )  # fmt: skip
-        # Keys past `lengths` were read as zeros, whose gradients mean nothing.
-        live = (t + n < at.len_k)[:, None]
         if WITH_DV:
             dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
-            if lengths_ptr is not None:
-                dv = tl.where(live, dv, 0.0)
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
             dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
             dk = through_map(dk, fk, MAP_K)
-            if lengths_ptr is not None:
-                dk = tl.where(live, dk, 0.0)
+            if lengths_ptr is not None and MAP_K == IDENTITY:
+                # Keys that were not read have no gradient; the other maps' slope is 0 there.
+                dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
             store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
         if WITH_DV:
             fk = _mapped_keys(k_base, at, t - C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
@@ -327,7 +325,7 @@ def _mapped_keys(k_base, at, t, rows, e, stride_ks, E: tl.constexpr, BE: tl.cons
     """phi(k) of tokens t + rows, in fp32; nothing is read of a chunk before the segment."""
     length = tl.where(t >= at.first, at.len_k, -(2**30))
     k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, length, E, E % BE == 0)
-    return mapped(k, e, E, E % BE == 0, MAP_K)
+    return mapped_keys(k, t, rows, length, e, E, E % BE == 0, MAP_K)
 
 
 @triton.jit
@@ -390,12 +388,13 @@ def _queries(
     if dtype == tl.float16:
         dk, dv, ds = dk / common, dv / common, ds / common
     if WITH_DV:
-        p = tl.where(see, -dot(fk, tl.trans(f), None), 0.0)
+        p = tl.where(see, dot(fk, tl.trans(f), None) * -1.0, 0.0)
         dv = dot(p.to(dtype), dout, dv)
     if WITH_DK:
-        w = -dot(v, tl.trans(dout), None)
+        w = dot(v, tl.trans(dout), None)
         if NORMALIZE:
-            w += delta[None, :]
+            w -= delta[None, :]
+        w *= -1.0
         dk = dot(tl.where(see, w, 0.0).to(dtype), f, dk)
     ds = dot(tl.trans(dout), f, ds)
     if dtype == tl.float16:

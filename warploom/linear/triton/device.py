@@ -131,12 +131,12 @@ def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def key_sum(fk, t, length, C: tl.constexpr, MAP: tl.constexpr):
-    """The sum of a chunk's mapped keys, of which those past `length` are phi(0)."""
-    total = tl.sum(fk, 0)
+def mapped_keys(k, t, n, length, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi(k) in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
+    fk = mapped(k, dims, DIM, WHOLE, MAP)
     if MAP == ELU_PLUS_ONE:
-        total -= tl.minimum(tl.maximum(t + C - length, 0), C).to(tl.float32)
-    return total
+        fk = tl.where((t + n < length)[:, None], fk, 0.0)
+    return fk
 
 
 @triton.jit
@@ -202,12 +202,6 @@ def times_vector(a, z, dtype: tl.constexpr):
     columns = tl.arange(0, 16)[None, :]
     b = tl.where(columns < 8, high[:, None], low[:, None])
     return tl.sum(dot(a, b, None), 1) * (factor / 8)
-
-
-@triton.jit
-def seen(n, left):
-    """Which keys of a chunk (columns) which of its rows sees; `left` keys are left of the sequence."""
-    return n[None, :] <= tl.minimum(n, left - 1)[:, None]
 
 
 @triton.jit

@@ -15,14 +15,13 @@ import triton.language as tl
 from warploom.linear.triton.device import (
     dot,
     head_base,
-    key_sum,
     load_chunk,
     load_state,
     mapped,
+    mapped_keys,
     operand,
     place,
     row_base,
-    seen,
     store_chunk,
     store_state,
     times,
@@ -128,15 +127,17 @@ def forward_kernel(
     # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
     # memory, and one computed on the spot from registers, mapped anew by every warpgroup.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
-    fq = mapped(load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, len_q, E, E == DE), e, E, E == DE, MAP_Q).to(dtype)
+    q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, len_q, E, E == DE)
+    fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
     if CAUSAL:
-        fk = mapped(load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE), e, E, E == DE, MAP_K)
-        added = key_sum(fk, at.first, len_k, C, MAP_K)
+        k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE)
+        fk = mapped_keys(k, at.first, n, len_k, e, E, E == DE, MAP_K)
+        added = tl.sum(fk, 0)
         fk = fk.to(dtype)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         if CAUSAL:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
-            p = tl.where(seen(n, len_k - t), dot(fq, tl.trans(fk), None), 0.0)
+            p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
         out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
@@ -157,8 +158,8 @@ def forward_kernel(
         if CAUSAL:
             z += added
             k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, len_k, E, E == DE)
-            fk = mapped(k, e, E, E == DE, MAP_K)
-            added = key_sum(fk, t + C, len_k, C, MAP_K)
+            fk = mapped_keys(k, t + C, n, len_k, e, E, E == DE, MAP_K)
+            added = tl.sum(fk, 0)
             fk = fk.to(dtype)
 
     if s_out_ptr is not None:

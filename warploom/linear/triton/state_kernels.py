@@ -9,9 +9,9 @@ from warploom.linear.triton.device import (
     bounds,
     dot,
     head_base,
-    key_sum,
     load_chunk,
     mapped,
+    mapped_keys,
     place,
     power_of_two,
     row_base,
@@ -96,8 +96,8 @@ def state_kernel(
         y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
         x = load_chunk(x_base, t, rows, e, stride_xs * UNIT, length, E, E == DE)
         y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
-        fx = mapped(x, e, E, E == DE, MAP)
         if BACKWARD:
+            fx = mapped(x, e, E, E == DE, MAP)
             live = t + n < length
             heads = heads_kv * GROUP
             factor = tl.full([C], 1.0, tl.float32) * scale
@@ -115,8 +115,9 @@ def state_kernel(
             else:
                 s = dot(tl.trans(y), fx.to(dtype), s)
         else:
+            fx = mapped_keys(x, t, n, length, e, E, E == DE, MAP)
             s = dot(tl.trans(y), fx.to(dtype), s)
-            z += key_sum(fx, t, length, C, MAP)
+            z += tl.sum(fx, 0)
     index = slot.to(tl.int64) * heads_kv + head_kv
     store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
     tl.store(z_ptr + index * E + e, z, mask=(e < E) & (block == 0))
