@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.linear.harness import Case, check, run, upstream
 from warploom import LinearState, linear_attention, linear_attention_step
 from warploom.linear.arguments import linear_call
-from warploom.linear.ops import flat
+from warploom.linear.ops import flat, step_arguments
 
 DEFAULTS: dict[str, Any] = {
     **{"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0},
@@ -48,8 +48,10 @@ def test_opcheck_of_the_backward_and_of_the_step() -> None:
     for dout, ds, dz in ((out, None, None), (None, s, z), (out, s, None)):
         torch.library.opcheck(torch.ops.warploom.linear_attention_backward.default, (dout, norm, ds, dz, *arguments))
     one = linear_call(**{**DEFAULTS, **Case(case.seed, seqlen_q=1, state=True).draw()})
-    one_arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in flat(one, "cpu"))
-    torch.library.opcheck(torch.ops.warploom.linear_attention_step.default, one_arguments)
+    torch.library.opcheck(
+        torch.ops.warploom.linear_attention_step.default,
+        tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in step_arguments(one, "cpu")),
+    )
 
 
 def test_compiled_without_a_graph_break() -> None:

@@ -143,8 +143,9 @@ def linear_attention_step(
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (call.q, call.k, call.v, call.s, call.z)]):
         out, last = _run(call, backend, True)
     else:
-        chosen = ops.flat(call, dispatch.choose(call, backend, "linear"))
-        out, s, z = ops.step_op(*chosen) if ops.watched(call.q) else ops.run_step(*chosen)
+        arguments = ops.step_arguments(call, dispatch.choose(call, backend, "linear"))
+        out, s, z = (ops.step_op if ops.watched(call.q) else ops.run_step)(*arguments)
+        out = out.unsqueeze(1)
         last = LinearState(s, z)
     assert last is not None
     return out.squeeze(1) if q.ndim == 3 else out, last

@@ -29,7 +29,10 @@ _library.define(
     f"linear_attention_backward(Tensor? dout, Tensor norm, Tensor? ds, Tensor? dz, {_CALL})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define(f"linear_attention_step({_CALL}) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, str map_q, str map_k, bool normalize, "
+    "float eps, float scale, str backend) -> (Tensor, Tensor, Tensor)"
+)
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -107,19 +110,36 @@ def _gradients(call: LinearCall) -> tuple[Tensor, ...]:
     return (*(t.new_empty(t.shape) for t in (call.q, call.k, call.v)), *states)
 
 
-def run_step(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def step_arguments(call: LinearCall, backend: str) -> tuple[Any, ...]:
+    """The step op's arguments of a call of one token a sequence with a state."""
+    rows = (t.squeeze(1) for t in (call.q, call.k, call.v))
+    return (*rows, call.s, call.z, call.map_q, call.map_k, call.normalize, call.eps, call.scale, backend)
+
+
+def run_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    map_q: str,
+    map_k: str,
+    normalize: bool,
+    eps: float,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Out and the new state of one token a sequence, without the op around it."""
-    call, module = _split(arguments)
-    if _is_empty(call):
-        out, _, s, z = _no_work(call, True)
-        return out, s, z
-    with torch.autocast(call.device, enabled=False):
-        return module.step(call)  # type: ignore[no-any-return]
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        return v.new_zeros((*q.shape[:2], v.shape[2])), s.clone(), z.clone()
+    module: Any = dispatch.find(backend, "linear").module
+    options = {"map_q": map_q, "map_k": map_k, "normalize": normalize, "eps": eps, "scale": scale}
+    with torch.autocast(q.device.type, enabled=False):
+        return module.step(q, k, v, s, z, **options)  # type: ignore[no-any-return]
 
 
-def _fake_step(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, _, s, z = _results(LinearCall(*arguments[:-1]), True)
-    return out, s, z
+def _fake_step(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return v.new_empty((*q.shape[:2], v.shape[2])), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
 _linear_attention = torch.ops.warploom.linear_attention.default

@@ -7,13 +7,14 @@ and queries past the last key see every key. The denominator is scale * q.z + ep
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
-from warploom.linear.problem import LinearCall
+from warploom.linear.problem import LinearCall, one_token
 from warploom.linear.state import LinearState
 
 
@@ -67,11 +68,11 @@ def backward(
     return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
 
 
-def step(call: LinearCall) -> tuple[Tensor, Tensor, Tensor]:
-    """One token a sequence: out (batch, 1, heads_q, M) and the new state."""
-    out, _, s, z = forward(call, True)
-    assert s is not None and z is not None
-    return out, s, z
+def step(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """One token a sequence: out (batch, heads_q, M) and the new state; arguments as `one_token`'s."""
+    out, _, new_s, new_z = forward(one_token(q, k, v, s, z, **options), True)
+    assert new_s is not None and new_z is not None
+    return out.squeeze(1), new_s, new_z
 
 
 def _leaves(call: LinearCall) -> tuple[str, ...]:
