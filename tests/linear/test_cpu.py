@@ -15,10 +15,12 @@ from warploom.linear import cpu
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("poisoned_memory")
 def test_case(name: str) -> None:
     check(case(name, secrets.randbelow(2**31)), "cpu")
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 def test_any_call_in_fp64() -> None:
     """Three dozen calls with anything in them, all gradients, to nine digits."""
     first = secrets.randbelow(2**31)

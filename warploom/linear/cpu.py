@@ -36,29 +36,36 @@ def supports(call: LinearCall) -> str | None:
 def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None."""
     q, v = call.q, call.v
-    out = v.new_zeros((*q.shape[:3], v.shape[3]))
-    norm = q.new_ones((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
+    out = v.new_empty((*q.shape[:3], v.shape[3]))
+    norm = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
     s, z = _first_state(call)
     if call.cu_seqlens is None:
         _forward(call, out, norm, _flat(s, z), return_state)
     else:
+        end = 0
         for n, span, part in sequences(call):
             _forward(part, out[:, span], norm[:, :, span], (s[n], z[n]), return_state)
+            end = span.stop
+        out[:, end:], norm[:, :, end:] = 0.0, 1.0
     return out, norm if call.normalize else None, s if return_state else None, z if return_state else None
 
 
 def backward(call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Gradients:
     """Gradients of q, k and v, and of the initial state where the call has one."""
-    dq, dk, dv = (t.new_zeros(t.shape) for t in (call.q, call.k, call.v))
+    dq, dk, dv = (t.new_empty(t.shape) for t in (call.q, call.k, call.v))
     s, z = _first_state(call)
     first_s, first_z = (_own(t, s.dtype) if t is not None else torch.zeros_like(like) for t, like in ((ds, s), (dz, z)))
     if call.cu_seqlens is None:
         _backward(call, dout, norm, _flat(s, z), _flat(first_s, first_z), (dq, dk, dv))
     else:
+        end = 0
         for n, span, part in sequences(call):
+            end = span.stop
             own = None if norm is None else norm[:, :, span]
             gradients = dq[:, span], dk[:, span], dv[:, span]
             _backward(part, dout[:, span], own, (s[n], z[n]), (first_s[n], first_z[n]), gradients)
+        for t in (dq, dk, dv):
+            t[:, end:] = 0.0
     return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
 
 
