@@ -20,8 +20,9 @@ from warploom import LinearState
 from warploom.nn import CausalLinearAttention
 
 VOCABULARY = 256  # bytes
+CONTEXT = 3  # bytes that a position sees without attention
 BATCH, SEQLEN = 8, 256
-FURTHEST = 4096  # positions that training draws its windows from
+FURTHEST = 512  # positions that training draws its windows from
 
 
 class Layer(nn.Module):
@@ -49,38 +50,47 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes to logits of the next byte. Positions are sinusoids, and training sees them from any start."""
+    """Bytes to logits of the next byte.
+
+    A position enters with the two bytes before it, as a short convolution would let it, and with sinusoids of where it is.
+    """
 
     def __init__(self, dim: int = 128, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.embeddings = nn.ModuleList(nn.Embedding(VOCABULARY, dim) for _ in range(CONTEXT))
         self.layers = nn.ModuleList(Layer(dim, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY)
         rates = torch.exp(-math.log(10_000) * torch.arange(0, dim, 2) / dim)
         self.register_buffer("rates", rates, persistent=False)
 
-    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+    def embed(self, recent: Tensor, position: Tensor) -> Tensor:
+        """Channels (…, dim) of the last bytes up to each position (…, CONTEXT)."""
         angles = position.unsqueeze(-1) * self.rates
-        return self.embedding(tokens) + torch.cat([angles.sin(), angles.cos()], -1)
+        found = [table(recent[..., n]) for n, table in enumerate(self.embeddings)]
+        return sum(found) + torch.cat([angles.sin(), angles.cos()], -1)
+
+    def embed_all(self, tokens: Tensor, start: int = 0) -> Tensor:
+        recent = F.pad(tokens, (CONTEXT - 1, 0)).unfold(-1, CONTEXT, 1)
+        return self.embed(recent, start + torch.arange(tokens.shape[1], device=tokens.device))
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Logits (batch, seqlen, 256) of tokens (batch, seqlen), the first at position ``start``."""
-        x = self.embed(tokens, start + torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed_all(tokens, start)
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[LinearState]]:
         """Logits of the last token and every layer's state."""
-        x, states = self.embed(tokens, torch.arange(tokens.shape[1], device=tokens.device)), []
+        x, states = self.embed_all(tokens), []
         for layer in self.layers:
             x, state = layer.prefill(x)
             states.append(state)
         return self.head(self.norm(x[:, -1])), states
 
-    def step(self, token: Tensor, position: int, states: list[LinearState]) -> tuple[Tensor, list[LinearState]]:
-        """Logits (batch, 256) after one more token (batch,), and the new states."""
-        x, new = self.embed(token, torch.tensor(position, device=token.device)), []
+    def step(self, recent: Tensor, position: int, states: list[LinearState]) -> tuple[Tensor, list[LinearState]]:
+        """Logits (batch, 256) after one more token, the last of ``recent`` (batch, CONTEXT), and the new states."""
+        x, new = self.embed(recent, torch.tensor(position, device=recent.device)), []
         for layer, state in zip(self.layers, states, strict=True):
             x, state = layer.step(x, state)
             new.append(state)
@@ -123,12 +133,11 @@ def write(model: Model, prompt: Tensor, count: int) -> tuple[Tensor, float]:
     """The prompt (seqlen,) and ``count`` drawn bytes, by steps; seconds they took."""
     begin = time.perf_counter()
     logits, states = model.prefill(prompt[None])
-    found = list(prompt)
-    for position in range(len(prompt), len(prompt) + count):
-        token = torch.multinomial((logits / 0.7).softmax(-1), 1)[:, 0]
-        found.append(token[0])
-        logits, states = model.step(token, position, states)
-    return torch.stack(found), time.perf_counter() - begin
+    written = F.pad(prompt, (0, count))
+    for position in range(len(prompt), len(written)):
+        written[position] = torch.multinomial((logits[0] / 0.7).softmax(-1), 1)
+        logits, states = model.step(written[None, position + 1 - CONTEXT : position + 1], position, states)
+    return written, time.perf_counter() - begin
 
 
 @torch.no_grad()
@@ -138,7 +147,7 @@ def written_anew(model: Model, written: Tensor, prompt: int) -> tuple[float, flo
     _, states = model.prefill(written[None, :prompt])
     worst = 0.0
     for position in range(prompt, len(written)):
-        logits, states = model.step(written[None, position], position, states)
+        logits, states = model.step(written[None, position + 1 - CONTEXT : position + 1], position, states)
         worst = max(worst, float((logits[0] - whole[position]).abs().max()))
     begin = time.perf_counter()
     for end in range(len(written) - 20, len(written)):

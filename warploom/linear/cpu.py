@@ -8,14 +8,14 @@ it is in running sums. Three steps and their adjoints make up every call: causal
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from warploom.linear.cpu_block import Block, Scratch, Sums
+from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
-from warploom.linear.problem import LinearCall, one_token
+from warploom.linear.problem import LinearCall
 
 # Elements of a block's largest tile, 2 MB in fp32: the half dozen tiles of a block stay in a last-level cache.
 BLOCK = 2**19
@@ -69,11 +69,27 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | N
     return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """One token a sequence: out (batch, heads_q, M) and the new state; arguments as `one_token`'s."""
-    out, _, new_s, new_z = forward(one_token(q, k, v, s, z, **options), True)
-    assert new_s is not None and new_z is not None
-    return out.squeeze(1), new_s, new_z
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    *,
+    map_q: str,
+    map_k: str,
+    normalize: bool,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token a sequence: out (batch, heads_q, M) and the new state; q (batch, heads_q, E), k and v (batch, heads_kv, ·)."""
+    k = NAMED[map_k](k.to(s.dtype))
+    rows = NAMED[map_q](q.to(s.dtype)).unflatten(1, (k.shape[1], -1)) * scale
+    s, z = torch.addcmul(s, k.unsqueeze(-1), v.to(s.dtype).unsqueeze(-2)), z + k
+    out = rows @ s
+    if normalize:
+        out /= rows @ z.unsqueeze(-1) + eps
+    return out.flatten(1, 2).to(v.dtype), s, z
 
 
 def _forward(call: LinearCall, out: Tensor, norm: Tensor, sums: Sums, return_state: bool) -> None:
