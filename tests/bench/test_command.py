@@ -14,7 +14,7 @@ from warploom.cli import main
 from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
-EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode"]
+EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -24,7 +24,9 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "D16 S128 causal, backward: warploom" in printed and "tree, B1 S256, forward" in printed
     run = json.loads(out.read_text())
     measures = {(row["suite"], row["measure"]) for row in run["rows"]}
-    assert measures == {(s, m) for s in ("dense", "masks") for m in ("forward", "backward")} | {("decode", "graph")}
+    wanted = {(s, m) for s in ("dense", "masks", "linear") for m in ("forward", "backward")}
+    wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph"), ("decode", "graph")}
+    assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
         assert not any("wrong" in found for found in row["contenders"].values()), row
@@ -42,7 +44,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 9 + 1 and "tree, B1 S256" in run["left_out"]
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 9 + 1 + 2 and "tree, B1 S256" in run["left_out"]
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(

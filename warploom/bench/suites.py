@@ -14,6 +14,7 @@ import warploom
 from warploom.bench import peers
 from warploom.bench.decode import capture, decode_cases
 from warploom.bench.harness import Call, Case, Comparison, first_line
+from warploom.bench.linear import linear_cases
 from warploom.bench.masks import pairs
 from warploom.bench.reference import OneHead, one_head
 from warploom.masks import Causal, Full, Mask
@@ -53,8 +54,8 @@ def cases(suites: list[str], device: torch.device, quick: bool) -> list[Case]:
         found += mask_cases(device, quick)
     if "decode" in suites:
         found += decode_cases(quick)
-    if "linear" in suites and not hasattr(warploom, "linear_attention"):
-        raise ValueError("--suite linear: this version of warploom has no linear_attention yet")
+    if "linear" in suites:
+        found += linear_cases(quick)
     return found
 
 

@@ -1,0 +1,111 @@
+"""The Triton kernels in the interpreter: every kind of call, in one pass and in segments."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.linear.triton_cases import Case, check
+from warploom.linear.triton import backward, forward, step
+from warploom.linear.triton import call as call_module
+from warploom.linear.triton.config import Config, Tiling
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"batch": 2, "heads": 2},
+    "unnormalized": {"normalize": False, "scale": 0.3, "map_q": "identity", "map_k": "identity"},
+    "relu": {"map_k": "relu", "scale": 0.3},
+    "blocks": {"state": True, "e": 32, "m": 48},
+    "odd dims": {"e": 20, "m": 7},
+    "grouped": {"heads": 3, "heads_kv": 1, "state": True},
+    "fewer queries": {"rows": 21, "keys": 40, "state": True},
+    "fewer keys": {"rows": 40, "keys": 21, "state": True},
+    "lengths": {"batch": 3, "lengths": (40, 17, 0), "state": True, "normalize": False, "map_k": "identity"},
+    "packed": {"sequences": (0, 21, 1, 16, 0), "heads": 2, "heads_kv": 1, "state": True},
+    "half precision": {"dtype": torch.float16, "state": True},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "packed without a tail": {"sequences": (19, 21)},
+    "bidirectional": {"causal": False, "rows": 21, "keys": 40, "heads": 2, "heads_kv": 1, "state": True},
+    "bidirectional lengths": {"causal": False, "batch": 2, "lengths": (40, 17), "normalize": False},
+    "bidirectional packed": {"causal": False, "sequences": (0, 21, 1, 16, 0)},
+    "one token": {"rows": 1},
+}
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, *, cut: bool, blocks: bool) -> None:
+    """Chunks of 16; segments of 32 tokens; blocks of 16 columns where the state is wider."""
+    t = Tiling(16, 16 if blocks else 64, 4, 1)
+    small = Config(t, t, t, None if blocks else t, t, t, segment=32, fill=1e9 if cut else 0.0)
+    monkeypatch.setattr(call_module, "config", lambda *_: small)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_into_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, cut=True, blocks=name == "blocks")
+    check(Case(secrets.randbelow(2**31), **CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES | WHOLE)
+def test_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, cut=False, blocks=name == "blocks")
+    # Gradients of the final state are given above, and with a state.
+    c = Case(secrets.randbelow(2**31), **(CASES | WHOLE)[name])
+    check(c, gradients_of_state=c.state)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_state_or_not_changes_no_bit(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, cut=cut, blocks=False)
+    call, *_ = Case(secrets.randbelow(2**31)).call()
+    out, norm, *_ = forward(call, True)
+    alone, norm_alone, *none = forward(call, False)
+    assert torch.equal(out, alone) and torch.equal(norm, norm_alone) and none == [None, None]
+
+
+def test_steps_continue_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, cut=False, blocks=False)
+    call, *_ = Case(secrets.randbelow(2**31), rows=9, heads=4, heads_kv=2, e=20, m=7, batch=2, scale=0.4).call()
+    full, _, s_full, z_full = forward(call, True)
+    first = replace(call, **{name: getattr(call, name)[:, :7] for name in ("q", "k", "v")})
+    _, _, s, z = forward(first, True)
+    before = s.clone()
+    options = {"map_q": call.map_q, "map_k": call.map_k, "normalize": True, "eps": call.eps, "scale": call.scale}
+    for t in range(7, 9):
+        out, s, z = step(call.q[:, t], call.k[:, t], call.v[:, t], s, z, **options)
+        torch.testing.assert_close(out, full[:, t], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((s, z), (s_full, z_full), rtol=1e-5, atol=1e-5)
+    assert torch.equal(before, forward(first, True)[2])
+
+
+def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices, transposed and expanded inputs, a last dimension that is not contiguous."""
+    configure(monkeypatch, cut=False, blocks=False)
+    call, dout, *_ = Case(secrets.randbelow(2**31), rows=20, heads=2, batch=2).call()
+    want = (forward(call, False)[0], *backward(call, dout, forward(call, False)[1], None, None)[:3])
+    odd = replace(
+        call,
+        q=torch.cat([call.q, call.q[..., :3]], -1)[..., :16],
+        k=call.k.transpose(1, 2).contiguous().transpose(1, 2),
+        v=call.v.transpose(1, 3).contiguous().transpose(1, 3),
+    )
+    out, norm, *_ = forward(odd, False)
+    got = (out, *backward(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), norm, None, None)[:3])
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_hidden_nan_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, cut=False, blocks=False)
+    call, dout, *_ = Case(secrets.randbelow(2**31), batch=2, lengths=(40, 17), rows=33, keys=40).call()
+    out, norm, *_ = forward(call, False)
+    want = (out, *backward(call, dout, norm, None, None)[:3])
+    k, v = call.k.clone(), call.v.clone()
+    k[1, 17:], v[1, 17:] = float("nan"), float("inf")
+    poisoned = replace(call, k=k, v=v)
+    out, norm, *_ = forward(poisoned, False)
+    for a, b in zip((out, *backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
+        assert torch.equal(a, b)

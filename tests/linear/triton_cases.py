@@ -1,0 +1,96 @@
+"""Calls of the Triton kernels, drawn from a seed, and their verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.linear.triton_model import Results, results
+from warploom.attention.judge import judge
+from warploom.linear import triton
+from warploom.linear.problem import LinearCall
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `lengths` or `sequences`, the packed lengths, may be given; the latter sum to at most `rows`."""
+
+    seed: int
+    rows: int = 40
+    keys: int | None = None  # None: as many as rows
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int | None = None
+    e: int = 16
+    m: int = 16
+    map_q: str = "elu+1"
+    map_k: str = "elu+1"
+    causal: bool = True
+    normalize: bool = True
+    scale: float = 1.0
+    state: bool = False
+    lengths: tuple[int, ...] | None = None
+    sequences: tuple[int, ...] | None = None
+    mean: float = 0.0  # of the values: sums then grow with the length
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def call(self) -> tuple[LinearCall, Tensor, Tensor, Tensor]:
+        """The call, dO, and the gradients of the final state."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self.device)
+
+        heads_kv = self.heads_kv or self.heads
+        batch, count = (1, len(self.sequences)) if self.sequences is not None else (self.batch, self.batch)
+        keys = self.rows if self.keys is None else self.keys
+        q, k = draw(batch, self.rows, self.heads, self.e), draw(batch, keys, heads_kv, self.e)
+        if self.map_k == "identity" and self.normalize:
+            # Signed products could sum to almost nothing; beyond rounding, nothing can then be said of the quotient.
+            q, k = q.abs(), k.abs()
+        v, dout = draw(batch, keys, heads_kv, self.m) + self.mean, draw(batch, self.rows, self.heads, self.m)
+        s, z = draw(count, heads_kv, self.e, self.m), draw(count, heads_kv, self.e).abs()
+        cu = None
+        if self.sequences is not None:
+            cu = torch.tensor([0, *self.sequences], device=self.device).cumsum(0).to(torch.int32)
+        q, k, v, dout = (t.to(self.dtype) for t in (q, k, v, dout))
+        call = LinearCall(
+            q=q,
+            k=k,
+            v=v,
+            map_q=self.map_q,
+            map_k=self.map_k,
+            causal=self.causal,
+            normalize=self.normalize,
+            eps=1e-6,
+            scale=self.scale,
+            s=s if self.state else None,
+            z=z if self.state else None,
+            lengths=None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int32, device=self.device),
+            cu_seqlens=cu,
+        )
+        return call, dout, draw(*s.shape), draw(*z.shape)
+
+
+def computed(call: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None) -> dict[str, Tensor]:
+    """Everything that forward and backward return, by the names of `Results`."""
+    assert triton.supports(call) is None, triton.supports(call)
+    out, norm, s, z = triton.forward(call, True)
+    dq, dk, dv, ds0, dz0 = triton.backward(call, dout, norm, ds, dz)
+    assert (ds0 is None) == (dz0 is None) == (call.s is None)
+    found: dict[str, Any] = dict(zip(Results._fields, (out, norm, s, z, dq, dk, dv, ds0, dz0), strict=True))
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def check(case: Case, *, gradients_of_state: bool = True) -> None:
+    """Hold a case's results and gradients against the fp64 truth, by the error of the model of a correct kernel."""
+    call, dout, ds, dz = case.call()
+    given = (ds, dz) if gradients_of_state else (None, None)
+    truth, model = (results(call, dout, *given, exact=exact) for exact in (True, False))
+    for name, t in computed(call, dout, *given).items():
+        verdict = judge(name, t, getattr(truth, name), getattr(model, name), case.dtype)
+        assert verdict.passed, f"{verdict}\n{case}"

@@ -1,0 +1,55 @@
+"""One validated, frozen description of a linear attention call: what dispatch decides on and every implementation computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """Tensors and numbers of one call, validated; q, k and v before their feature maps.
+
+    Causal: query i sees keys j <= i, both counted from the start, so keys past the last query are seen by none and queries
+    past the last key see all. The state after the call holds all keys (up to ``lengths``) whether seen or not.
+
+    With normalize, out_i = scale · phi(q_i) s_i / (scale · phi(q_i) · z_i + eps), else the numerator; s_i and z_i are sums
+    over the keys that query i sees, the initial state among them.
+    """
+
+    q: Tensor  # (batch, seqlen_q, heads_q, E); packed calls have batch 1 and cu_seqlens
+    k: Tensor  # (batch, seqlen_k, heads_kv, E), heads_q a multiple of heads_kv
+    v: Tensor  # (batch, seqlen_k, heads_kv, M)
+    map_q: str  # "elu+1", "relu" or "identity", applied by the implementation; the api has applied callables ("identity")
+    map_k: str
+    causal: bool
+    normalize: bool
+    eps: float
+    scale: float  # multiplies phi(q), in numerator and denominator
+    s: Tensor | None  # initial state, fp32 (fp64 for fp64 inputs): (sequences, heads_kv, E, M), None for zeros
+    z: Tensor | None  # (sequences, heads_kv, E), None together with s
+    lengths: Tensor | None  # int32 (batch,): keys from there on count for nothing, in numerator and denominator
+    cu_seqlens: Tensor | None  # int32 (sequences + 1,), on the device: where packed sequences start
+
+    @property
+    def device(self) -> str:
+        return self.q.device.type
+
+    @property
+    def sequences(self) -> int:
+        """The batch, or the number of packed sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The dtype of sums and states."""
+        return torch.promote_types(self.v.dtype, torch.float32)
+
+
+def one_token(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> LinearCall:
+    """The call of a step: q (batch, heads_q, E), k and v (batch, heads_kv, ·), the state, and the call's maps and numbers."""
+    q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    return LinearCall(q=q, k=k, v=v, causal=True, s=s, z=z, lengths=None, cu_seqlens=None, **options)

@@ -1,0 +1,402 @@
+"""The backward kernels: dQ from the start with the states of the forward pass, dK and dV from the end with dS and dz.
+
+With W = tril(dO v^T), f = scale / norm * phi(q), S and z the sums before a chunk, dS and dz those after it:
+
+    g = W phi(k) + dO S^T,  delta = f.g  (= dO.out, by row),  dphi(q) = scale / norm * (g - delta (z + tril(1) phi(k)))
+    dphi(k) = (W - tril(delta))^T f + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
+    dS += f^T dO,  dz -= f^T delta
+
+so no output is read, and delta, one number a row, is all that dQ leaves to dK. States are held transposed, (M, E), so that
+the left factors v^T and dO^T of their updates are taken from shared memory as they were loaded. Products that are added
+are subtracted, the second one negative (by -1.0, which costs nothing): Triton would make one accumulator of a sum and give
+it to every warpgroup whole.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.linear.triton.device import (
+    IDENTITY,
+    dot,
+    head_base,
+    load_chunk,
+    load_state,
+    mapped,
+    mapped_keys,
+    operand,
+    place,
+    power_of_two,
+    row_base,
+    store_chunk,
+    store_state,
+    through_map,
+    times,
+)
+
+# What dq_kernel computes of a block of E: delta sums over E, so several blocks need it known before any dQ.
+WHOLE = tl.constexpr(0)  # delta and dQ: the only block
+PARTIAL_DELTA = tl.constexpr(1)  # this block's part of delta
+GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
+
+_PLAIN = [
+    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "lengths_ptr", "cu_ptr",
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "stride_ob", "stride_os", "stride_oh",
+    "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    dq_ptr,
+    norm_ptr,
+    delta_ptr,
+    s_ptr,
+    z_ptr,
+    lengths_ptr,
+    cu_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    sequences,
+    segments,
+    segment,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    batches,
+    scale,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BE: tl.constexpr,
+    DM: tl.constexpr,
+    C: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PART: tl.constexpr,
+    PER_SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dQ of one segment of one query head and a block of E, and delta, (blocks, batches, heads, seqlen_q).
+
+    The state is held transposed, (M, E): both its products then take v and dO as they were loaded.
+    """
+    pid = tl.program_id(0)
+    blocks: tl.constexpr = (E + BE - 1) // BE
+    block = pid % blocks
+    pid = pid // blocks
+    head = pid % heads
+    slot = pid // heads
+    at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
+    if (at.first < 0) | (at.first >= at.rows_q):
+        return
+    stop = tl.minimum(at.rows_q, at.first + segment)
+    head_kv = head // group
+    state_index = (tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * (heads // group)) + head_kv
+
+    n = tl.arange(0, C)
+    e = block * BE + tl.arange(0, BE)
+    m = tl.arange(0, DM)
+    rows = n.to(tl.int64) if WIDE else n
+    dtype = v_ptr.dtype.element_ty
+    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
+    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
+    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
+    do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
+    norm_base = row_base(norm_ptr, at, head, heads, seqlen_q) if NORMALIZE else norm_ptr
+    if NORMALIZE:
+        delta_base = row_base(delta_ptr, at, head, heads, seqlen_q)
+        if PART == PARTIAL_DELTA:
+            delta_base += block.to(tl.int64) * batches * heads * seqlen_q
+
+    s = tl.zeros([DM, BE], tl.float32)
+    z = tl.zeros([BE], tl.float32)
+    if s_ptr is not None:
+        lives = at.sequence < sequences
+        s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
+        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+    if not CAUSAL:
+        s_operand, s_factor = operand(s, dtype)
+    see = n[:, None] >= n[None, :]
+    ones = tl.where(see, 1.0, 0.0).to(dtype)
+
+    for t in tl.range(at.first, stop, C, num_stages=STAGES):
+        dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
+        if CAUSAL:
+            k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
+            fk = mapped_keys(k, t, n, at.len_k, e, E, E % BE == 0, MAP_K)
+            added = tl.sum(fk, 0)
+            fk = fk.to(dtype)
+            w = dot(dout, tl.trans(v), None)
+            s_operand, s_factor = operand(s, dtype)
+            s = dot(tl.trans(v), fk, s)
+        g = times(dot(dout, s_operand, None), s_factor, dtype)
+        if CAUSAL:
+            g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
+        if NORMALIZE or MAP_Q != IDENTITY:
+            q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
+            fq = mapped(q, e, E, E % BE == 0, MAP_Q)
+        if NORMALIZE:
+            live = t + n < at.rows_q
+            factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
+            if PART == GIVEN_DELTA:
+                delta = tl.load(delta_base + t + n, mask=live, other=0.0)
+            else:
+                delta = factor * tl.sum(fq * g, 1)
+                tl.store(delta_base + t + n, delta, mask=live)
+            if CAUSAL:
+                sums = dot(ones, fk, None) + z[None, :]
+                z += added
+            else:
+                sums = z[None, :]
+            g = (g - delta[:, None] * sums) * factor[:, None]
+        else:
+            g *= scale
+        if PART != PARTIAL_DELTA:
+            if MAP_Q != IDENTITY:
+                g = through_map(g, fq, MAP_Q)
+            store_chunk(dq_ptr, at, seqlen_q, head, heads, t, n, e, g, at.rows_q, E, E % BE == 0)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    norm_ptr,
+    delta_ptr,
+    s_ptr,
+    z_ptr,
+    s_out_ptr,
+    z_out_ptr,
+    lengths_ptr,
+    cu_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    sequences,
+    segments,
+    segment,
+    seqlen_q,
+    seqlen_k,
+    heads_kv,
+    scale,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+    PER_SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dK and dV of one segment of one key head, from the end, summed over its query heads.
+
+    One of the two alone holds a block of the state: dK needs all of M and a block of E, dV all of E and a block of M.
+    s_ptr and z_ptr hold dS and dz after the segments, one a slot if PER_SLOT, else one a sequence, None for zeros;
+    s_out_ptr and z_out_ptr take those before the sequences, whose segments are then whole sequences.
+    """
+    pid = tl.program_id(0)
+    blocks_e: tl.constexpr = (E + BE - 1) // BE
+    blocks_m: tl.constexpr = (M + BM - 1) // BM
+    tl.static_assert((blocks_e == 1 or not WITH_DV) and (blocks_m == 1 or not WITH_DK))
+    block = pid % (blocks_e * blocks_m)
+    pid = pid // (blocks_e * blocks_m)
+    head_kv = pid % heads_kv
+    slot = pid // heads_kv
+    at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
+    stop = at.rows_k
+    if CAUSAL:
+        stop = tl.maximum(stop, at.len_q)
+    if (at.first < 0) | ((at.first > 0) & (at.first >= stop)):
+        return
+    stop = tl.minimum(stop, at.first + segment)
+    lives = at.sequence < sequences
+    state_index = tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * heads_kv + head_kv
+
+    n = tl.arange(0, C)
+    e = block // blocks_m * BE + tl.arange(0, BE)
+    m = block % blocks_m * BM + tl.arange(0, BM)
+    rows = n.to(tl.int64) if WIDE else n
+    dtype = v_ptr.dtype.element_ty
+    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
+    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
+
+    ds = tl.zeros([BM, BE], tl.float32)
+    dz = tl.zeros([BE], tl.float32)
+    if s_ptr is not None:
+        ds = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
+    if z_ptr is not None:
+        dz = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+
+    chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
+    if WITH_DV:
+        # Carried as in the forward kernel.
+        fk = _mapped_keys(k_base, at, at.first + (chunks - 1) * C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        t = at.first + (chunks - 1 - i) * C
+        ds_operand, ds_factor = operand(ds, dtype)
+        if not WITH_DV:
+            fk = _mapped_keys(k_base, at, t, rows, e, stride_ks, E, BE, MAP_K, UNIT)
+        v = None
+        if WITH_DK:
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
+        later_dz = dz
+        # Of this chunk's queries, negative.
+        dk = tl.zeros([C, BE], tl.float32)
+        dv = tl.zeros([C, BM], tl.float32)
+        if CAUSAL:
+            if GROUP == 1:
+                dk, dv, ds, dz = _queries(
+                    dk, dv, ds, dz, fk, v, at, head_kv, heads_kv, t, rows, e, m,
+                    q_ptr, dout_ptr, norm_ptr, delta_ptr,
+                    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
+                    E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
+                )  # fmt: skip
+            else:
+                for g in tl.range(0, GROUP, num_stages=STAGES):
+                    dk, dv, ds, dz = _queries(
+                        dk, dv, ds, dz, fk, v, at, head_kv * GROUP + g, heads_kv * GROUP, t, rows, e, m,
+                        q_ptr, dout_ptr, norm_ptr, delta_ptr,
+                        stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
+                        E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
+                    )  # fmt: skip
+        if WITH_DV:
+            dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
+            store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
+        if WITH_DK:
+            dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
+            dk = through_map(dk, fk, MAP_K)
+            if lengths_ptr is not None and MAP_K == IDENTITY:
+                # Keys that were not read have no gradient; the other maps' slope is 0 there.
+                dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
+            store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
+        if WITH_DV:
+            fk = _mapped_keys(k_base, at, t - C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
+
+    if s_out_ptr is not None:
+        store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
+        tl.store(z_out_ptr + state_index * E + e, dz, mask=(e < E) & lives)
+
+
+@triton.jit
+def _mapped_keys(k_base, at, t, rows, e, stride_ks, E: tl.constexpr, BE: tl.constexpr, MAP_K: tl.constexpr, UNIT: tl.constexpr):
+    """phi(k) of tokens t + rows, in fp32; nothing is read of a chunk before the segment."""
+    length = tl.where(t >= at.first, at.len_k, -(2**30))
+    k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, length, E, E % BE == 0)
+    return mapped_keys(k, t, rows, length, e, E, E % BE == 0, MAP_K)
+
+
+@triton.jit
+def _queries(
+    dk,
+    dv,
+    ds,
+    dz,
+    fk,
+    v,
+    at,
+    head,
+    heads,
+    t,
+    rows,
+    e,
+    m,
+    q_ptr,
+    dout_ptr,
+    norm_ptr,
+    delta_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    seqlen_q,
+    scale,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Subtract from dk and dv what the chunk's queries of one head give to its keys; add it to the sums for keys before."""
+    n = tl.arange(0, C)
+    dtype = dout_ptr.dtype.element_ty
+    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
+    do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
+    q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
+    dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
+    live = t + n < at.len_q
+    factor = tl.full([C], 1.0, tl.float32) * scale
+    if NORMALIZE:
+        factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
+    # Quotients by large norms would vanish in fp16: their common power of two stays outside.
+    common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
+    f = mapped(q, e, E, E % BE == 0, MAP_Q) * (factor / common)[:, None]
+    if WITH_DK and NORMALIZE:
+        delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
+        dz -= tl.sum(f * delta[:, None], 0) * common
+    f = f.to(dtype)
+    see = n[:, None] <= n[None, :]
+    if dtype == tl.float16:
+        dk, dv, ds = dk / common, dv / common, ds / common
+    if WITH_DV:
+        p = tl.where(see, dot(fk, tl.trans(f), None) * -1.0, 0.0)
+        dv = dot(p.to(dtype), dout, dv)
+    if WITH_DK:
+        w = dot(v, tl.trans(dout), None)
+        if NORMALIZE:
+            w -= delta[None, :]
+        w *= -1.0
+        dk = dot(tl.where(see, w, 0.0).to(dtype), f, dk)
+    ds = dot(tl.trans(dout), f, ds)
+    if dtype == tl.float16:
+        dk, dv, ds = dk * common, dv * common, ds * common
+    return dk, dv, ds, dz

@@ -1,0 +1,196 @@
+"""From a call to the kernels' arguments: shapes, strides and constants, read on the host; contents never are."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warploom.linear.triton.config import Config, config, padded
+
+if TYPE_CHECKING:
+    from warploom.linear.problem import LinearCall
+
+# Elements that strides count in where they can: 16 bytes of the narrowest dtype.
+UNIT = 8
+MAPS = {"identity": 0, "elu+1": 1, "relu": 2}  # as device.py numbers them
+
+
+class Variant(NamedTuple):
+    """Everything about a call that a binary depends on, beyond a kernel's tile sizes."""
+
+    dtype: torch.dtype
+    e: int
+    m: int
+    group: int
+    map_q: str
+    map_k: str
+    causal: bool
+    normalize: bool
+    unit: int  # strides are multiples of so many elements
+    wide: bool  # offsets within a chunk pass 31 bits
+    direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
+    present: tuple[bool, ...]  # which optional arguments there are
+    device: int | None  # None: the interpreter
+
+
+class Cut(NamedTuple):
+    """How the sequences of one launch are cut into segments."""
+
+    slots: int
+    segments: int  # of a sequence, where they are not packed
+    segment: int  # tokens
+
+    @property
+    def whole(self) -> bool:
+        """Whether a segment is a sequence."""
+        return self.segment == _WHOLE
+
+
+# A segment longer than any sequence.
+_WHOLE = 2**30
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as every kernel of it sees it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor | None
+    variant: Variant
+    config: Config
+    lengths: Tensor | None
+    cu: Tensor | None
+    s: Tensor | None
+    z: Tensor | None
+    sequences: int
+    seqlen_q: int  # all packed tokens where the call is packed
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    scale: float
+    eps: float
+    strides_q: tuple[int, ...]  # batch, seqlen, head, in variant.unit elements; likewise the others
+    strides_k: tuple[int, ...]
+    strides_v: tuple[int, ...]
+    strides_do: tuple[int, ...]
+
+    @classmethod
+    def of(cls, c: LinearCall, dout: Tensor | None = None, flags: tuple[bool, ...] = ()) -> Call:
+        q, k, v = (_rows_contiguous(t) for t in (c.q, c.k, c.v))
+        dout = None if dout is None else _rows_contiguous(dout)
+        inputs = [t for t in (q, k, v, dout) if t is not None]
+        s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
+        tiling = config(v.dtype, q.shape[3], v.shape[3], _capability(q.device))
+        strides = [t.stride()[:3] for t in inputs]
+        unit = UNIT
+        for group in strides:
+            for stride in group:
+                if stride % UNIT:
+                    unit = 1
+        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+        longest = max(t.chunk for t in (tiling.forward, tiling.state, tiling.dq, tiling.dk, tiling.dv))
+        in_units = [tuple(s // unit for s in group) for group in strides]
+        aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
+        small = max(seqlen_q, seqlen_k) < _WHOLE and all(abs(s) < 2**31 for group in in_units for s in group)
+        return cls(
+            q=q,
+            k=k,
+            v=v,
+            dout=dout,
+            variant=Variant(
+                dtype=v.dtype,
+                e=q.shape[3],
+                m=v.shape[3],
+                group=q.shape[2] // k.shape[2],
+                map_q=c.map_q,
+                map_k=c.map_k,
+                causal=c.causal,
+                normalize=c.normalize,
+                unit=unit,
+                wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
+                direct=aligned and small,
+                present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),
+                device=q.device.index,
+            ),
+            config=tiling,
+            lengths=c.lengths,
+            cu=c.cu_seqlens,
+            s=s,
+            z=z,
+            sequences=q.shape[0] if c.cu_seqlens is None else c.cu_seqlens.shape[0] - 1,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads=q.shape[2],
+            heads_kv=k.shape[2],
+            scale=c.scale,
+            eps=c.eps,
+            strides_q=in_units[0],
+            strides_k=in_units[1],
+            strides_v=in_units[2],
+            strides_do=in_units[3] if dout is not None else (0, 0, 0),
+        )
+
+    def cut(self, seqlen: int, segment: int = _WHOLE) -> Cut:
+        """Segments that cover sequences of up to seqlen tokens; of packed ones, whose lengths only the device knows, all.
+
+        Packed tokens take a few slots more, and one for those past the last sequence: see `place` in device.py.
+        """
+        if self.cu is not None:
+            return Cut(seqlen // segment + self.sequences + 1, 1, segment)
+        segments = max(-(-seqlen // segment), 1)
+        return Cut(segments * self.sequences, segments, segment)
+
+    def crowded(self, programs: int) -> bool:
+        """Whether so many programs, walking whole sequences, fill the device; packed lengths may differ, so those need more."""
+        enough = self.config.fill * _processors(self.q.device)
+        return programs >= (enough if self.cu is None else 4 * enough)
+
+    def numbers(self, cut: Cut) -> tuple[int, ...]:
+        return (self.sequences, cut.segments, cut.segment, self.seqlen_q, self.seqlen_k)
+
+    def states(self, count: int) -> tuple[Tensor, Tensor]:
+        """Room for `count` states of every key head."""
+        e, m = self.variant.e, self.variant.m
+        s = self.q.new_empty((count, self.heads_kv, e, m), dtype=torch.float32)
+        return s, self.q.new_empty((count, self.heads_kv, e), dtype=torch.float32)
+
+
+def dims(variant: Variant, **blocks: int) -> dict[str, Any]:
+    """Constants of every kernel with tokens; `blocks` name the padded dims."""
+    return {"E": variant.e, "M": variant.m, "UNIT": variant.unit, "WIDE": variant.wide, **blocks}
+
+
+def block_of(dim: int, block: int) -> int:
+    """The columns that a program holds of a dim, no more than it has."""
+    return min(block, padded(dim))
+
+
+def on_device(t: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device: make that the tensor's."""
+    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
+        return torch.cuda.device(t.device)
+    return nullcontext()
+
+
+def _rows_contiguous(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -1,0 +1,86 @@
+"""Tiles of the linear attention kernels, and when a sequence is cut. Times in docs/lab-notes.md, "Linear attention"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of one kernel variant."""
+
+    chunk: int  # tokens of a chunk
+    block: int  # columns of the state that a program holds: of M, in dq and dk of E
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernels of one width and dtype."""
+
+    forward: Tiling
+    state: Tiling
+    dq: Tiling
+    # dK and dV together where the whole state fits a program's registers, else None and one after the other.
+    dkdv: Tiling | None
+    dk: Tiling
+    dv: Tiling
+    # Tokens of a segment where sequences are cut, a multiple of every chunk.
+    segment: int = 1024
+    # Sequences are cut where fewer programs than this share of the multiprocessors would walk whole ones.
+    fill: float = 0.6
+
+
+_HOPPER = {
+    64: Config(
+        forward=Tiling(64, 64, 4, 3),
+        state=Tiling(64, 64, 4, 3),
+        dq=Tiling(64, 64, 8, 3),
+        dkdv=Tiling(64, 64, 8, 3),
+        dk=Tiling(64, 64, 8, 3),
+        dv=Tiling(64, 64, 8, 3),
+    ),
+    128: Config(
+        forward=Tiling(64, 128, 8, 3),
+        state=Tiling(64, 128, 8, 3),
+        dq=Tiling(64, 128, 8, 2),
+        dkdv=Tiling(64, 128, 8, 2),
+        dk=Tiling(64, 128, 8, 2),
+        dv=Tiling(64, 128, 8, 2),
+    ),
+    256: Config(
+        forward=Tiling(64, 64, 8, 2),
+        state=Tiling(64, 64, 8, 2),
+        dq=Tiling(64, 64, 8, 2),
+        dkdv=None,
+        dk=Tiling(64, 64, 8, 2),
+        dv=Tiling(64, 64, 8, 2),
+    ),
+}
+# 160 KiB of shared memory a block (A100) and less. Compiled, not timed.
+_AMPERE = _HOPPER
+# fp32 operands are three TF32 products through registers: small tiles.
+_FLOAT32 = {
+    64: Config(*[Tiling(32, 64, 4, 2)] * 6),
+    128: Config(*[Tiling(32, 64, 8, 1)] * 3, None, *[Tiling(32, 64, 8, 1)] * 2),
+    256: Config(*[Tiling(16, 32, 8, 1)] * 3, None, *[Tiling(16, 32, 8, 1)] * 2),
+}
+
+
+@cache
+def config(dtype: torch.dtype, e: int, m: int, capability: int) -> Config:
+    """The variant for a dtype, the dims of keys and values, and a compute capability (90 for Hopper)."""
+    width = next(w for w in (64, 128, 256) if max(e, m) <= w)
+    if dtype == torch.float32:
+        return _FLOAT32[width]
+    # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
+    return (_HOPPER if 90 <= capability < 120 else _AMPERE)[width]
+
+
+def padded(dim: int) -> int:
+    """The smallest power of two that holds dim and is a tensor core's depth."""
+    return max(16, 1 << (dim - 1).bit_length())

@@ -1,0 +1,218 @@
+"""What the kernels share: where a program works, loads, feature maps and their slopes, states as operands.
+
+Legend: C tokens of a chunk; E and M, the dims of mapped keys and of values; S = sum of phi(k) outer v (E, M) and
+z = sum of phi(k) (E,), both fp32. A slot is one segment of one sequence; tokens are counted from the sequence's start.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# Feature maps.
+IDENTITY = tl.constexpr(0)
+ELU_PLUS_ONE = tl.constexpr(1)
+RELU = tl.constexpr(2)
+
+
+class Place(NamedTuple):
+    """Where a program works."""
+
+    sequence: tl.tensor  # the number of sequences: tokens past the last one, which hold no keys and no queries
+    batch: tl.tensor  # int64
+    start: tl.tensor  # int64, row of the sequence's first token in its batch
+    first: tl.tensor  # first token of the segment; negative where the slot holds none
+    rows_q: tl.tensor  # rows of the sequence to write
+    rows_k: tl.tensor
+    len_q: tl.tensor  # those that may be read
+    len_k: tl.tensor
+
+
+@triton.jit
+def place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k):
+    """The slot's sequence and segment. seqlen_q and seqlen_k are totals where the call is packed.
+
+    Segments of packed sequence i take the slots from cu[i] // segment + i on: more than enough, and the host knows the total.
+    """
+    if cu_ptr is None:
+        sequence = slot // segments
+        first = slot % segments * segment
+        len_k = seqlen_k
+        if lengths_ptr is not None:
+            len_k = tl.minimum(tl.maximum(tl.load(lengths_ptr + sequence), 0), seqlen_k)
+        zero = tl.zeros([], tl.int64)
+        return Place(sequence, sequence.to(tl.int64), zero, first, seqlen_q, seqlen_k, seqlen_q, len_k)
+    else:
+        started = 0
+        for i0 in range(0, sequences + 1, 256):
+            i = i0 + tl.arange(0, 256)
+            cu = tl.load(cu_ptr + i, mask=i <= sequences, other=0)
+            cu = tl.minimum(tl.maximum(cu, 0), seqlen_q)
+            started += tl.sum(((i <= sequences) & (cu // segment + i <= slot)).to(tl.int32), 0)
+        sequence = tl.maximum(started - 1, 0)
+        start, stop = bounds(sequence, cu_ptr, sequences, seqlen_q)
+        rows = tl.maximum(stop - start, 0)
+        live = tl.where(sequence < sequences, rows, 0)
+        first = (slot - start // segment - sequence) * segment
+        return Place(sequence, tl.zeros([], tl.int64), start.to(tl.int64), first, rows, rows, live, live)
+
+
+@triton.jit
+def bounds(sequence, cu_ptr, sequences, total):
+    """First and past-the-last row of a packed sequence; of number `sequences`, the rest of the rows."""
+    start = tl.load(cu_ptr + sequence)
+    stop = tl.load(cu_ptr + tl.minimum(sequence + 1, sequences))
+    start = tl.minimum(tl.maximum(start, 0), total)
+    stop = tl.where(sequence < sequences, tl.minimum(tl.maximum(stop, 0), total), total)
+    return start, stop
+
+
+@triton.jit
+def head_base(pointer, at, head, stride_b, stride_s, stride_h, UNIT: tl.constexpr):
+    """The head's first token of the sequence. Strides come in units of UNIT elements."""
+    steps = at.batch * stride_b + at.start * stride_s + tl.cast(head, tl.int64) * stride_h
+    return pointer + steps * UNIT
+
+
+@triton.jit
+def load_chunk(base, t, n, dims, stride, length, DIM: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows t + n of (C, dims), zeros past `length` and, unless WHOLE, past DIM."""
+    inside = (t + n < length)[:, None]
+    if not WHOLE:
+        inside = inside & (dims < DIM)[None, :]
+    pointers = base + tl.cast(t, tl.int64) * stride + (n[:, None] * stride + dims[None, :])
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_chunk(pointer, at, seqlen, head, heads, t, n, dims, values, rows, DIM: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows t + n of a contiguous (batch, seqlen, heads, DIM) tensor, where they belong to the sequence."""
+    base = pointer + ((at.batch * seqlen + at.start + t) * heads + head) * DIM
+    inside = (t + n < rows)[:, None]
+    if not WHOLE:
+        inside = inside & (dims < DIM)[None, :]
+    offsets = (n * (heads * DIM))[:, None] + dims[None, :]
+    tl.store(base + offsets, values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_base(pointer, at, head, heads, seqlen):
+    """The head's first row of a contiguous (batch, heads, seqlen) tensor."""
+    return pointer + (at.batch * heads + head) * seqlen + at.start
+
+
+@triton.jit
+def exp(x):
+    """e^x, 0 where it is subnormal: keeping those would take three instructions more."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], tl.float32, True, 1)
+
+
+@triton.jit
+def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi(x) in fp32; 0 past DIM."""
+    y = x.to(tl.float32)
+    if MAP == ELU_PLUS_ONE:
+        y = tl.where(y > 0.0, y + 1.0, exp(y))
+        if not WHOLE:
+            y = tl.where((dims < DIM)[None, :], y, 0.0)
+    elif MAP == RELU:
+        # Not a maximum: that would turn a NaN into 0.
+        y = tl.where(y < 0.0, 0.0, y)
+    return y
+
+
+@triton.jit
+def mapped_keys(k, t, n, length, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi(k) in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
+    fk = mapped(k, dims, DIM, WHOLE, MAP)
+    if MAP == ELU_PLUS_ONE:
+        fk = tl.where((t + n < length)[:, None], fk, 0.0)
+    return fk
+
+
+@triton.jit
+def through_map(gradient, fx, MAP: tl.constexpr):
+    """The gradient of x from that of fx = phi(x)."""
+    if MAP == ELU_PLUS_ONE:
+        return gradient * tl.minimum(fx.to(tl.float32), 1.0)
+    elif MAP == RELU:
+        return tl.where(fx <= 0.0, 0.0, gradient)
+    else:
+        return gradient
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a @ b, plus acc; fp32 operands as three TF32 products."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def power_of_two(x):
+    """The power of two below a positive x; 1 where x is 0, subnormal, infinite or NaN."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def operand(state, dtype: tl.constexpr):
+    """The state as a product's operand, and what the product is to be multiplied by.
+
+    A sum over 64k keys passes fp16's largest number, so there the operand is the state over a power of two near its
+    largest element.
+    """
+    if dtype == tl.float16:
+        factor = power_of_two(tl.max(tl.max(tl.abs(state), 1), 0))
+        return (state / factor).to(dtype), factor
+    else:
+        return state.to(dtype), 1.0
+
+
+@triton.jit
+def times(product, factor, dtype: tl.constexpr):
+    """The product of an `operand`, scaled back."""
+    if dtype == tl.float16:
+        return product * factor
+    else:
+        return product
+
+
+@triton.jit
+def times_vector(a, z, dtype: tl.constexpr):
+    """a @ z for an fp32 vector, on tensor cores: z as the sum of two numbers of a's dtype, eight columns of each."""
+    factor = 1.0
+    if dtype == tl.float16:
+        factor = power_of_two(tl.max(tl.abs(z), 0))
+        z = z / factor
+    high = z.to(dtype)
+    low = (z - high.to(tl.float32)).to(dtype)
+    columns = tl.arange(0, 16)[None, :]
+    b = tl.where(columns < 8, high[:, None], low[:, None])
+    return tl.sum(dot(a, b, None), 1) * (factor / 8)
+
+
+@triton.jit
+def load_state(s_ptr, index, lives, e, m, E: tl.constexpr, M: tl.constexpr):
+    """Rows e and columns m of state `index`, int64; zeros where it is not one that `lives`."""
+    inside = (e < E)[:, None] & (m < M)[None, :] & lives
+    return tl.load(s_ptr + index * (E * M) + e[:, None] * M + m[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_state(s_ptr, index, lives, e, m, values, E: tl.constexpr, M: tl.constexpr):
+    """Rows e and columns m of state `index`, where it is one that `lives`."""
+    inside = (e < E)[:, None] & (m < M)[None, :] & lives
+    tl.store(s_ptr + index * (E * M) + e[:, None] * M + m[None, :], values, mask=inside)

@@ -1,0 +1,168 @@
+"""The forward kernel: one segment of one query head and a block of its value columns.
+
+Walks over chunks of C tokens with S in registers: out = tril(phi(q) phi(k)^T) v + phi(q) S, then S += phi(k)^T v. The
+denominator comes along: row sums of the same products, plus phi(q).z.
+
+S is held transposed, (M, E), so that v^T, left factor of its update, is taken from shared memory as it was loaded. The two
+products of out are added after scaling: one accumulator for both, Triton would give to every warpgroup whole.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.linear.triton.device import (
+    dot,
+    head_base,
+    load_chunk,
+    load_state,
+    mapped,
+    mapped_keys,
+    operand,
+    place,
+    row_base,
+    store_chunk,
+    store_state,
+    times,
+    times_vector,
+)
+
+_PLAIN = [
+    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "lengths_ptr", "cu_ptr",
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "group",
+]  # fmt: skip
+
+
+# Only the large tensors' pointers are specialised, on their alignment: one binary serves every size. Strides come in
+# units of UNIT elements, which tells the compiler how far they align.
+@triton.jit(do_not_specialize=_PLAIN)
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    norm_ptr,
+    s_ptr,
+    z_ptr,
+    s_out_ptr,
+    z_out_ptr,
+    lengths_ptr,
+    cu_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    sequences,
+    segments,
+    segment,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    scale,
+    eps,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    DE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PER_SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out and norm = scale * phi(q).z + eps of one segment, and the state after it.
+
+    s_ptr and z_ptr hold the states that segments start from, one a slot if PER_SLOT, else one a sequence; None is zeros.
+    s_out_ptr and z_out_ptr take the states after the sequences, whose segments are then whole sequences. Unless CAUSAL
+    the state is that of all keys, and k and v are not read. Blocks of one head are neighbours: they share q and k.
+    """
+    pid = tl.program_id(0)
+    blocks: tl.constexpr = (M + BM - 1) // BM
+    block = pid % blocks
+    pid = pid // blocks
+    head = pid % heads
+    slot = pid // heads
+    at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
+    stop = at.rows_q
+    if s_out_ptr is not None:
+        stop = tl.maximum(stop, at.len_k)
+    if (at.first < 0) | ((at.first > 0) & (at.first >= stop)):
+        return
+    stop = tl.minimum(stop, at.first + segment)
+    lives = at.sequence < sequences
+    head_kv = head // group
+    state_index = (tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * (heads // group)) + head_kv
+
+    n = tl.arange(0, C)
+    e = tl.arange(0, DE)
+    m = block * BM + tl.arange(0, BM)
+    rows = n.to(tl.int64) if WIDE else n
+    dtype = v_ptr.dtype.element_ty
+    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
+    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
+    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
+
+    s = tl.zeros([BM, DE], tl.float32)
+    z = tl.zeros([DE], tl.float32)
+    # Rows past the last sequence get 0 / 1.
+    eps = tl.where(lives, eps, 1.0)
+    if s_ptr is not None:
+        s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
+        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+    if not CAUSAL:
+        s_operand, s_factor = operand(s, dtype)
+
+    # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
+    # memory, and one computed on the spot from registers, mapped anew by every warpgroup.
+    len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
+    q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, len_q, E, E == DE)
+    fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
+    if CAUSAL:
+        k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE)
+        fk = mapped_keys(k, at.first, n, len_k, e, E, E == DE, MAP_K)
+        added = tl.sum(fk, 0)
+        fk = fk.to(dtype)
+    for t in tl.range(at.first, stop, C, num_stages=STAGES):
+        if CAUSAL:
+            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
+            p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
+            s_operand, s_factor = operand(s, dtype)
+            s = dot(tl.trans(v), fk, s)
+        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
+        factor = tl.full([C], 1.0, tl.float32) * scale
+        if NORMALIZE:
+            norm = times_vector(fq, z, dtype)
+            if CAUSAL:
+                norm += tl.sum(p, 1)
+            norm = norm * scale + eps
+            tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
+            factor = scale / norm
+        out = out * factor[:, None]
+        if CAUSAL:
+            out += dot(p.to(dtype), v, None) * factor[:, None]
+        store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
+        q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, len_q, E, E == DE)
+        fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
+        if CAUSAL:
+            z += added
+            k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, len_k, E, E == DE)
+            fk = mapped_keys(k, t + C, n, len_k, e, E, E == DE, MAP_K)
+            added = tl.sum(fk, 0)
+            fk = fk.to(dtype)
+
+    if s_out_ptr is not None:
+        lives = lives & (head % group == 0)
+        store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
+        tl.store(z_out_ptr + state_index * E + e, z, mask=(e < E) & lives & (block == 0))

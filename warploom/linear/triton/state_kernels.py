@@ -1,0 +1,206 @@
+"""States of segments, where there are too few heads to fill the device: each segment's own, then sums over segments."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.linear.triton.device import (
+    bounds,
+    dot,
+    head_base,
+    load_chunk,
+    mapped,
+    mapped_keys,
+    place,
+    power_of_two,
+    row_base,
+    store_state,
+)
+
+_PLAIN = [
+    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "lengths_ptr", "cu_ptr",
+    "stride_xb", "stride_xs", "stride_xh", "stride_yb", "stride_ys", "stride_yh",
+    "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads_kv",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def state_kernel(
+    x_ptr,
+    y_ptr,
+    norm_ptr,
+    delta_ptr,
+    s_ptr,
+    z_ptr,
+    lengths_ptr,
+    cu_ptr,
+    stride_xb,
+    stride_xs,
+    stride_xh,
+    stride_yb,
+    stride_ys,
+    stride_yh,
+    sequences,
+    segments,
+    segment,
+    seqlen_q,
+    seqlen_k,
+    heads_kv,
+    scale,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    DE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAP: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SKIP: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A segment's own sums: (S, z) of keys x and values y, or, BACKWARD, (dS, dz) of queries x and gradients y.
+
+    dS = sum of scale * phi(q) / norm outer dO and dz = -sum of scale * phi(q) * delta / norm, over the query heads of a
+    key head too. Writes state `slot` of (slots, heads_kv, E, M) and (slots, heads_kv, E); SKIP leaves out those that only
+    the sum over all segments takes.
+    """
+    pid = tl.program_id(0)
+    blocks: tl.constexpr = (M + BM - 1) // BM
+    block = pid % blocks
+    pid = pid // blocks
+    head_kv = pid % heads_kv
+    slot = pid // heads_kv
+    at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
+    length = at.len_q if BACKWARD else at.len_k
+    # No segment starts from the sum over all.
+    skipped = at.first == 0 if BACKWARD else at.first + segment >= at.rows_q
+    if (at.first < 0) | (at.sequence >= sequences) | (skipped & SKIP):
+        return
+    tokens = tl.maximum(tl.minimum(length - at.first, segment), 0)
+
+    n = tl.arange(0, C)
+    e = tl.arange(0, DE)
+    m = block * BM + tl.arange(0, BM)
+    rows = n.to(tl.int64) if WIDE else n
+    dtype = y_ptr.dtype.element_ty
+    s = tl.zeros([BM, DE], tl.float32)
+    z = tl.zeros([DE], tl.float32)
+    for i in tl.range(0, tl.cdiv(tokens, C) * GROUP, num_stages=STAGES):
+        t = at.first + i // GROUP * C
+        head = head_kv * GROUP + i % GROUP
+        x_base = head_base(x_ptr, at, head, stride_xb, stride_xs, stride_xh, UNIT)
+        y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
+        x = load_chunk(x_base, t, rows, e, stride_xs * UNIT, length, E, E == DE)
+        y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
+        if BACKWARD:
+            fx = mapped(x, e, E, E == DE, MAP)
+            live = t + n < length
+            heads = heads_kv * GROUP
+            factor = tl.full([C], 1.0, tl.float32) * scale
+            if NORMALIZE:
+                norm = tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
+                factor = scale / norm
+            # Quotients by large norms would vanish in fp16: their common power of two stays outside.
+            common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
+            fx *= (factor / common)[:, None]
+            if NORMALIZE:
+                delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
+                z -= tl.sum(fx * delta[:, None], 0) * common
+            if dtype == tl.float16:
+                s = dot(tl.trans(y), fx.to(dtype), s / common) * common
+            else:
+                s = dot(tl.trans(y), fx.to(dtype), s)
+        else:
+            fx = mapped_keys(x, t, n, length, e, E, E == DE, MAP)
+            s = dot(tl.trans(y), fx.to(dtype), s)
+            z += tl.sum(fx, 0)
+    index = slot.to(tl.int64) * heads_kv + head_kv
+    store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
+    tl.store(z_ptr + index * E + e, z, mask=(e < E) & (block == 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "s_ptr", "z_ptr", "s_first_ptr", "z_first_ptr", "s_total_ptr", "z_total_ptr", "cu_ptr",
+        "sequences", "segments", "segment", "total", "heads_kv",
+    ]
+)  # fmt: skip
+def scan_kernel(
+    s_ptr,
+    z_ptr,
+    s_first_ptr,
+    z_first_ptr,
+    s_total_ptr,
+    z_total_ptr,
+    cu_ptr,
+    sequences,
+    segments,
+    segment,
+    total,
+    heads_kv,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Replace each segment's own state by the sum of those before it (REVERSE: after it), in place.
+
+    s_first_ptr and z_first_ptr, (sequences, heads_kv, ...), are what the sum starts from, each None for zeros; the sums
+    over all segments go to s_total_ptr and z_total_ptr, unless None.
+    """
+    pid = tl.program_id(0)
+    blocks_s: tl.constexpr = (E * M + BLOCK - 1) // BLOCK
+    blocks: tl.constexpr = blocks_s + (E + BLOCK - 1) // BLOCK
+    block = pid % blocks
+    pid = pid // blocks
+    head = pid % heads_kv
+    sequence = pid // heads_kv
+    if cu_ptr is None:
+        slot = sequence * segments
+        count = segments
+    else:
+        start, stop = bounds(sequence, cu_ptr, sequences, total)
+        slot = start // segment + sequence
+        count = tl.cdiv(tl.maximum(stop - start, 0), segment)
+    if block < blocks_s:
+        _scan(s_ptr, s_first_ptr, s_total_ptr, block, slot, count, sequence, head, heads_kv, E * M, BLOCK, REVERSE, STAGES)
+    else:
+        block -= blocks_s
+        _scan(z_ptr, z_first_ptr, z_total_ptr, block, slot, count, sequence, head, heads_kv, E, BLOCK, REVERSE, STAGES)
+
+
+@triton.jit
+def _scan(
+    pointer,
+    first_ptr,
+    total_ptr,
+    block,
+    slot,
+    count,
+    sequence,
+    head,
+    heads_kv,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    live = i < SIZE
+    state = (sequence.to(tl.int64) * heads_kv + head) * SIZE
+    running = tl.zeros([BLOCK], tl.float32)
+    if first_ptr is not None:
+        running = tl.load(first_ptr + state + i, mask=live, other=0.0)
+    for j in tl.range(0, count, num_stages=STAGES):
+        here = slot + (count - 1 - j if REVERSE else j)
+        own = pointer + (here.to(tl.int64) * heads_kv + head) * SIZE + i
+        added = tl.load(own, mask=live, other=0.0)
+        tl.store(own, running, mask=live)
+        running += added
+    if total_ptr is not None:
+        tl.store(total_ptr + state + i, running, mask=live)
