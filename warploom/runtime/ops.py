@@ -34,8 +34,7 @@ _COUNT = len(AttentionArgs._fields)
 _library = torch.library.Library("warploom", "DEF")
 _library.define(f"attention({_ARGS}) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -79,9 +78,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
 
 
-def _backward_fake(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any
-) -> tuple[Tensor, ...]:
+def _backward_fake(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     args = AttentionArgs(*flat)
     dsink = args.q.new_empty(0) if args.sink is None else args.sink.new_empty(args.sink.shape)
     return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink)
@@ -154,9 +151,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        raise NotImplementedError(
-            "double backward through warploom.attention is not supported by this backend" + _ADVICE
-        )
+        raise NotImplementedError("double backward through warploom.attention is not supported by this backend" + _ADVICE)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

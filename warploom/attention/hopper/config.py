@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from warploom.runtime.modules import ModuleSpec
+
+_HERE = "attention/hopper"
+# What the compiled code is made from.
+SOURCES = tuple(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "primitives", "schedule"))
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,9 @@ class ForwardConfig:
     stages: int = 2  # of the K ring and of the V ring
     right: bool = False  # keys right of p + right are hidden (causal: right = 0)
     left: bool = False  # keys left of p - left are hidden
+    softcap: bool = False
+    sink: bool = False
+    varlen: bool = False  # packed sequences
     ping_pong: bool = True  # one warpgroup's softmax under the other's GEMMs
 
     @property
@@ -29,7 +39,21 @@ class ForwardConfig:
     @property
     def name(self) -> str:
         """File name and symbol."""
-        band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
-        tail = "" if self.ping_pong else "_free"
-        return f"attn_fwd_sm90_{self.dtype}_d{dims}_{self.tile_m}x{self.tile_n}_s{self.stages}_{band}{tail}"
+        band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
+        parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
+        parts += [feature for feature in ("softcap", "sink", "varlen") if getattr(self, feature)]
+        parts += [] if self.ping_pong else ["free"]
+        return "attn_fwd_sm90_" + "_".join(parts)
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_forward", config, SOURCES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of Q and of the two rings; barriers and the tile ring add less than 512 bytes."""
+        ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        return 2 * (self.tile_m * self.head_dim + ring)

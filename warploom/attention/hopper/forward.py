@@ -1,14 +1,16 @@
 """The forward kernel: one producer warpgroup feeds K and V through TMA rings, consumer warpgroups own 64 query rows each.
 
 A consumer issues the QKᵀ of the next key tile before the PV of the last one, so that its softmax runs under its own PV and,
-with two of them taking turns, under the other's GEMMs (Shah et al., FlashAttention-3, 2024). Blocks are persistent: K, V and Q
-of the next tile arrive while this one ends. Imports the CuTe DSL; only what compiles kernels imports this module.
+with two of them taking turns, under the other's GEMMs (Shah et al., FlashAttention-3, arXiv 2407.08608). Blocks are
+persistent: K, V and Q of the next tile arrive while this one ends. A warp of the producer's decides which tile is next.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.primitives import exp2, pack16, pin, transpose_quad
+from warploom.attention.hopper.primitives import exp2, pack16, pin, reciprocal, transpose_quad
 
 WARPGROUP = 128
 LOG2_E = math.log2(math.e)
@@ -26,6 +28,22 @@ DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32)}
 # Named barriers 1, 2, ...: consumer warpgroup i issues GEMMs when barrier 1 + i completes. 0 is the block's.
 TURN = 1
+# Warps of the producer warpgroup.
+LOADER, SCHEDULER = 0, 1
+# A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end).
+TILE_STAGES, TILE_WORDS = 2, 8
+M_BLOCK, HEAD, BATCH, FIRST, END = range(5)
+
+
+class Names:
+    """What a role of the kernel works on. A plain class: the DSL would carry the fields of a namespace through every loop."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class HopperForward:
@@ -34,11 +52,11 @@ class HopperForward:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.tile_n = config.tile_n
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
-        self.consumer_warps = 4 * config.warpgroups
         self.threads = WARPGROUP * (config.warpgroups + 1)
+        self.takes_turns = config.ping_pong and config.warpgroups > 1
 
     @cute.jit
     def __call__(
@@ -48,7 +66,9 @@ class HopperForward:
         v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
         out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
+        sink: cute.Tensor | None,  # (heads_q,) fp32
         scale: Float32,
+        softcap: Float32,
         left: Int32,
         right: Int32,
         pair_heads: Int32,
@@ -59,56 +79,38 @@ class HopperForward:
         config = self.config
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (q, k, v)]
+        layout_q = self.tile_layout((64, config.head_dim), self.warpgroups)
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages)
+        tma_q, q = self.tma(q, layout_q, (64, config.head_dim))
+        tma_k, k = self.tma(k, layout_k, (self.tile_n, config.head_dim))
+        tma_v, v = self.tma(v, layout_v, (self.tile_n, config.head_dim_v))
+        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        by_k, by_n = OperandMajorMode.K, OperandMajorMode.MN
+        qk = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, self.tile_n, 16), smem, by_k, by_k)
+        pv = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, config.head_dim_v, 16), rmem, by_k, by_n)
 
-        layout_q = self._tile_layout((64, config.head_dim), self.warpgroups)
-        layout_k = self._tile_layout((self.tile_n, config.head_dim), self.stages)
-        layout_v = self._tile_layout((self.tile_n, config.head_dim_v), self.stages)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_q, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.select(layout_q, mode=[0, 1]), (64, config.head_dim))
-        tma_k, k_tma = cpasync.make_tiled_tma_atom(
-            load, k, cute.select(layout_k, mode=[0, 1]), (self.tile_n, config.head_dim)
-        )
-        tma_v, v_tma = cpasync.make_tiled_tma_atom(
-            load, v, cute.select(layout_v, mode=[0, 1]), (self.tile_n, config.head_dim_v)
-        )
-
-        qk = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (64, self.tile_n, 16), warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
-        )
-        pv = warpgroup.MmaF16BF16Op(
-            self.dtype,
-            Float32,
-            (64, config.head_dim_v, 16),
-            warpgroup.OperandSource.RMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-        )
-
+        # exp2 takes scores times this; under a softcap the scores become log2 units before.
+        multiplier = scale * LOG2_E
+        cap_in = Float32(0.0)
+        if const_expr(config.softcap):
+            cap_in = 2 * LOG2_E * scale / softcap
+            multiplier = softcap * LOG2_E
         self.kernel(
-            q_tma,
-            k_tma,
-            v_tma,
-            out,
-            lse,
-            tma_q,
-            tma_k,
-            tma_v,
-            cute.make_tiled_mma(qk),
-            cute.make_tiled_mma(pv),
-            layout_q,
-            layout_k,
-            layout_v,
-            scale * LOG2_E,
-            left,
-            right,
-            pair_heads,
-        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+            q, k, v, out, lse, sink, tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
+            layout_q, layout_k, layout_v, multiplier, cap_in, left, right, pair_heads,
+        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
-    def _tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
+    def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
         """Row-major tiles with the widest swizzle that the row allows, one after the other."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+
+    def tma(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
+        """The TMA load of one tile, and the tensor of its coordinates."""
+        one_stage = cute.select(layout, mode=[0, 1])
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, one_stage, tile)
 
     @cute.kernel
     def kernel(
@@ -118,6 +120,7 @@ class HopperForward:
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        sink: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -126,137 +129,170 @@ class HopperForward:
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
-        scale_log2: Float32,
+        multiplier: Float32,
+        cap_in: Float32,
         left: Int32,
         right: Int32,
         pair_heads: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
+        if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
 
+        stages, warpgroups = self.stages, self.warpgroups
+
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.warpgroups + 4 * self.stages + 1]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups + 4 * stages + 2 * TILE_STAGES]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, TILE_STAGES * TILE_WORDS], 16]
+            scratch: cute.struct.MemRange[Int32, 1]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        q_full = storage.barriers.data_ptr()
-        q_empty = q_full + self.warpgroups
-        k_full = q_empty + self.warpgroups
-        k_empty = k_full + self.stages
-        v_full = k_empty + self.stages
-        v_empty = v_full + self.stages
-        if warp == 0:
+        barriers = storage.barriers.data_ptr()
+        consumers = 4 * warpgroups  # warps
+        shared = Names(
+            q_full=barriers,  # one of each warpgroup's rows
+            q_empty=barriers + warpgroups,
+            k_full=barriers + 2 * warpgroups,
+            k_empty=barriers + 2 * warpgroups + stages,
+            v_full=barriers + 2 * warpgroups + 2 * stages,
+            v_empty=barriers + 2 * warpgroups + 3 * stages,
+            tile_full=barriers + 2 * warpgroups + 4 * stages,
+            tile_empty=barriers + 2 * warpgroups + 4 * stages + TILE_STAGES,
+            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_STAGES))),
+            scratch=storage.scratch.data_ptr(),
+            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
+            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
+        )
+        if warp == LOADER:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.mbarrier_init(q_full + i, 1)
-                    cute.arch.mbarrier_init(q_empty + i, 4)
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(k_full + i, 1)
-                    cute.arch.mbarrier_init(k_empty + i, self.consumer_warps)
-                    cute.arch.mbarrier_init(v_full + i, 1)
-                    cute.arch.mbarrier_init(v_empty + i, self.consumer_warps)
+                for full, empty, count, readers in (
+                    (shared.q_full, shared.q_empty, warpgroups, 4),
+                    (shared.k_full, shared.k_empty, stages, consumers),
+                    (shared.v_full, shared.v_empty, stages, consumers),
+                    (shared.tile_full, shared.tile_empty, TILE_STAGES, consumers + 1),
+                ):
+                    for i in cutlass.range_constexpr(count):
+                        cute.arch.mbarrier_init(full + i, 1)
+                        cute.arch.mbarrier_init(empty + i, readers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        sq = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        sk = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
-        sv = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
-        consumer_registers, producer_registers = REGISTERS[self.warpgroups]
+        consumer_registers, producer_registers = REGISTERS[warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
-            if warp == 0:
-                self.load(
-                    q, k, v, sq, sk, sv, tma_q, tma_k, tma_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    lse, left, right, pair_heads,
-                )  # fmt: skip
+            if warp == LOADER:
+                self.load(q, k, v, lse.shape[1], shared, tma_q, tma_k, tma_v)
+            if warp == SCHEDULER:
+                self.schedule(k.shape[0], lse.shape, shared, left, right, pair_heads)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.compute(
-                k, out, lse, sq, sk, sv, mma_qk, mma_pv, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                scale_log2, left, right, pair_heads,
+                out, lse, sink, k.shape[0], shared, mma_qk, mma_pv, multiplier, cap_in, left, right
             )  # fmt: skip
 
-    @cute.jit
-    def tile(self, turn: Int32, m_blocks: Int32, heads: Int32, pair_heads: Int32):
-        """Query tile and head (batch × query heads) of this block's ``turn``-th tile."""
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        if const_expr(self.config.right and not self.config.left):
-            m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, self.choose)
-        else:
-            m_block, head = schedule.in_order(turn, block, blocks, m_blocks)
-        return m_block, head
+    # The scheduler warp
 
     @cute.jit
-    def choose(self, condition: cutlass.Boolean, a: Int32, b: Int32):
+    def schedule(self, seqlen_k, lse_shape, shared, left, right, pair_heads):
+        """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work."""
+        batch_size, heads_q, seqlen_q = lse_shape
+        heads = heads_q * batch_size
+        m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        stage, phase = Int32(0), Int32(1)
+        turn, head = Int32(0), Int32(0)
+        while head >= 0:
+            if const_expr(self.config.right and not self.config.left):
+                m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, self.choose)
+            else:
+                m_block, head = schedule.in_order(turn, block, blocks, m_blocks)
+            turn += 1
+            if m_block != schedule.NOTHING:
+                first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, left, right)
+                batch = head // heads_q
+                head = head - batch * heads_q if batch < batch_size else Int32(-1)
+                cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+                self.hand_out(shared, stage, (m_block, head, batch, first, end))
+                stage, phase = self.advance(stage, phase, TILE_STAGES)
+
+    @cute.jit
+    def hand_out(self, shared, stage, words):
+        """Publish a tile in the ring's stage."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(words)):
+                shared.tiles[i, stage] = words[i]
+            cute.arch.mbarrier_arrive(shared.tile_full + stage)
+
+    @cute.jit
+    def choose(self, condition, a, b):
         """a if condition else b, of run-time values."""
         return Int32(a) if condition else Int32(b)
 
     @cute.jit
-    def key_tiles(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, left: Int32, right: Int32):
+    def key_tiles(self, m_block, seqlen_q, seqlen_k, left, right):
         """First and past-the-end key tile that some row of the query tile sees."""
         first = Int32(0)
         end = cute.ceil_div(seqlen_k, self.tile_n)
         shift = seqlen_k - seqlen_q
         if const_expr(self.config.right):
-            last_row = cutlass.min((m_block + 1) * self.config.tile_m, seqlen_q) - 1
+            last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
             end = cutlass.min(end, cute.ceil_div(cutlass.max(last_row + shift + right + 1, 0), self.tile_n))
         if const_expr(self.config.left):
-            first = cutlass.max(m_block * self.config.tile_m + shift - left, 0) // self.tile_n
+            first = cutlass.max(m_block * self.tile_m + shift - left, 0) // self.tile_n
         return first, end
 
     @cute.jit
-    def load(
-        self, q, k, v, sq, sk, sv, tma_q, tma_k, tma_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        lse, left, right, pair_heads,
-    ):  # fmt: skip
-        """The producer warp: Q of each warpgroup once a tile, then K one tile ahead of V."""
-        config = self.config
-        batch_size, heads_q, seqlen_q = lse.shape
-        seqlen_k, group = k.shape[0], heads_q // k.shape[2]
-        m_blocks = cute.ceil_div(seqlen_q, config.tile_m)
-        heads = heads_q * batch_size
-        bytes_q = 64 * config.head_dim * 2
-        bytes_k = self.tile_n * config.head_dim * 2
-        bytes_v = self.tile_n * config.head_dim_v * 2
+    def next_tile(self, shared, stage, phase):
+        """The tile in the ring's stage: query tile, head, batch, key tiles [first, end)."""
+        cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
+        words = [cute.arch.make_warp_uniform(shared.tiles[word, stage]) for word in range(5)]
+        cute.arch.sync_warp()
+        self.release(shared.tile_empty + stage)
+        return words[M_BLOCK], words[HEAD], words[BATCH], words[FIRST], words[END]
 
+    # The loader warp
+
+    @cute.jit
+    def load(self, q, k, v, heads_q, shared, tma_q, tma_k, tma_v):
+        """Q of each warpgroup once a tile, then K one tile ahead of V."""
+        config = self.config
+        group = heads_q // k.shape[2]
+        bytes_q = 64 * config.head_dim * 2
         q_phase = Int32(1)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
-        turn = Int32(0)
-        m_block, pair_head = self.tile(turn, m_blocks, heads, pair_heads)
-        while pair_head < heads:
-            batch = pair_head // heads_q
-            head = pair_head - batch * heads_q
+        tile_stage, tile_phase = Int32(0), Int32(0)
+        m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+        while head >= 0:
             head_kv = head // group
             gq = cute.local_tile(q[None, None, head, batch], (64, config.head_dim), (None, 0))
             gk = cute.local_tile(k[None, None, head_kv, batch], (self.tile_n, config.head_dim), (None, 0))
             gv = cute.local_tile(v[None, None, head_kv, batch], (self.tile_n, config.head_dim_v), (None, 0))
-            tqs, tqg = self.tma_views(tma_q, sq, gq)
-            tks, tkg = self.tma_views(tma_k, sk, gk)
-            tvs, tvg = self.tma_views(tma_v, sv, gv)
-
-            first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, left, right)
-            if m_block != schedule.NOTHING and first < end:
+            tqs, tqg = self.tma_views(tma_q, shared.q, gq)
+            keys = self.ring(tma_k, shared.k, gk, shared.k_full, shared.k_empty, config.head_dim)
+            values = self.ring(tma_v, shared.v, gv, shared.v_full, shared.v_empty, config.head_dim_v)
+            if first < end:
                 for i in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.mbarrier_wait(q_empty + i, q_phase)
+                    cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + i, bytes_q)
-                    cute.copy(tma_q, tqg[None, m_block * self.warpgroups + i], tqs[None, i], tma_bar_ptr=q_full + i)
+                        cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, bytes_q)
+                    rows = m_block * self.warpgroups + i
+                    cute.copy(tma_q, tqg[None, rows], tqs[None, i], tma_bar_ptr=shared.q_full + i)
                     if const_expr(i == 0):
-                        k_stage, k_phase = self.push(tma_k, tkg, tks, end - 1, k_full, k_empty, k_stage, k_phase, bytes_k)
+                        k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 q_phase ^= 1
                 for j in cutlass.range(end - first - 1, unroll=1):
-                    n = end - 2 - j
-                    k_stage, k_phase = self.push(tma_k, tkg, tks, n, k_full, k_empty, k_stage, k_phase, bytes_k)
-                    v_stage, v_phase = self.push(tma_v, tvg, tvs, n + 1, v_full, v_empty, v_stage, v_phase, bytes_v)
-                v_stage, v_phase = self.push(tma_v, tvg, tvs, first, v_full, v_empty, v_stage, v_phase, bytes_v)
-            turn += 1
-            m_block, pair_head = self.tile(turn, m_blocks, heads, pair_heads)
+                    k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
+                    v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
+                v_stage, v_phase = self.push(values, first, v_stage, v_phase)
+            tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
+            m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
 
     def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
         """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
@@ -264,272 +300,282 @@ class HopperForward:
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
-    @cute.jit
-    def push(self, atom, tiles, shared, n, full, empty, stage, phase, size):
-        """Load tile ``n`` into the ring once its stage is free; the stage and phase that follow."""
-        cute.arch.mbarrier_wait(empty + stage, phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
-        cute.copy(atom, tiles[None, n], shared[None, stage], tma_bar_ptr=full + stage)
-        return self.advance(stage, phase)
+    def ring(self, atom: Any, shared: Any, tiles: Any, full: Any, empty: Any, head_dim: int) -> Names:
+        """What ``push`` needs to load a tile of K or V."""
+        into, out_of = self.tma_views(atom, shared, tiles)
+        size = self.tile_n * head_dim * 2
+        return Names(atom=atom, into=into, out_of=out_of, full=full, empty=empty, bytes=size)
 
     @cute.jit
-    def advance(self, stage, phase):
+    def push(self, ring, n, stage, phase):
+        """Load key tile ``n`` into the ring once its stage is free; the stage and phase that follow."""
+        cute.arch.mbarrier_wait(ring.empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, ring.bytes)
+        cute.copy(ring.atom, ring.out_of[None, n], ring.into[None, stage], tma_bar_ptr=ring.full + stage)
+        return self.advance(stage, phase, self.stages)
+
+    @cute.jit
+    def advance(self, stage, phase, stages):
         """The next stage of a ring; the phase flips when it wraps."""
         stage += 1
-        if stage == self.stages:
+        if stage == stages:
             stage = Int32(0)
             phase ^= 1
         return stage, phase
 
+    # The consumer warpgroups
+
     @cute.jit
-    def compute(
-        self, k, out, lse, sq, sk, sv, mma_qk, mma_pv, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        scale_log2, left, right, pair_heads,
-    ):  # fmt: skip
-        """A consumer warpgroup: 64 rows of every query tile of this block."""
+    def compute(self, out, lse, sink, seqlen_k, shared, mma_qk, mma_pv, multiplier, cap_in, left, right):
+        """64 rows of every query tile of this block."""
         config = self.config
-        batch_size, heads_q, seqlen_q = lse.shape
-        seqlen_k = k.shape[0]
-        m_blocks = cute.ceil_div(seqlen_q, config.tile_m)
-        heads = heads_q * batch_size
+        seqlen_q = lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        lane = thread % 32
-        row_in_group = thread // 32 * 16 + lane // 4  # and that + 8
+        row_in_tile = group * 64 + thread // 32 * 16 + thread % 32 // 4  # and that + 8
+        work = self.registers(shared, mma_qk, mma_pv, group, multiplier, cap_in)
 
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        svt = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
-        frag_q = mma_qk.make_fragment_A(thr_qk.partition_A(sq))[None, None, None, group]
-        frag_k = mma_qk.make_fragment_B(thr_qk.partition_B(sk))
-        frag_v = mma_pv.make_fragment_B(thr_pv.partition_B(svt))
-        acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
-        acc_o = mma_pv.make_fragment_C(thr_pv.partition_shape_C((64, config.head_dim_v)))
-        frag_p = mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n)))
-        rows_s = cute.make_tensor(acc_s.iterator, self.row_view(self.tile_n))
-        rows_o = cute.make_tensor(acc_o.iterator, self.row_view(config.head_dim_v))
-        row_max = cute.make_rmem_tensor(2, Float32)
-        row_sum = cute.make_rmem_tensor(2, Float32)
-        limits = cute.make_rmem_tensor((2, 2), Int32)  # (row, first hidden column on the right / first visible)
-
-        if const_expr(config.ping_pong and self.warpgroups > 1):
-            if group == self.warpgroups - 1:  # the first turn is warpgroup 0's
-                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
-
+        if const_expr(self.takes_turns):
+            self.open_turns(group)
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
-        turn = Int32(0)
-        m_block, pair_head = self.tile(turn, m_blocks, heads, pair_heads)
-        while pair_head < heads:
-            batch = pair_head // heads_q
-            head = pair_head - batch * heads_q
-            first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, left, right)
-            first_row = m_block * config.tile_m
-            row = first_row + group * 64 + row_in_group
-            shift = seqlen_k - seqlen_q
-            for r in cutlass.range_constexpr(2):
-                hidden = seqlen_k
-                if const_expr(config.right):
-                    hidden = cutlass.min(hidden, row + 8 * r + shift + right + 1)
-                limits[r, 0] = hidden - lane % 4 * 2
-                if const_expr(config.left):
-                    limits[r, 1] = row + 8 * r + shift - left - lane % 4 * 2
-            # Tiles in [whole_first, whole_end) need no mask: every row sees all of them.
-            whole_end = seqlen_k // self.tile_n
-            if const_expr(config.right):
-                whole_end = cutlass.min(whole_end, cutlass.max(first_row + shift + right + 1, 0) // self.tile_n)
-            whole_first = first
-            if const_expr(config.left):
-                last_row = cutlass.min(first_row + config.tile_m, seqlen_q) - 1
-                whole_first = cute.ceil_div(cutlass.max(last_row + shift - left, 0), self.tile_n)
-
-            acc_o.fill(0.0)
-            row_max.fill(-Float32.inf)
-            row_sum.fill(0.0)
-            if m_block != schedule.NOTHING and first < end:
-                cute.arch.mbarrier_wait(q_full + group, q_phase)
-                cute.arch.mbarrier_wait(k_full + stage, phase)
-                self.gemm_qk(mma_qk, acc_s, frag_q, frag_k, stage)
+        tile_stage, tile_phase = Int32(0), Int32(0)
+        m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+        while head >= 0:
+            row = m_block * self.tile_m + row_in_tile
+            whole_first, whole_end = self.limit(work.limits, row, m_block, first, seqlen_q, seqlen_k, left, right)
+            self.start(work)
+            if first < end:
+                cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
+                cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+                self.gemm_qk(work, stage)
                 warpgroup.wait_group(0)
-                self.release(k_empty + stage, lane)
-                self.mask(rows_s, limits, end - 1)
-                self.softmax(rows_s, row_max, row_sum, scale_log2)
-                self.convert(acc_s, frag_p)
+                self.release(shared.k_empty + stage)
+                self.softmax(work, end - 1, True)
+                self.convert(work)
 
                 n = end - 1
-                masked = cutlass.max(n - cutlass.max(whole_end, first), 0)
-                for _ in cutlass.range(masked, unroll=1):
+                for _ in cutlass.range(n - cutlass.max(whole_end, first), unroll=1):
                     n -= 1
-                    stage, phase = self.step(
-                        mma_qk, mma_pv, acc_s, acc_o, rows_s, rows_o, frag_q, frag_k, frag_v, frag_p, row_max, row_sum,
-                        limits, k_full, k_empty, v_full, v_empty, stage, phase, n, scale_log2, group, lane, True,
-                    )  # fmt: skip
-                for _ in cutlass.range(n - cutlass.max(whole_first, first), unroll=1):
+                    stage, phase = self.step(work, n, stage, phase, True)
+                for _ in cutlass.range(n - whole_first, unroll=1):
                     n -= 1
-                    stage, phase = self.step(
-                        mma_qk, mma_pv, acc_s, acc_o, rows_s, rows_o, frag_q, frag_k, frag_v, frag_p, row_max, row_sum,
-                        limits, k_full, k_empty, v_full, v_empty, stage, phase, n, scale_log2, group, lane, False,
-                    )  # fmt: skip
+                    stage, phase = self.step(work, n, stage, phase, False)
                 if const_expr(config.left):
                     for _ in cutlass.range(n - first, unroll=1):
                         n -= 1
-                        stage, phase = self.step(
-                            mma_qk, mma_pv, acc_s, acc_o, rows_s, rows_o, frag_q, frag_k, frag_v, frag_p, row_max, row_sum,
-                            limits, k_full, k_empty, v_full, v_empty, stage, phase, n, scale_log2, group, lane, True,
-                        )  # fmt: skip
-                self.release(q_empty + group, lane)
+                        stage, phase = self.step(work, n, stage, phase, True)
+                self.release(shared.q_empty + group)
                 q_phase ^= 1
-                cute.arch.mbarrier_wait(v_full + stage, phase)
-                self.gemm_pv(mma_pv, acc_o, frag_p, frag_v, stage)
+                cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+                self.gemm_pv(work, stage)
                 warpgroup.wait_group(0)
-                self.release(v_empty + stage, lane)
-                stage, phase = self.advance(stage, phase)
-            if m_block != schedule.NOTHING:
-                self.epilogue(out, lse, rows_o, row_max, row_sum, scale_log2, batch, head, row, seqlen_q, lane)
-            turn += 1
-            m_block, pair_head = self.tile(turn, m_blocks, heads, pair_heads)
+                self.release(shared.v_empty + stage)
+                stage, phase = self.advance(stage, phase, self.stages)
+            self.epilogue(work, out, lse, sink, batch, head, row, seqlen_q)
+            tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
+            m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+
+    def registers(self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any) -> Names:
+        """Descriptors, accumulators and running values of one warpgroup."""
+        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        values = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, mode=[1, 0, 2]))
+        acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
+        acc_o = mma_pv.make_fragment_C(thr_pv.partition_shape_C((64, self.config.head_dim_v)))
+        return Names(
+            shared=shared,
+            group=group,
+            multiplier=multiplier,
+            cap_in=cap_in,
+            mma_qk=mma_qk,
+            mma_pv=mma_pv,
+            q=mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
+            k=mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
+            v=mma_pv.make_fragment_B(thr_pv.partition_B(values)),
+            p=mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
+            acc_s=acc_s,
+            acc_o=acc_o,
+            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(self.tile_n)),
+            rows_o=cute.make_tensor(acc_o.iterator, self.row_view(self.config.head_dim_v)),
+            row_max=cute.make_rmem_tensor(2, Float32),  # of the raw scores, or of log2 units under a softcap
+            row_sum=cute.make_rmem_tensor(2, Float32),  # of this thread's columns
+            limits=cute.make_rmem_tensor((2, 2), Int32),  # (row, first hidden column on the right / first visible)
+        )
 
     def row_view(self, columns: int) -> Any:
         """An accumulator as (row, (column pair, group of 8 columns)): rows 0 and 1 are 8 apart."""
         return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
+    def start(self, work: Any) -> None:
+        """Nothing seen yet."""
+        work.acc_o.fill(0.0)
+        work.row_max.fill(-Float32.inf)
+        work.row_sum.fill(0.0)
+
     @cute.jit
-    def step(
-        self, mma_qk, mma_pv, acc_s, acc_o, rows_s, rows_o, frag_q, frag_k, frag_v, frag_p, row_max, row_sum,
-        limits, k_full, k_empty, v_full, v_empty, stage, phase, n, scale_log2, group, lane, masked,
-    ):  # fmt: skip
-        """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
-        v_stage, v_phase = stage, phase
-        stage, phase = self.advance(stage, phase)
-        cute.arch.mbarrier_wait(k_full + stage, phase)
-        self.take_turn(group)
-        self.gemm_qk(mma_qk, acc_s, frag_q, frag_k, stage)
-        cute.arch.mbarrier_wait(v_full + v_stage, v_phase)
-        self.gemm_pv(mma_pv, acc_o, frag_p, frag_v, v_stage)
-        self.give_turn(group)
-        warpgroup.wait_group(1)
-        self.release(k_empty + stage, lane)
-        if const_expr(masked):
-            self.mask(rows_s, limits, n)
-        correction = self.softmax(rows_s, row_max, row_sum, scale_log2)
-        pin(row_sum[0] + row_sum[1], v_empty + self.stages)  # the exponentials belong under this PV
-        warpgroup.wait_group(0)
-        self.release(v_empty + v_stage, lane)
+    def limit(self, limits, row, m_block, first, seqlen_q, seqlen_k, left, right):
+        """This thread's columns of each row; key tiles [first, end) that need no mask, as every row sees all of them."""
+        shift = seqlen_k - seqlen_q
+        first_column = cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(cute.size(rows_o, mode=[1])):
-                rows_o[r, c] = rows_o[r, c] * correction[r]
-        self.convert(acc_s, frag_p)
+            hidden = seqlen_k
+            if const_expr(self.config.right):
+                hidden = cutlass.min(hidden, row + 8 * r + shift + right + 1)
+            limits[r, 0] = hidden - first_column
+            if const_expr(self.config.left):
+                limits[r, 1] = row + 8 * r + shift - left - first_column
+        whole_first, whole_end = first, seqlen_k // self.tile_n
+        if const_expr(self.config.right):
+            seen_by_all = m_block * self.tile_m + shift + right + 1
+            whole_end = cutlass.min(whole_end, cutlass.max(seen_by_all, 0) // self.tile_n)
+        if const_expr(self.config.left):
+            last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
+            whole_first = cutlass.max(cute.ceil_div(cutlass.max(last_row + shift - left, 0), self.tile_n), first)
+        return whole_first, whole_end
+
+    @cute.jit
+    def step(self, work, n, stage, phase, masked):
+        """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
+        shared = work.shared
+        v_stage, v_phase = stage, phase
+        stage, phase = self.advance(stage, phase, self.stages)
+        cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+        if const_expr(self.takes_turns):
+            cute.arch.barrier(barrier_id=TURN + work.group, number_of_threads=2 * WARPGROUP)
+        self.gemm_qk(work, stage)
+        cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+        self.gemm_pv(work, v_stage)
+        if const_expr(self.takes_turns):
+            after = (work.group + 1) % self.warpgroups
+            cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
+        warpgroup.wait_group(1)
+        self.release(shared.k_empty + stage)
+        correction = self.softmax(work, n, masked)
+        pin(work.row_sum[0] + work.row_sum[1], shared.scratch)  # the exponentials belong under this PV
+        warpgroup.wait_group(0)
+        self.release(shared.v_empty + v_stage)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
+                work.rows_o[r, c] = work.rows_o[r, c] * correction[r]
+        self.convert(work)
         return stage, phase
 
     @cute.jit
-    def gemm_qk(self, mma, acc, frag_q, frag_k, stage):
+    def open_turns(self, group):
+        """Warpgroup 0 issues first."""
+        if group == self.warpgroups - 1:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def gemm_qk(self, work, stage):
         """Issue S = Q Kᵀ as one group."""
-        atom = cute.make_mma_atom(mma.op)
+        atom = cute.make_mma_atom(work.mma_qk.op)
         warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(frag_q, mode=[2])):
+        for i in cutlass.range_constexpr(cute.size(work.q, mode=[2])):
             atom.set(warpgroup.Field.ACCUMULATE, i > 0)
-            cute.gemm(atom, acc, frag_q[None, None, i], frag_k[None, None, i, stage], acc)
+            cute.gemm(atom, work.acc_s, work.q[None, None, i], work.k[None, None, i, stage], work.acc_s)
         warpgroup.commit_group()
 
     @cute.jit
-    def gemm_pv(self, mma, acc, frag_p, frag_v, stage):
+    def gemm_pv(self, work, stage):
         """Issue O += P V as one group."""
-        atom = cute.make_mma_atom(mma.op)
+        atom = cute.make_mma_atom(work.mma_pv.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(frag_p, mode=[2])):
-            cute.gemm(atom, acc, frag_p[None, None, i], frag_v[None, None, i, stage], acc)
+        for i in cutlass.range_constexpr(cute.size(work.p, mode=[2])):
+            cute.gemm(atom, work.acc_o, work.p[None, None, i], work.v[None, None, i, stage], work.acc_o)
         warpgroup.commit_group()
 
     @cute.jit
-    def release(self, barrier, lane):
+    def release(self, barrier):
         """This warp has read what the barrier guards."""
-        if lane == 0:
+        if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def take_turn(self, group):
-        """Wait until the warpgroup before has issued its GEMMs."""
-        if const_expr(self.config.ping_pong and self.warpgroups > 1):
-            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def give_turn(self, group):
-        """Let the next warpgroup issue its GEMMs."""
-        if const_expr(self.config.ping_pong and self.warpgroups > 1):
-            after = (group + 1) % self.warpgroups
-            cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def mask(self, rows_s, limits, n):
-        """Hide columns of key tile ``n`` past the keys or outside the band."""
-        for r in cutlass.range_constexpr(2):
-            hidden = limits[r, 0] - n * self.tile_n
-            visible = limits[r, 1] - n * self.tile_n if const_expr(self.config.left) else None
-            for c in cutlass.range_constexpr(self.tile_n // 4):
-                column = c // 2 * 8 + c % 2
-                keep = column < hidden
-                if const_expr(self.config.left):
-                    keep = keep and column >= visible
-                rows_s[r, c] = rows_s[r, c] if keep else -Float32.inf
-
-    @cute.jit
-    def softmax(self, rows_s, row_max, row_sum, scale_log2):
-        """Exponentiate a score tile in place against the running maximum; what the sums and O so far shrink by."""
+    def softmax(self, work, n, masked):
+        """Exponentiate the scores of key tile ``n`` against the running maximum; what the sums and O so far shrink by."""
+        rows, columns = work.rows_s, self.tile_n // 4
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         correction = cute.make_rmem_tensor(2, Float32)
-        columns = self.tile_n // 4
+        if const_expr(self.config.softcap):
+            # softcap · tanh(x / softcap) by exp2, in log2 units: tanh.approx is no better than a 16-bit P.
+            for i in cutlass.range_constexpr(2 * columns):
+                grown = exp2(work.acc_s[i] * work.cap_in)
+                work.acc_s[i] = work.multiplier - 2 * work.multiplier * reciprocal(grown + 1)
+        if const_expr(masked):
+            self.mask(rows, work.limits, n)
         for r in cutlass.range_constexpr(2):
-            top = [row_max[r], rows_s[r, 0]]
+            top = [work.row_max[r], rows[r, 0]]
             for c in cutlass.range_constexpr(1, columns):
-                top[c % 2] = cute.arch.fmax(top[c % 2], rows_s[r, c])
+                top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4)
             # A row that has seen nothing yet: exponentiate against 0, so that -inf gives 0 and not NaN.
             safe = 0.0 if new == -Float32.inf else new
-            correction[r] = exp2((row_max[r] - safe) * scale_log2)
-            row_max[r] = new
-            offset = safe * scale_log2
-            sums = [row_sum[r] * correction[r], Float32(0.0)]
+            correction[r] = exp2((work.row_max[r] - safe) * scale)
+            work.row_max[r] = new
+            offset = safe * scale
+            sums = [work.row_sum[r] * correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
-                p = exp2(rows_s[r, c] * scale_log2 - offset)
-                rows_s[r, c] = p
+                p = exp2(rows[r, c] * scale - offset)
+                rows[r, c] = p
                 sums[c % 2] = sums[c % 2] + p
-            row_sum[r] = sums[0] + sums[1]
+            work.row_sum[r] = sums[0] + sums[1]
         return correction
 
     @cute.jit
-    def convert(self, acc_s, frag_p):
-        """P in the input dtype: accumulator and A operand hold the same elements in the same order."""
-        packed = cute.recast_tensor(cute.make_tensor(frag_p.iterator, cute.make_layout(cute.size(frag_p))), Int32)
-        for i in cutlass.range_constexpr(cute.size(packed)):
-            packed[i] = pack16(acc_s[2 * i], acc_s[2 * i + 1], self.dtype)
+    def mask(self, rows, limits, n):
+        """Hide columns of key tile ``n`` past the keys or outside the band."""
+        for r in cutlass.range_constexpr(2):
+            hidden = limits[r, 0] - n * self.tile_n
+            for c in cutlass.range_constexpr(self.tile_n // 4):
+                column = c // 2 * 8 + c % 2
+                rows[r, c] = rows[r, c] if column < hidden else -Float32.inf
+            if const_expr(self.config.left):
+                visible = limits[r, 1] - n * self.tile_n
+                for c in cutlass.range_constexpr(self.tile_n // 4):
+                    column = c // 2 * 8 + c % 2
+                    rows[r, c] = rows[r, c] if column >= visible else -Float32.inf
 
     @cute.jit
-    def epilogue(self, out, lse, rows_o, row_max, row_sum, scale_log2, batch, head, row, seqlen_q, lane):
+    def convert(self, work):
+        """P in the input dtype: accumulator and A operand hold the same elements in the same order."""
+        packed = cute.recast_tensor(cute.make_tensor(work.p.iterator, cute.make_layout(cute.size(work.p))), Int32)
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            packed[i] = pack16(work.acc_s[2 * i], work.acc_s[2 * i + 1], self.dtype)
+
+    @cute.jit
+    def epilogue(self, work, out, lse, sink, batch, head, row, seqlen_q):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
-        head_dim_v = out.shape[3]
+        lane = cute.arch.lane_idx()
         word = lane % 4
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(2):
-            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
+            top = work.row_max[r] * scale  # log2 units
+            shrink = Float32(1.0)
+            if const_expr(self.config.sink):
+                extra = sink[head] * LOG2_E
+                new = cute.arch.fmax(top, extra)
+                safe = 0.0 if new == -Float32.inf else new
+                shrink = exp2(top - safe)
+                total = total * shrink + exp2(extra - safe)
+                top = new
             empty = total == 0.0
-            inverse = 0.0 if empty else 1.0 / total
+            inverse = 0.0 if empty else shrink / total
             here = row + 8 * r
-            if here < seqlen_q:
-                if word == 0:
-                    value = (row_max[r] * scale_log2 + cute.math.log2(total)) * math.log(2)
-                    lse[batch, head, here] = -Float32.inf if empty else value
+            if here < seqlen_q and word == 0:
+                lse[batch, head, here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
             base = out[batch, None, head, None].iterator + cutlass.Int64(here) * out.stride[1]
             for chunk in cutlass.range_constexpr(self.config.head_dim_v // 32):
-                words = [
-                    pack16(
-                        rows_o[r, chunk * 8 + 2 * i] * inverse, rows_o[r, chunk * 8 + 2 * i + 1] * inverse, self.dtype
-                    )
-                    for i in range(4)
-                ]
+                pairs = [(work.rows_o[r, chunk * 8 + i], work.rows_o[r, chunk * 8 + i + 1]) for i in range(0, 8, 2)]
+                words = [pack16(low * inverse, high * inverse, self.dtype) for low, high in pairs]
                 words = transpose_quad(words, lane)
                 column = chunk * 32 + word * 8
-                if here < seqlen_q and column < head_dim_v:
-                    row16 = cute.make_rmem_tensor(4, Int32)
+                if here < seqlen_q and column < out.shape[3]:
+                    row_words = cute.make_rmem_tensor(4, Int32)
                     for i in cutlass.range_constexpr(4):
-                        row16[i] = words[i]
+                        row_words[i] = words[i]
                     target = cute.make_tensor((base + column).align(16), cute.make_layout(8))
-                    cute.autovec_copy(row16, cute.recast_tensor(target, Int32))
+                    cute.autovec_copy(row_words, cute.recast_tensor(target, Int32))

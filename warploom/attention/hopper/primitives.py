@@ -18,6 +18,12 @@ def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """1 / x on the special function unit, to one unit in the last place."""
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
 def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``; the DSL's conversion packs only some widths."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"

@@ -21,9 +21,7 @@ def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any) -> tuple[Any, An
     return index % m_blocks, index // m_blocks
 
 
-def paired(
-    turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any
-) -> tuple[Any, Any]:
+def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:
     """(m_block, head) of a block's ``turn``-th tile when later rows see more keys (causal).
 
     The first ``pair_heads`` heads go as pairs of one long and one short tile, all pairs alike, head after head, so that
@@ -51,7 +49,7 @@ def paired(
     tail_head = choose(ends, heads, pair_heads + index - row * width)
 
     in_pairs = turn < own
-    return choose(in_pairs, m_block, m_blocks - 1 - row), choose(in_pairs, head, tail_head)
+    return choose(in_pairs, m_block, choose(ends, 0, m_blocks - 1 - row)), choose(in_pairs, head, tail_head)
 
 
 def heads_in_pairs(m_blocks: int, heads: int, blocks: int) -> int:

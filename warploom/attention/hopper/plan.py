@@ -1,0 +1,92 @@
+"""Which variant serves a call, and the named set that `warploom build` prepares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from warploom.attention.hopper.config import ForwardConfig
+
+if TYPE_CHECKING:
+    from warploom.attention.problem import AttentionProblem
+
+DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Keys a tile by the kind of call; see docs/lab-notes.md for what each was measured against."""
+
+    full: int
+    causal: int
+    causal_long: int
+    window: int
+    warpgroups: int = 2
+    stages: int = 2
+    ping_pong: bool = False
+
+
+# Keys from which a causal call takes the wider tile: narrower ones waste less on the diagonal, wider ones synchronise less.
+LONG = 6144
+# (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
+TILINGS = {
+    (64, 64): Tiling(full=176, causal=128, causal_long=176, window=128),
+    (96, 96): Tiling(full=176, causal=128, causal_long=176, window=128),
+    (128, 128): Tiling(full=176, causal=128, causal_long=176, window=128),
+    (192, 128): Tiling(full=128, causal=128, causal_long=128, window=128),
+    (192, 192): Tiling(full=112, causal=112, causal_long=112, window=112),
+    (256, 256): Tiling(full=80, causal=80, causal_long=80, window=80),
+}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The smallest tile that holds both head dims: rounded here and nowhere else."""
+    return min(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
+
+
+@cache
+def config(
+    dtype: str, head_dim: int, head_dim_v: int, right: bool, left: bool, long: bool, softcap: bool, sink: bool
+) -> ForwardConfig:
+    """The variant for head dims of a call and its features; ``long`` as LONG has it."""
+    dims = tile_dims(head_dim, head_dim_v)
+    tiling = TILINGS[dims]
+    causal = tiling.causal_long if long else tiling.causal
+    tile_n = tiling.window if left else causal if right else tiling.full
+    return ForwardConfig(
+        dtype,
+        *dims,
+        tile_n,
+        warpgroups=tiling.warpgroups,
+        stages=tiling.stages,
+        right=right,
+        left=left,
+        softcap=softcap,
+        sink=sink,
+        ping_pong=tiling.ping_pong,
+    )
+
+
+def config_for(problem: AttentionProblem) -> ForwardConfig:
+    """The variant that runs a problem."""
+    return config(
+        str(problem.dtype).removeprefix("torch."),
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        problem.seqlen_k >= LONG,
+        problem.softcap,
+        problem.sink,
+    )
+
+
+def named_set() -> list[ForwardConfig]:
+    """Every variant that a call can ask for, plain ones first."""
+    flags = (False, True)
+    found: dict[ForwardConfig, Any] = {}
+    for softcap, sink, dims, right, left, long, dtype in product(flags, flags, TILINGS, flags, flags, flags, DTYPES):
+        found[config(dtype, *dims, right, left, long, softcap, sink)] = None
+    return list(found)
