@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from warploom.attention.problem import AttentionArgs, AttentionProblem
 
 NAME = "hopper"
+MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 _OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
 
 
@@ -49,8 +50,8 @@ def supports(problem: AttentionProblem) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not 8 <= dim <= 256 or dim % 8:
             return f"takes {name} from 8 to 256 in steps of 8, not {dim}"
-    if problem.layout != "dense":
-        return f"takes dense calls only, not {problem.layout}"
+    if problem.layout == "paged":
+        return "takes no pages"
     if problem.columns:
         return "has no column masks yet"
     if problem.dropout:
@@ -66,8 +67,8 @@ def supports(problem: AttentionProblem) -> str | None:
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Out in q's dtype and lse in fp32 (batch, heads, seqlen_q)."""
-    if args.scale <= 0.0:
+    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS:
         # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
         return _fallback(args, backward=False).forward(args)  # type: ignore[no-any-return]
     from warploom.attention.hopper.run import forward as run

@@ -27,19 +27,29 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     and only what TMA needs is required, 16-byte alignment and a contiguous last dimension.
     """
     variant = ForwardConfig(**config)
-    tensors = [_view(DTYPES[variant.dtype]) for _ in range(4)]
+    modes = 2 if variant.varlen else 3  # besides head_dim
+    tensors = [_view(DTYPES[variant.dtype], modes) for _ in range(4)]
     lse = make_fake_tensor(
         Float32,
-        tuple(cute.sym_int() for _ in range(3)),
-        stride=(cute.sym_int64(), cute.sym_int64(), 1),
+        tuple(cute.sym_int() for _ in range(modes)),
+        stride=(*(cute.sym_int64() for _ in range(modes - 1)), 1),
         assumed_align=4,
     )
-    sink = make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,), assumed_align=4) if variant.sink else None
+    vectors = [
+        make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
+        for dtype, present in (
+            (Float32, variant.sink),
+            (Int32, variant.varlen),
+            (Int32, variant.varlen),
+            (Int32, variant.used),
+            (Int32, variant.varlen),
+        )
+    ]
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}"
-        compiled = cute.compile(HopperForward(variant), *tensors, lse, sink, *scalars, stream, options=options)
+        compiled = cute.compile(HopperForward(variant), *tensors, lse, *vectors, *scalars, stream, options=options)
         cubins = sorted(Path(folder).glob("*.cubin"))
         found = resources(cubins[0].read_bytes())[0]
         kept = os.environ.get("WARPLOOM_KEEP_CUBIN")
@@ -51,9 +61,9 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     return {"registers": found.registers, "stack": found.stack, "shared": variant.shared_bytes}
 
 
-def _view(dtype: Any) -> Any:
-    strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-    shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8))
+def _view(dtype: Any, modes: int) -> Any:
+    strides = [cute.sym_int64(divisibility=8) for _ in range(modes)]
+    shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=8))
     return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
 
 

@@ -30,6 +30,7 @@ class ForwardConfig:
     softcap: bool = False
     sink: bool = False
     varlen: bool = False  # packed sequences
+    used: bool = False  # whose keys may end early (seqused_k)
     ping_pong: bool = True  # one warpgroup's softmax under the other's GEMMs
 
     @property
@@ -42,7 +43,7 @@ class ForwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += [feature for feature in ("softcap", "sink", "varlen") if getattr(self, feature)]
+        parts += [feature for feature in ("softcap", "sink", "varlen", "used") if getattr(self, feature)]
         parts += [] if self.ping_pong else ["free"]
         return "attn_fwd_sm90_" + "_".join(parts)
 

@@ -30,9 +30,12 @@ REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32)}
 TURN = 1
 # Warps of the producer warpgroup.
 LOADER, SCHEDULER = 0, 1
-# A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end).
-TILE_STAGES, TILE_WORDS = 2, 8
-M_BLOCK, HEAD, BATCH, FIRST, END = range(5)
+# A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end); for packed
+# sequences also where queries and keys start, how many there are, and by how much a query's position is past its row.
+TILE_STAGES, TILE_WORDS = 2, 12
+DENSE_WORDS, PACKED_WORDS = 5, 10
+# A packed sequence is read by TMA as the end of a dimension of so many rows, past which TMA fills in zeros.
+RAGGED = 1 << 24
 
 
 class Names:
@@ -61,12 +64,16 @@ class HopperForward:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)
         k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
         out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
-        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32, or packed (heads_q, total_q)
         sink: cute.Tensor | None,  # (heads_q,) fp32
+        cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
+        cu_k: cute.Tensor | None,
+        used_k: cute.Tensor | None,  # (sequences,) int32
+        counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -78,7 +85,10 @@ class HopperForward:
         """Lay out shared memory, describe the TMA copies and launch ``blocks`` persistent blocks."""
         config = self.config
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
-        q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (q, k, v)]
+        modes = [0, 2, 1] if const_expr(config.varlen) else [1, 3, 2, 0]
+        q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v)]
+        if const_expr(config.varlen):
+            k, v = self.ragged(k), self.ragged(v)
         layout_q = self.tile_layout((64, config.head_dim), self.warpgroups)
         layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages)
@@ -97,7 +107,8 @@ class HopperForward:
             cap_in = 2 * LOG2_E * scale / softcap
             multiplier = softcap * LOG2_E
         self.kernel(
-            q, k, v, out, lse, sink, tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter,
+            tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
             layout_q, layout_k, layout_v, multiplier, cap_in, left, right, pair_heads,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
@@ -106,6 +117,13 @@ class HopperForward:
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+
+    def ragged(self, t: Any) -> Any:
+        """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
+        is token e - n + i, and rows of a sequence of n tokens that ends at e stop where its keys do.
+        """
+        layout = cute.make_layout((RAGGED, t.shape[1], t.shape[2], t.shape[0] + 1), stride=(*t.stride, t.stride[0]))
+        return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0), t).iterator, layout)
 
     def tma(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
         """The TMA load of one tile, and the tensor of its coordinates."""
@@ -121,6 +139,10 @@ class HopperForward:
         out: cute.Tensor,
         lse: cute.Tensor,
         sink: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used_k: cute.Tensor | None,
+        counter: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -187,13 +209,17 @@ class HopperForward:
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == LOADER:
-                self.load(q, k, v, lse.shape[1], shared, tma_q, tma_k, tma_v)
+                self.load(q, k, v, lse, shared, tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
-                self.schedule(k.shape[0], lse.shape, shared, left, right, pair_heads)
+                if const_expr(self.config.varlen):
+                    self.schedule_packed(k.shape[3] - 1, lse.shape, shared, cu_q, cu_k, used_k, counter, left, right)
+                else:
+                    self.schedule(k.shape[0], lse.shape, shared, left, right, pair_heads)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
+            sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1  # type: ignore[union-attr]
             self.compute(
-                out, lse, sink, k.shape[0], shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+                out, lse, sink, k.shape[0], sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
             )  # fmt: skip
 
     # The scheduler warp
@@ -214,12 +240,88 @@ class HopperForward:
                 m_block, head = schedule.in_order(turn, block, blocks, m_blocks)
             turn += 1
             if m_block != schedule.NOTHING:
-                first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, left, right)
+                first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right)
                 batch = head // heads_q
                 head = head - batch * heads_q if batch < batch_size else Int32(-1)
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
                 self.hand_out(shared, stage, (m_block, head, batch, first, end))
                 stage, phase = self.advance(stage, phase, TILE_STAGES)
+
+    @cute.jit
+    def schedule_packed(self, total_k, lse_shape, shared, cu_q, cu_k, used_k, counter, left, right):
+        """Hand out tiles of packed sequences in the order in which blocks ask for them: lengths differ too much to plan.
+
+        Tiles count sequence after sequence, their last rows first. The tokens past the last sequence are one more
+        sequence, without keys.
+        """
+        heads_q, total_q = lse_shape
+        sequences = cu_q.shape[0] - 1
+        lane = cute.arch.lane_idx()
+        stage, phase = Int32(0), Int32(1)
+        base, before, head = Int32(0), Int32(0), Int32(0)  # sequences of the lanes start at base, their tiles at before
+        while head >= 0:
+            index = Int32(0)
+            if lane == 0:
+                index = cute.arch.atomic_add(counter.iterator, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            start, length, tiles, through = self.lane_tiles(base + lane, cu_q, sequences, total_q, heads_q)
+            while before + cute.arch.shuffle_sync(through, 31) <= index and base <= sequences:
+                before += cute.arch.shuffle_sync(through, 31)
+                base += 32
+                start, length, tiles, through = self.lane_tiles(base + lane, cu_q, sequences, total_q, heads_q)
+            head = Int32(-1)
+            m_block, sequence, first, end = Int32(0), Int32(0), Int32(0), Int32(0)
+            seqlen_q, k_start, seqlen_k, shift = Int32(0), Int32(0), Int32(0), Int32(0)
+            if base <= sequences:
+                # The first lane whose tiles reach past index.
+                owner = cute.arch.popc(~cute.arch.vote_ballot_sync(before + through > index))
+                within = index - before - cute.arch.shuffle_sync(through - tiles, owner)
+                start = cute.arch.shuffle_sync(start, owner)
+                seqlen_q = cute.arch.shuffle_sync(length, owner)
+                sequence = base + owner
+                row = within // heads_q
+                head = within - row * heads_q
+                m_block = cute.ceil_div(seqlen_q, self.tile_m) - 1 - row
+                if sequence < sequences:
+                    k_start, seqlen_k = self.bounds(cu_k, sequence, total_k)
+                    if const_expr(self.config.used):
+                        seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
+                    shift = seqlen_k - seqlen_q
+                    # Keys that no query of the sequence sees stay outside of what TMA reads.
+                    if const_expr(self.config.right):
+                        seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
+                    if const_expr(self.config.left):
+                        hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
+                        k_start += hidden
+                        seqlen_k -= hidden
+                        shift -= hidden
+                    first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, shift, left, right)
+            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+            words = (m_block, head, sequence, first, end, start, seqlen_q, k_start, seqlen_k, shift)
+            self.hand_out(shared, stage, words)
+            stage, phase = self.advance(stage, phase, TILE_STAGES)
+
+    @cute.jit
+    def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):
+        """Start, queries and tiles of a lane's sequence, and the tiles of the lanes up to it."""
+        start, length = Int32(0), Int32(0)
+        if sequence < sequences:
+            start, length = self.bounds(cu_q, sequence, total_q)
+        if sequence == sequences:
+            start = cutlass.min(cutlass.max(cu_q[sequence], 0), total_q)
+            length = total_q - start
+        tiles = cute.ceil_div(length, self.tile_m) * heads_q
+        through = tiles
+        for distance in (1, 2, 4, 8, 16):
+            lower = cute.arch.shuffle_sync_up(through, distance)
+            through = through + lower if cute.arch.lane_idx() >= distance else through
+        return start, length, tiles, through
+
+    @cute.jit
+    def bounds(self, cu, sequence, total):
+        """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
+        start = cutlass.min(cutlass.max(cu[sequence], 0), total)
+        return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
 
     @cute.jit
     def hand_out(self, shared, stage, words):
@@ -235,11 +337,10 @@ class HopperForward:
         return Int32(a) if condition else Int32(b)
 
     @cute.jit
-    def key_tiles(self, m_block, seqlen_q, seqlen_k, left, right):
+    def key_tiles(self, m_block, seqlen_q, seqlen_k, shift, left, right):
         """First and past-the-end key tile that some row of the query tile sees."""
         first = Int32(0)
         end = cute.ceil_div(seqlen_k, self.tile_n)
-        shift = seqlen_k - seqlen_q
         if const_expr(self.config.right):
             last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
             end = cutlass.min(end, cute.ceil_div(cutlass.max(last_row + shift + right + 1, 0), self.tile_n))
@@ -248,32 +349,45 @@ class HopperForward:
         return first, end
 
     @cute.jit
-    def next_tile(self, shared, stage, phase):
-        """The tile in the ring's stage: query tile, head, batch, key tiles [first, end)."""
+    def next_tile(self, shared, stage, phase, seqlen_q, seqlen_k):
+        """The words of the tile in the ring's stage; of dense calls, whose lengths are given, the last five are known."""
+        count = PACKED_WORDS if const_expr(self.config.varlen) else DENSE_WORDS
         cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
-        words = [cute.arch.make_warp_uniform(shared.tiles[word, stage]) for word in range(5)]
+        words = [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(count)]
         cute.arch.sync_warp()
         self.release(shared.tile_empty + stage)
-        return words[M_BLOCK], words[HEAD], words[BATCH], words[FIRST], words[END]
+        if const_expr(not self.config.varlen):
+            words += [Int32(0), seqlen_q, Int32(0), seqlen_k, seqlen_k - seqlen_q]
+        return tuple(words)
 
     # The loader warp
 
     @cute.jit
-    def load(self, q, k, v, heads_q, shared, tma_q, tma_k, tma_v):
+    def load(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile, then K one tile ahead of V."""
         config = self.config
-        group = heads_q // k.shape[2]
+        packed = config.varlen
+        group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
         bytes_q = 64 * config.head_dim * 2
         q_phase = Int32(1)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+        m_block, head, batch, first, end, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+            shared, tile_stage, tile_phase, Int32(0), Int32(0)
+        )
         while head >= 0:
             head_kv = head // group
-            gq = cute.local_tile(q[None, None, head, batch], (64, config.head_dim), (None, 0))
-            gk = cute.local_tile(k[None, None, head_kv, batch], (self.tile_n, config.head_dim), (None, 0))
-            gv = cute.local_tile(v[None, None, head_kv, batch], (self.tile_n, config.head_dim_v), (None, 0))
+            if const_expr(packed):
+                k_end = k_start + seqlen_k
+                tq = cute.domain_offset((q_start, 0), q[None, None, head])
+                tk = cute.domain_offset((RAGGED - seqlen_k, 0), k[None, None, head_kv, k_end])
+                tv = cute.domain_offset((RAGGED - seqlen_k, 0), v[None, None, head_kv, k_end])
+            else:
+                tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
+            gq = cute.local_tile(tq, (64, config.head_dim), (None, 0))
+            gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (None, 0))
+            gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (None, 0))
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             keys = self.ring(tma_k, shared.k, gk, shared.k_full, shared.k_empty, config.head_dim)
             values = self.ring(tma_v, shared.v, gv, shared.v_full, shared.v_empty, config.head_dim_v)
@@ -292,7 +406,9 @@ class HopperForward:
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)
             tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
-            m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+            m_block, head, batch, first, end, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+                shared, tile_stage, tile_phase, Int32(0), Int32(0)
+            )
 
     def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
         """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
@@ -327,10 +443,12 @@ class HopperForward:
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, out, lse, sink, seqlen_k, shared, mma_qk, mma_pv, multiplier, cap_in, left, right):
+    def compute(
+        self, out, lse, sink, dense_seqlen_k, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+    ):  # fmt: skip
         """64 rows of every query tile of this block."""
         config = self.config
-        seqlen_q = lse.shape[2]
+        dense_seqlen_q = Int32(0) if const_expr(config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_tile = group * 64 + thread // 32 * 16 + thread % 32 // 4  # and that + 8
@@ -341,10 +459,12 @@ class HopperForward:
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+        m_block, head, batch, first, end, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+            shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
+        )
         while head >= 0:
             row = m_block * self.tile_m + row_in_tile
-            whole_first, whole_end = self.limit(work.limits, row, m_block, first, seqlen_q, seqlen_k, left, right)
+            whole_first, whole_end = self.limit(work.limits, row, m_block, first, seqlen_q, seqlen_k, shift, left, right)
             self.start(work)
             if first < end:
                 cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
@@ -373,9 +493,27 @@ class HopperForward:
                 warpgroup.wait_group(0)
                 self.release(shared.v_empty + stage)
                 stage, phase = self.advance(stage, phase, self.stages)
-            self.epilogue(work, out, lse, sink, batch, head, row, seqlen_q)
+            rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
+            self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
             tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
-            m_block, head, batch, first, end = self.next_tile(shared, tile_stage, tile_phase)
+            m_block, head, batch, first, end, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+                shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
+            )
+
+    @cute.jit
+    def targets(self, out, lse, sink, batch, head, q_start, sequences):
+        """Where a tile's rows go, (seqlen_q, head_dim_v) and (seqlen_q,), and the sink's logit in log2 units."""
+        if const_expr(self.config.varlen):
+            rows_out = cute.domain_offset((q_start, 0), out[None, head, None])
+            rows_lse = cute.domain_offset((q_start,), lse[head, None])
+        else:
+            rows_out, rows_lse = out[batch, None, head, None], lse[batch, head, None]
+        logit = -Float32.inf
+        if const_expr(self.config.sink):
+            logit = sink[head] * LOG2_E
+            if const_expr(self.config.varlen):
+                logit = logit if batch < sequences else -Float32.inf  # a token of no sequence has no sink
+        return rows_out, rows_lse, logit
 
     def registers(self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any) -> Names:
         """Descriptors, accumulators and running values of one warpgroup."""
@@ -414,9 +552,8 @@ class HopperForward:
         work.row_sum.fill(0.0)
 
     @cute.jit
-    def limit(self, limits, row, m_block, first, seqlen_q, seqlen_k, left, right):
+    def limit(self, limits, row, m_block, first, seqlen_q, seqlen_k, shift, left, right):
         """This thread's columns of each row; key tiles [first, end) that need no mask, as every row sees all of them."""
-        shift = seqlen_k - seqlen_q
         first_column = cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(2):
             hidden = seqlen_k
@@ -546,7 +683,7 @@ class HopperForward:
             packed[i] = pack16(work.acc_s[2 * i], work.acc_s[2 * i + 1], self.dtype)
 
     @cute.jit
-    def epilogue(self, work, out, lse, sink, batch, head, row, seqlen_q):
+    def epilogue(self, work, out, lse, logit, row, seqlen_q):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         word = lane % 4
@@ -556,24 +693,23 @@ class HopperForward:
             top = work.row_max[r] * scale  # log2 units
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
-                extra = sink[head] * LOG2_E
-                new = cute.arch.fmax(top, extra)
+                new = cute.arch.fmax(top, logit)
                 safe = 0.0 if new == -Float32.inf else new
                 shrink = exp2(top - safe)
-                total = total * shrink + exp2(extra - safe)
+                total = total * shrink + exp2(logit - safe)
                 top = new
             empty = total == 0.0
             inverse = 0.0 if empty else shrink / total
             here = row + 8 * r
             if here < seqlen_q and word == 0:
-                lse[batch, head, here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
-            base = out[batch, None, head, None].iterator + cutlass.Int64(here) * out.stride[1]
+                lse[here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
+            base = out.iterator + cutlass.Int64(here) * out.stride[0]
             for chunk in cutlass.range_constexpr(self.config.head_dim_v // 32):
                 pairs = [(work.rows_o[r, chunk * 8 + i], work.rows_o[r, chunk * 8 + i + 1]) for i in range(0, 8, 2)]
                 words = [pack16(low * inverse, high * inverse, self.dtype) for low, high in pairs]
                 words = transpose_quad(words, lane)
                 column = chunk * 32 + word * 8
-                if here < seqlen_q and column < out.shape[3]:
+                if here < seqlen_q and column < out.shape[1]:
                     row_words = cute.make_rmem_tensor(4, Int32)
                     for i in cutlass.range_constexpr(4):
                         row_words[i] = words[i]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from warploom.attention.hopper.config import ForwardConfig
 
@@ -48,7 +48,16 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @cache
 def config(
-    dtype: str, head_dim: int, head_dim_v: int, right: bool, left: bool, long: bool, softcap: bool, sink: bool
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    long: bool,
+    softcap: bool = False,
+    sink: bool = False,
+    varlen: bool = False,
+    used: bool = False,
 ) -> ForwardConfig:
     """The variant for head dims of a call and its features; ``long`` as LONG has it."""
     dims = tile_dims(head_dim, head_dim_v)
@@ -65,12 +74,14 @@ def config(
         left=left,
         softcap=softcap,
         sink=sink,
+        varlen=varlen,
+        used=used,
         ping_pong=tiling.ping_pong,
     )
 
 
-def config_for(problem: AttentionProblem) -> ForwardConfig:
-    """The variant that runs a problem."""
+def config_for(problem: AttentionProblem, used: bool = False) -> ForwardConfig:
+    """The variant that runs a problem; ``used``: its packed sequences' keys may end early."""
     return config(
         str(problem.dtype).removeprefix("torch."),
         problem.head_dim,
@@ -80,13 +91,19 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
         problem.seqlen_k >= LONG,
         problem.softcap,
         problem.sink,
+        problem.layout == "varlen",
+        used,
     )
 
 
 def named_set() -> list[ForwardConfig]:
-    """Every variant that a call can ask for, plain ones first."""
+    """The variants that `warploom build` prepares: any band, dense or packed, with at most one of softcap and sink.
+
+    Others (both, or seqused_k) are compiled when first called for.
+    """
     flags = (False, True)
-    found: dict[ForwardConfig, Any] = {}
-    for softcap, sink, dims, right, left, long, dtype in product(flags, flags, TILINGS, flags, flags, flags, DTYPES):
-        found[config(dtype, *dims, right, left, long, softcap, sink)] = None
+    extras: tuple[dict[str, bool], ...] = ({}, {"varlen": True}, {"sink": True}, {"softcap": True})
+    found: dict[ForwardConfig, None] = {}
+    for extra, dims, right, left, long, dtype in product(extras, TILINGS, flags, flags, flags, DTYPES):
+        found[config(dtype, *dims, right, left, long, **extra)] = None
     return list(found)

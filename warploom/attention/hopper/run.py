@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -18,58 +19,96 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Out in q's dtype and lse in fp32 (batch, heads, seqlen_q)."""
+    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    if args.cu_seqlens_q is not None:
+        return _packed(args)
     q, k, v = args.q, args.k, args.v
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, head_dim_v = k.shape[1], v.shape[3]
-    out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k = k.shape[1]
+    out, lse = _outputs(q, v, (batch, heads, seqlen_q))
     left, right = args.left, args.right
-    sink = None if args.sink is None else args.sink.float().contiguous()
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
             out.zero_()
-            lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[:, None].expand(lse.shape))
+            lse.fill_(float("-inf")) if args.sink is None else lse.copy_(args.sink[:, None].expand(lse.shape))
             return out, lse
         if first > 0 or end < seqlen_k:
             # Keys that no query sees stay outside of what TMA reads: a NaN among their values would not vanish against P = 0.
             k, v = k[:, first:end], v[:, first:end]
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
-    variant = config(
-        _DTYPES[q.dtype],
-        head_dim,
-        head_dim_v,
-        right is not None,
-        left is not None,
+    function, tile_m = _function(args, seqlen_k)
+    m_blocks = -(-seqlen_q // tile_m)
+    blocks = min(processors(q.device.index), m_blocks * batch * heads)
+    pair_heads = heads_in_pairs(m_blocks, batch * heads, blocks)
+    _launch(function, args, (q, k, v, out, lse), (None, None, None, None), (left, right), pair_heads, blocks)
+    return out, lse
+
+
+def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    q, cu_q, cu_k, used = args.q, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    assert cu_q is not None
+    out, lse = _outputs(q, args.v, (q.shape[1], q.shape[0]))
+    function, tile_m = _function(args, args.max_seqlen_k or 0)
+    cu_q = cu_q.contiguous()
+    cu_k = cu_q if cu_k is None else cu_k.contiguous()
+    counter = cu_q.new_zeros(1)
+    vectors = (cu_q, cu_k, None if used is None else used.contiguous(), counter)
+    most = (q.shape[0] // tile_m + cu_q.shape[0]) * q.shape[1]
+    blocks = min(processors(q.device.index), most)
+    _launch(function, args, (q, args.k, args.v, out, lse), vectors, (args.left, args.right), 0, blocks)
+    return out, lse
+
+
+def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], int]:
+    """The compiled variant and its query tile."""
+    key = (
+        _DTYPES[args.q.dtype],
+        args.q.shape[-1],
+        args.v.shape[-1],
+        args.right is not None,
+        args.left is not None,
         seqlen_k >= LONG,
         args.softcap != 0.0,
-        sink is not None,
+        args.sink is not None,
+        args.cu_seqlens_q is not None,
+        args.seqused_k is not None,
     )
-    spec = variant.spec
-    function = modules.loaded(spec)
-    if function is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{spec.name} is not loaded, which a capturing stream cannot do: make one such call before")
-        function = modules.load(spec)
-    m_blocks = -(-seqlen_q // variant.tile_m)
-    blocks = min(processors(q.device.index), m_blocks * batch * heads)
-    function(
-        aligned(q),
-        aligned(k),
-        aligned(v),
-        out,
-        lse,
-        sink,
-        args.scale,
-        args.softcap,
-        _near(left),
-        _near(right),
-        heads_in_pairs(m_blocks, batch * heads, blocks),
-        blocks,
-    )
-    return out, lse
+    ready = _ready.get(key)
+    if ready is None:
+        variant = config(*key)
+        if modules.loaded(variant.spec) is None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
+        ready = _ready[key] = modules.load(variant.spec), variant.tile_m
+    return ready
+
+
+_ready: dict[tuple[object, ...], tuple[Callable[..., None], int]] = {}
+
+
+def _launch(
+    function: Callable[..., None],
+    args: AttentionArgs,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    vectors: tuple[Tensor | None, ...],
+    band: tuple[int | None, int | None],
+    pair_heads: int,
+    blocks: int,
+) -> None:
+    q, k, v, out, lse = tensors
+    sink = None if args.sink is None else args.sink.float().contiguous()
+    left, right = (0 if reach is None else max(-_FAR, min(reach, _FAR)) for reach in band)
+    inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
+    if q.device.index == torch._C._cuda_getDevice():
+        function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
+    else:
+        with torch.cuda.device(q.device):
+            function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
 
 
 def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, int]:
@@ -82,14 +121,10 @@ def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> t
 
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy where TMA cannot read it: 16-byte steps from a 16-byte boundary, the last dimension contiguous."""
-    batch, seqlen, heads, one = t.stride()
-    if one == 1 and not (batch | seqlen | heads) & 7 and not t.data_ptr() & 15:
+    *strides, one = t.stride()
+    if one == 1 and not any([stride & 7 for stride in strides]) and not t.data_ptr() & 15:
         return t
     return t.clone(memory_format=torch.contiguous_format)
-
-
-def _near(reach: int | None) -> int:
-    return 0 if reach is None else max(-_FAR, min(reach, _FAR))
 
 
 @cache
