@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from warploom import masks
-from warploom.attention.api import attention, attention_varlen, explain, scaled_dot_product_attention
+from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
 from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.linear.api import linear_attention, linear_attention_step
@@ -26,6 +26,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "masks",
+    "prepare",
     "scaled_dot_product_attention",
     "strict",
 ]

@@ -203,6 +203,25 @@ def explain(
     return plan_of(args, _problem(args), backend)
 
 
+def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None = None, **keywords: Any) -> Plan:
+    """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
+
+    A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
+    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them. Contents do not matter: q, k and v may
+    be empty tensors of the right shape, dtype and device.
+
+    Raises:
+        RuntimeError: the code can be neither loaded nor built here; the message says why.
+    """
+    make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
+    args = make(q, k, v, *packed, **keywords)
+    plan = plan_of(args, _problem(args), backend)
+    warm = getattr(dispatch.find(plan.implementation).module, "warm", None)
+    if warm is not None:
+        warm(args)
+    return plan
+
+
 def _run(args: AttentionArgs, backend: str | None) -> tuple[Tensor, Tensor]:
     chosen = dispatch.choose(_problem(args), backend)
     if chosen == "reference":

@@ -66,6 +66,21 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
+def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
+    """Queries × keys of a tile, and the state of the module, for explain()."""
+    variant = config_for(problem)
+    missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
+    state = "ready" if missing is None else f"{missing}, compiled at first use"
+    return (variant.tile_m, variant.tile_n), f"module {variant.name} ({state})"
+
+
+def warm(args: AttentionArgs) -> None:
+    """Load or build the call's module and run it once on two tokens, so that a capturing stream finds it ready."""
+    from warploom.attention.hopper.run import warm as run
+
+    run(args)
+
+
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS:

@@ -61,6 +61,21 @@ def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def warm(args: AttentionArgs) -> None:
+    """Load or build the call's module, and launch it on one token: CUDA loads its code at the first launch."""
+    function, _ = _function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1])
+    vectors: tuple[Tensor | None, ...] = (None, None, None, None)
+    if args.cu_seqlens_q is not None:
+        ones = args.cu_seqlens_q.new_tensor([0, 1])
+        vectors = (ones, ones, None if args.seqused_k is None else ones[1:], ones.new_zeros(1))
+        q, k, v = (t.new_zeros((1, *t.shape[1:])) for t in (args.q, args.k, args.v))
+        out, lse = _outputs(q, v, (q.shape[1], 1))
+    else:
+        q, k, v = (t.new_zeros((1, 1, *t.shape[2:])) for t in (args.q, args.k, args.v))
+        out, lse = _outputs(q, v, (1, q.shape[2], 1))
+    _launch(function, args, (q, k, v, out, lse), vectors, (args.left, args.right), 0, 1)
+
+
 def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
 
