@@ -121,7 +121,7 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     names = capsys.readouterr().out.splitlines()
     assert len(names) == 18 + 7 and "masks   window 1024, B1 S32768" in names
     assert main(["bench", "--list", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 18
+    assert len(json.loads(capsys.readouterr().out)) == 18 + 8
 
 
 @pytest.mark.parametrize(
