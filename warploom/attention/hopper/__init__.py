@@ -24,14 +24,10 @@ MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed 
 _OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
 
 
+@cache
 def available() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    return _device_refusal() or modules.cannot_load()
-
-
-@cache
-def _device_refusal() -> str | None:
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if (9, 0) not in found:
         names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
@@ -39,7 +35,7 @@ def _device_refusal() -> str | None:
     driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     if driver < _OLDEST_DRIVER:
         return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
-    return None
+    return modules.cannot_load()
 
 
 def supports(problem: AttentionProblem) -> str | None:
