@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,3 +155,24 @@ def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path) -> None:
     _, errors = second.communicate(timeout=90)
     assert second.returncode == 0, errors
     assert modules.refusal(SPEC) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [("*v = 13000; return 0;", 13000), ("*v = 12040; return 0;", 12040), ("return 100;", None), (None, None)],
+)
+def test_driver_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str | None, version: int | None) -> None:
+    """Of a driver library made here; None where there is none or it fails."""
+    library = tmp_path / "libcuda.so.1"
+    if body is not None:
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("no C compiler")
+        source = tmp_path / "driver.c"
+        source.write_text(f"int cuDriverGetVersion(int *v) {{ {body} }}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    real = modules.ctypes.CDLL
+    monkeypatch.setattr(modules.ctypes, "CDLL", lambda name, *rest: real(str(library) if "libcuda" in name else name, *rest))
+    modules.driver_version.cache_clear()
+    assert modules.driver_version() == version
+    modules.driver_version.cache_clear()

@@ -123,6 +123,17 @@ def runtime_library() -> Path | None:
 
 
 @cache
+def driver_version() -> int | None:
+    """The CUDA version that the installed driver serves, 13000 for 13.0; None without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        status: int = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value if status == 0 else None
+
+
+@cache
 def cannot_load() -> str | None:
     """Why no module can be loaded here, or None."""
     if find_spec("tvm_ffi") is None:

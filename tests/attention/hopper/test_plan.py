@@ -111,3 +111,20 @@ def test_config_rounds_head_dims() -> None:
 def test_expanded_keys_are_not_copied() -> None:
     keys = torch.zeros(1, 64, 1, 128, dtype=torch.float16).expand(3, 64, 5, 128)
     assert aligned(keys) is keys
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "words"),
+    [((9, 0), 13000, None), ((9, 0), None, None), ((9, 0), 12080, "this one is for 12.8"), ((10, 0), 13000, "has 10.0")],
+)
+def test_available_in_words(monkeypatch: pytest.MonkeyPatch, capability: object, driver: object, words: str | None) -> None:
+    """On a machine that looks like one with such a GPU and driver."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(modules, "driver_version", lambda: driver)
+    monkeypatch.setattr(modules, "cannot_load", lambda: None)
+    hopper.available.cache_clear()
+    found = hopper.available()
+    hopper.available.cache_clear()
+    assert found is None if words is None else words in (found or "")

@@ -32,8 +32,8 @@ def available() -> str | None:
     if (9, 0) not in found:
         names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
         return f"needs compute capability 9.0 (H100, H200), this machine has {names}"
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    if driver < _OLDEST_DRIVER:
+    driver = modules.driver_version()
+    if driver is not None and driver < _OLDEST_DRIVER:
         return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
     return modules.cannot_load()
 
