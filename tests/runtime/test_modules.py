@@ -92,6 +92,128 @@ def test_another_processor_is_refused(stored: Path, monkeypatch: pytest.MonkeyPa
     assert modules.refusal(SPEC) is None, "a processor that has more runs it"
 
 
+# As /proc/cpuinfo of an EPYC of Zen 4 and of a Xeon of Sapphire Rapids tells them, kernel features and all.
+SHARED = [
+    "fpu",
+    "vme",
+    "de",
+    "pse",
+    "tsc",
+    "msr",
+    "pae",
+    "mce",
+    "cx8",
+    "apic",
+    "sep",
+    "mtrr",
+    "pge",
+    "mca",
+    "cmov",
+    "pat",
+    "pse36",
+    "clflush",
+    "mmx",
+    "fxsr",
+    "sse",
+    "sse2",
+    "ht",
+    "syscall",
+    "nx",
+    "pdpe1gb",
+    "rdtscp",
+    "lm",
+    "constant_tsc",
+    "rep_good",
+    "nopl",
+    "pni",
+    "pclmulqdq",
+    "ssse3",
+    "fma",
+    "cx16",
+    "pcid",
+    "sse4_1",
+    "sse4_2",
+    "x2apic",
+    "movbe",
+    "popcnt",
+    "aes",
+    "xsave",
+    "avx",
+    "f16c",
+    "rdrand",
+    "hypervisor",
+    "lahf_lm",
+    "abm",
+    "3dnowprefetch",
+    "fsgsbase",
+    "bmi1",
+    "avx2",
+    "smep",
+    "bmi2",
+    "erms",
+    "invpcid",
+    "avx512f",
+    "avx512dq",
+    "rdseed",
+    "adx",
+    "smap",
+    "avx512ifma",
+    "clflushopt",
+    "clwb",
+    "avx512cd",
+    "sha_ni",
+    "avx512bw",
+    "avx512vl",
+    "xsaveopt",
+    "xsavec",
+    "xgetbv1",
+    "xsaves",
+    "avx512_bf16",
+    "avx512vbmi",
+    "umip",
+    "avx512_vbmi2",
+    "gfni",
+    "vaes",
+    "vpclmulqdq",
+    "avx512_vnni",
+    "avx512_bitalg",
+    "avx512_vpopcntdq",
+    "rdpid",
+]
+EPYC = [*SHARED, "mmxext", "sse4a", "misalignsse", "clzero", "xsaveerptr", "wbnoinvd", "rdpru", "topoext", "svm", "fma4_absent"]
+XEON = [*SHARED, "avx_vnni", "amx_bf16", "amx_tile", "amx_int8", "serialize", "tsxldtrk", "cldemote", "movdiri", "waitpkg"]
+
+
+def cpuinfo(flags: list[str]) -> str:
+    return "processor\t: 0\nvendor_id\t: some\nflags\t\t: " + " ".join(flags) + "\nbogomips\t: 1\n"
+
+
+def test_processors_of_two_makers_run_each_others_modules(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has and the other lacks is what compilers do not use unasked, but for avx_vnni."""
+    manifest = stored.with_suffix(".json")
+    content = json.loads(manifest.read_text())
+    machine = modules.cpu_features()[0]
+    for built, here, refused in ((EPYC, XEON, None), ([*XEON[:-9], *XEON[-8:]], EPYC, None), (XEON, EPYC, "avx_vnni")):
+        monkeypatch.setattr(modules, "cpu_features", lambda here=here: (machine, *modules.instruction_sets(cpuinfo(here))))
+        # Whether the builder's list was sifted, or written whole by an earlier version.
+        for flags in (modules.instruction_sets(cpuinfo(built)), built):
+            manifest.write_text(json.dumps({**content, "cpu": [machine, *flags]}))
+            words = modules.refusal(SPEC)
+            assert (words is None) if refused is None else (refused in (words or "") and "amx" not in (words or ""))
+
+
+def test_an_old_processor_is_told_what_it_lacks(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = modules.cpu_features()[0]
+    manifest = stored.with_suffix(".json")
+    content = {**json.loads(manifest.read_text()), "cpu": [machine, *modules.instruction_sets(cpuinfo(EPYC))]}
+    manifest.write_text(json.dumps(content))
+    old = [flag for flag in EPYC if "512" not in flag]
+    monkeypatch.setattr(modules, "cpu_features", lambda: (machine, *modules.instruction_sets(cpuinfo(old))))
+    assert "avx512f" in (modules.refusal(SPEC) or "") and "sse4a" not in (modules.refusal(SPEC) or "")
+    manifest.write_text(json.dumps({**content, "cpu": ["another", "asimd"]}))
+    assert "another" in (modules.refusal(SPEC) or "")
+
+
 def test_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "cannot_load", lambda: None)
     monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")

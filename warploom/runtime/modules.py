@@ -27,8 +27,9 @@ from typing import Any
 
 FORMAT = 1  # of the manifest
 _PACKAGE = Path(__file__).parents[1]
-# Instruction sets that a compiler may use; the other flags of /proc/cpuinfo say nothing about what a library runs on.
-_INSTRUCTIONS = re.compile(r"^(avx|amx|sse|ssse|fma|f16c|bmi|popcnt|lzcnt|abm|movbe|adx|asimd|sve|fp)")
+# Instruction sets that a compiler uses unasked. Others (sse4a, xop, adx, amx) need intrinsics, and the remaining flags of
+# /proc/cpuinfo say nothing about what a library runs on.
+_INSTRUCTIONS = re.compile(r"^(avx|sse(?!4a)|ssse|pni$|cx16|fma$|f16c|bmi|popcnt|lzcnt|abm|movbe|asimd|sve|fp)")
 _MEANINGS = {
     "format": "written by another version of warploom",
     "sources": "built from other kernel sources",
@@ -100,15 +101,17 @@ def _version(package: str) -> str | None:
 @cache
 def cpu_features() -> tuple[str, ...]:
     """The machine's architecture and instruction sets; a module's host code may use those of the machine that built it."""
-    flags: set[str] = set()
     description = Path("/proc/cpuinfo")
-    if description.exists():
-        for line in description.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("flags", "Features"):
-                flags = {flag for flag in value.split() if _INSTRUCTIONS.match(flag)}
-                break
-    return (platform.machine(), *sorted(flags))
+    return (platform.machine(), *instruction_sets(description.read_text() if description.exists() else ""))
+
+
+def instruction_sets(description: str) -> list[str]:
+    """Of the first processor of /proc/cpuinfo."""
+    for line in description.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return sorted({flag for flag in value.split() if _INSTRUCTIONS.match(flag)})
+    return []
 
 
 @cache
@@ -168,7 +171,9 @@ def refusal(spec: ModuleSpec) -> str | None:
     for key, value in spec.described().items():
         if manifest.get(key) != value and not (key == "dsl" and value == "any"):
             return _MEANINGS[key]
-    missing = [feature for feature in manifest.get("cpu", ["?"]) if feature not in cpu_features()]
+    machine, *used = manifest.get("cpu") or ["?"]
+    missing = [] if machine == platform.machine() else [machine]
+    missing += [flag for flag in used if _INSTRUCTIONS.match(flag) and flag not in cpu_features()]
     if missing:
         return f"built on a machine whose processor has {', '.join(missing)}, which this one lacks"
     return None
