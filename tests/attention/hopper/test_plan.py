@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +14,7 @@ from warploom.attention.hopper.plan import config, config_for, named_set, tile_d
 from warploom.attention.hopper.run import aligned, seen
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
-from warploom.runtime import modules
+from warploom.runtime import dispatch, modules
 
 SHARED = 227 * 1024  # bytes a block of sm_90 has
 OVERHEAD = 512 + 1024  # barriers, the tile ring, alignment
@@ -124,7 +128,25 @@ def test_available_in_words(monkeypatch: pytest.MonkeyPatch, capability: object,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(modules, "driver_version", lambda: driver)
     monkeypatch.setattr(modules, "cannot_load", lambda: None)
-    hopper.available.cache_clear()
+    hopper._looked_at.cache_clear()
     found = hopper.available()
-    hopper.available.cache_clear()
+    hopper._looked_at.cache_clear()
     assert found is None if words is None else words in (found or "")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dispatch_can_be_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: object, dynamic: bool) -> None:
+    """torch.compile settles availability and the module's state while it traces, with nothing asked before."""
+    # What dynamo cannot trace: a cache, sets, the environment, files.
+    monkeypatch.setattr(hopper, "_looked_at", functools.cache(lambda: None if {os.getpid(), *os.environ} else "nowhere"))
+    monkeypatch.setattr(modules, "cannot_build", lambda: None if Path(str(tmp_path)).exists() else "nothing")
+    monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        call = problem(seqlen_q=x.shape[0], seqlen_k=x.shape[0], right=0, dtype=x.dtype, backward=x.requires_grad)
+        return x + 1 if dispatch.choose(call, "hopper") == "hopper" else x
+
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=dynamic, backend="eager")
+    for rows in (5, 7):
+        x = torch.zeros(rows, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), x + 1)

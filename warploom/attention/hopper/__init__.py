@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.hopper.plan import config_for
+from warploom.attention.hopper.plan import LONG, config, config_for
 from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed 
 _OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
 
 
-@cache
 def available() -> str | None:
+    return _examine()
+
+
+@cache
+def _looked_at() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -36,6 +40,11 @@ def available() -> str | None:
     if driver is not None and driver < _OLDEST_DRIVER:
         return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
     return modules.cannot_load()
+
+
+def _examine() -> str | None:
+    """Why this machine cannot run it, found out once."""
+    return _looked_at()
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -54,12 +63,51 @@ def supports(problem: AttentionProblem) -> str | None:
         return "has no dropout"
     if problem.backward and _next(problem) is None:
         return "has no backward pass of its own, and no other implementation takes this one"
-    spec = config_for(problem).spec
-    if modules.cannot_build() is not None and modules.loaded(spec) is None:
-        missing = modules.refusal(spec)
-        if missing is not None:
-            return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+    long = False
+    if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
+        long = True
+    return _module_refusal(
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        long,
+        problem.softcap,
+        problem.sink,
+        problem.layout == "varlen",
+    )
+
+
+def _module_refusal(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    long: bool,
+    softcap: bool,
+    sink: bool,
+    varlen: bool,
+) -> str | None:
+    """Why the module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
+    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen, modules.cache_folder())
+    if key in _found or modules.cannot_build() is None:
+        return None
+    spec = config(str(dtype).removeprefix("torch."), *key[1:-1]).spec
+    missing = modules.refusal(spec)
+    if missing is not None:
+        return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+    _found.add(key)
     return None
+
+
+_found: set[tuple[object, ...]] = set()
+
+# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
+# import costs a second.
+for _function in (_examine, _module_refusal):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
