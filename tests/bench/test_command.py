@@ -186,6 +186,37 @@ def test_report_of_made_up_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "No run on a GPU" not in page
 
 
+def test_report_of_linear_attention(tmp_path: Path) -> None:
+    """The better of fla's kernels counts, and a copy's time over ours is the share of the bandwidth."""
+
+    def row(case: str, measure: str, **ms: float) -> dict[str, Any]:
+        contenders = {name.replace("_", ", "): {"ms": value} for name, value in ms.items()}
+        return {"suite": "linear", "case": case, "measure": measure, "contenders": contenders}
+
+    rows = [
+        row("B8 H16 L2048 D64", "forward", warploom=1.0, fla_chunk=4.0, fla_fused=2.0, copy=0.7),
+        row("B1 H16 L16384 D64", "forward", warploom=1.0, fla_chunk=8.0, copy=0.5),
+        row("B1 H16 L16384 D128", "forward", warploom=1.0, copy=0.4),
+        row("B8 H16 L2048 D64", "backward", warploom=1.0, fla_chunk=1.5),
+        row("step, B64 H16 D128", "graph", warploom=1.0, copy=0.9),
+    ]
+    run = {"roofs": {"gemm_tflops": 1.0, "copy_gb_s": 1.0}, "device": "Some GPU", "date": "today", "commit": "0", "rows": rows}
+    data = tmp_path / "linear.json"
+    data.write_text(json.dumps(run))
+    report.write([data], tmp_path)
+    page = (tmp_path / "performance.md").read_text()
+    for line in (
+        "| the better fla kernel over ours, mean | 2.00 | 4.00 | met |",
+        "| the better fla kernel over ours, the worst case | 1.00 | 2.00 | met |",
+        "| copy over ours, B8 H16 L2048 D64 | 0.65 | 0.70 | met |",
+        "| copy over ours, B4 H32 L8192 D128 | 0.65 | – | not measured |",
+        "| copy over ours, B1 H16 L16384, the worse head_dim | 0.45 | 0.40 | missed |",
+        "| the better fla kernel over ours, mean | 1.70 | 1.50 | missed |",
+        "| copy of the state over ours | 0.80 | 0.90 | met |",
+    ):
+        assert line in page, line
+
+
 def test_report_without_a_gpu(tmp_path: Path) -> None:
     known = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu-attention.json"
     report.write([known], tmp_path)

@@ -60,5 +60,6 @@ def test_random_features_say_what_they_take() -> None:
         RandomFeatures(16)(torch.zeros(2, 8))
     with pytest.raises(ValueError, match="at least 1"):
         RandomFeatures(0)
+    assert RandomFeatures(64).weight.shape == (256, 64)
     half = RandomFeatures(16)(torch.zeros(2, 16, dtype=torch.bfloat16))
     assert half.dtype == torch.bfloat16 and half.shape == (2, 45)

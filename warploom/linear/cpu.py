@@ -8,6 +8,7 @@ it is in running sums. Three steps and their adjoints make up every call: causal
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -39,14 +40,12 @@ def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None
     out = v.new_empty((*q.shape[:3], v.shape[3]))
     norm = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
     s, z = _first_state(call)
-    if call.cu_seqlens is None:
-        _forward(call, out, norm, _flat(s, z), return_state)
-    else:
-        end = 0
-        for n, span, part in sequences(call):
-            _forward(part, out[:, span], norm[:, :, span], (s[n], z[n]), return_state)
-            end = span.stop
-        out[:, end:], norm[:, :, end:] = 0.0, 1.0
+    tiles = Scratch()
+    for rows, tokens, states, part in _parts(call):
+        _forward(part, tiles, out[rows, tokens], norm[rows, :, tokens], _flat(s[states], z[states]), return_state)
+    if call.cu_seqlens is not None:
+        unused = slice(tokens.stop if call.sequences else 0, None)
+        out[:, unused], norm[:, :, unused] = 0.0, 1.0
     return out, norm if call.normalize else None, s if return_state else None, z if return_state else None
 
 
@@ -55,17 +54,15 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | N
     dq, dk, dv = (t.new_empty(t.shape) for t in (call.q, call.k, call.v))
     s, z = _first_state(call)
     first_s, first_z = (_own(t, s.dtype) if t is not None else torch.zeros_like(like) for t, like in ((ds, s), (dz, z)))
-    if call.cu_seqlens is None:
-        _backward(call, dout, norm, _flat(s, z), _flat(first_s, first_z), (dq, dk, dv))
-    else:
-        end = 0
-        for n, span, part in sequences(call):
-            end = span.stop
-            own = None if norm is None else norm[:, :, span]
-            gradients = dq[:, span], dk[:, span], dv[:, span]
-            _backward(part, dout[:, span], own, (s[n], z[n]), (first_s[n], first_z[n]), gradients)
+    tiles = Scratch()
+    for rows, tokens, states, part in _parts(call):
+        own = None if norm is None else norm[rows, :, tokens]
+        sums, dsums = _flat(s[states], z[states]), _flat(first_s[states], first_z[states])
+        gradients = dq[rows, tokens], dk[rows, tokens], dv[rows, tokens]
+        _backward(part, tiles, dout[rows, tokens], own, sums, dsums, gradients)
+    if call.cu_seqlens is not None:
         for t in (dq, dk, dv):
-            t[:, end:] = 0.0
+            t[:, tokens.stop if call.sequences else 0 :] = 0.0
     return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
 
 
@@ -92,11 +89,28 @@ def step(
     return out.flatten(1, 2).to(v.dtype), s, z
 
 
-def _forward(call: LinearCall, out: Tensor, norm: Tensor, sums: Sums, return_state: bool) -> None:
+def _parts(call: LinearCall) -> Iterator[tuple[slice, slice, slice, LinearCall]]:
+    """Batch entries, tokens, states and dense calls: one sequence of a packed call, or a few entries of a batch.
+
+    Eight chunks of that many fill a block; more would leave the caches, and keep a state for each few tokens.
+    """
+    if call.cu_seqlens is not None:
+        for n, tokens, part in sequences(call):
+            yield slice(0, 1), tokens, slice(n, n + 1), part
+        return
+    batch, _, heads, dim = call.q.shape
+    size = max(1, BLOCK // (8 * 32 * heads * max(dim, call.v.shape[3])))
+    for start in range(0, batch, size):
+        rows = slice(start, start + size)
+        cut = {name: getattr(call, name)[rows] for name in ("q", "k", "v")}
+        lengths = None if call.lengths is None else call.lengths[rows]
+        yield rows, slice(None), rows, dataclasses.replace(call, **cut, lengths=lengths)
+
+
+def _forward(call: LinearCall, tiles: Scratch, out: Tensor, norm: Tensor, sums: Sums, return_state: bool) -> None:
     """Write out and norm of a dense call, and leave the last state in ``sums``."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
-    tiles = Scratch()
     for block in _chunked(call, tiles, both):
         block.causal(sums, out, norm)
     if return_state or not call.causal:
@@ -107,12 +121,17 @@ def _forward(call: LinearCall, out: Tensor, norm: Tensor, sums: Sums, return_sta
 
 
 def _backward(
-    call: LinearCall, dout: Tensor, norm: Tensor | None, sums: Sums, dsums: Sums, gradients: tuple[Tensor, Tensor, Tensor]
+    call: LinearCall,
+    tiles: Scratch,
+    dout: Tensor,
+    norm: Tensor | None,
+    sums: Sums,
+    dsums: Sums,
+    gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write the gradients of a dense call; ``dsums`` goes from the last state's gradient to the first's."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
-    tiles = Scratch()
     rest_q, rest_k = _whole(call, tiles, both, seqlen_q), _whole(call, tiles, both, seqlen_k)
     if call.causal:
         # Keys past the last query reach the last state alone.

@@ -56,6 +56,14 @@ class Scratch:
         x.clamp_(max=0)
         return (x.exp_() if x.dtype == torch.float64 else x.mul_(LOG2E).exp2_()).add_(positive)
 
+    def chain(self, name: str, gradient: Tensor, mapped: Tensor) -> Tensor:
+        """The gradient through a feature map, in place; its derivative follows from its value."""
+        if name == "relu":
+            return gradient.masked_fill_(mapped <= 0, 0.0)
+        if name == "elu+1":
+            return gradient.mul_(torch.clamp(mapped, max=1.0, out=self.tile("dot", tuple(mapped.shape), mapped)))
+        return gradient
+
 
 @dataclass(frozen=True)
 class Block:
@@ -184,10 +192,10 @@ class Block:
     def _put_queries(self, target: Tensor, gradient: Tensor, mapped: Tensor) -> None:
         if self.call.scale != 1.0:
             gradient.mul_(self.call.scale)
-        self._store(target, _chain(self.call.map_q, gradient, mapped))
+        self._store(target, self.scratch.chain(self.call.map_q, gradient, mapped))
 
     def _put_keys(self, dk: Tensor, dv: Tensor, gradient_k: Tensor, gradient_v: Tensor, mapped: Tensor) -> None:
-        self._store(dk, self._hide(_chain(self.call.map_k, gradient_k, mapped)))
+        self._store(dk, self._hide(self.scratch.chain(self.call.map_k, gradient_k, mapped)))
         self._store(dv, self._hide(gradient_v))
 
     def _visible(self, scores: Tensor) -> Tensor:
@@ -242,12 +250,3 @@ class Block:
 def _before(first: Tensor, added: Tensor) -> Tensor:
     """Running sums before each entry of ``added`` (chunks, …), beginning with ``first``."""
     return torch.cat([first.unsqueeze(0), added[:-1]]).cumsum(0)
-
-
-def _chain(name: str, gradient: Tensor, mapped: Tensor) -> Tensor:
-    """The gradient through a feature map, in place; its derivative follows from its value."""
-    if name == "relu":
-        return gradient.masked_fill_(mapped <= 0, 0.0)
-    if name == "elu+1":
-        return gradient.mul_(mapped.clamp(max=1.0))
-    return gradient

@@ -52,7 +52,8 @@ class RandomFeatures(torch.nn.Module):
 
     Args:
         head_dim: last dimension of queries and keys.
-        features: last dimension of phi(x); default: head_dim · ln(head_dim) rounded up.
+        features: last dimension of phi(x); default: head_dim · ln(head_dim) rounded up, at most 256,
+            which is what the GPU kernels take.
         seed: of the draw; the same seed gives the same features on every device.
         temperature: default: 1/√head_dim, softmax attention's scale.
     """
@@ -64,7 +65,7 @@ class RandomFeatures(torch.nn.Module):
         if head_dim < 1 or (features is not None and features < 1):
             raise ValueError(f"head_dim and features must be at least 1, got {head_dim} and {features}")
         if features is None:
-            features = math.ceil(head_dim * max(math.log(head_dim), 1.0))
+            features = min(256, math.ceil(head_dim * max(math.log(head_dim), 1.0)))
         self.temperature = head_dim**-0.5 if temperature is None else temperature
         self.register_buffer("weight", _orthogonal(features, head_dim, torch.Generator().manual_seed(seed)))
 
