@@ -12,6 +12,11 @@ from warploom import LinearState, linear_attention, linear_attention_step
 from warploom.linear.feature_maps import RandomFeatures
 
 
+def near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    """Whether the largest difference is small beside the largest value: sums that cancel keep the rounding of their terms."""
+    return bool((got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max().clamp_min(1.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "keywords",
@@ -30,9 +35,9 @@ def test_prefill_then_steps_equal_one_pass(dtype: torch.dtype, keywords: dict) -
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}[dtype]
     got = torch.cat(rows, 1)
     assert got.dtype == dtype and state.s.dtype == torch.promote_types(dtype, torch.float32)
-    assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance), c
+    assert near(got, want, tolerance), c
     for a, b in zip(state, last, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5), c
+        assert near(a, b, 1e-5), c
 
 
 def test_chained_states_equal_one_pass() -> None:
@@ -41,7 +46,7 @@ def test_chained_states_equal_one_pass() -> None:
     want = linear_attention(q, k, v)
     first, middle = linear_attention(q[:, :70], k[:, :70], v[:, :70], return_state=True)
     second = linear_attention(q[:, 70:], k[:, 70:], v[:, 70:], state=middle)
-    assert torch.allclose(torch.cat([first, second], 1), want, rtol=1e-10, atol=1e-10), c
+    assert near(torch.cat([first, second], 1), want, 1e-10), c
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -54,8 +59,8 @@ def test_the_state_given_stays(backend: str) -> None:
     out, new = linear_attention_step(q, k, v, held, backend=backend)
     whole, last = linear_attention(q, k, v, state=held, return_state=True, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
-    assert out.shape == q.shape and torch.allclose(out, whole, rtol=1e-4, atol=1e-4), c
-    assert torch.allclose(new.s, last.s, rtol=1e-5, atol=1e-5) and torch.allclose(new.z, last.z, rtol=1e-5, atol=1e-5), c
+    assert out.shape == q.shape and near(out, whole, 1e-4), c
+    assert near(new.s, last.s, 1e-5) and near(new.z, last.z, 1e-5), c
     assert torch.equal(linear_attention_step(q[:, 0], k[:, 0], v[:, 0], held, backend=backend)[0], out[:, 0])
 
 
