@@ -468,7 +468,7 @@ class HopperForward:
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = self.key_tiles(top, 64, seqlen_q, seqlen_k, shift, left, right)
-                own_first = cutlass.max(own_first, first)
+                own_first = cutlass.min(cutlass.max(own_first, first), end)
                 own_end = cutlass.min(own_end, end) if top < seqlen_q else own_first
                 own_end = cutlass.max(own_end, own_first)
                 for _ in cutlass.range(end - own_end, unroll=1):
