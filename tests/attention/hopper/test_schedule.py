@@ -73,6 +73,19 @@ def test_causal_load_is_even(seqlen: int, heads: int) -> None:
     assert max(loads) <= 1.03 * sum(loads) / H100
 
 
+@pytest.mark.parametrize("seqlen", [1000, 1024, 1100, 2048])
+def test_a_short_last_tile_is_spread(seqlen: int) -> None:
+    """Tiles of three warpgroups, the last one partly past the queries: no block gets all of those."""
+    m_blocks, heads = -(-seqlen // 192), 512
+
+    def cost(m: int) -> float:
+        groups = [row for row in range(192 * m, 192 * m + 192, 64) if row < seqlen]
+        return sum(-(-min(row + 64, seqlen) // 128) for row in groups) / 3 + 0.8
+
+    loads = [sum(cost(m) for m, _ in causal(b, H100, m_blocks, heads)) for b in range(H100)]
+    assert max(loads) <= 1.08 * sum(loads) / H100
+
+
 @pytest.mark.parametrize(("seqlen", "heads"), BENCHMARKED)
 def test_keys_stay_in_l2(seqlen: int, heads: int) -> None:
     """But for the call's end, what runs at one time spans few heads: those of a round, and of the one before it."""

@@ -91,10 +91,10 @@ def _module_refusal(
     varlen: bool,
 ) -> str | None:
     """Why the module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
-    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen, modules.cache_folder())
+    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen)
     if key in _found or modules.cannot_build() is None:
         return None
-    spec = config(str(dtype).removeprefix("torch."), *key[1:-1]).spec
+    spec = config(str(dtype).removeprefix("torch."), *key[1:]).spec
     missing = modules.refusal(spec)
     if missing is not None:
         return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"

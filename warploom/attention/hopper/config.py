@@ -31,7 +31,6 @@ class ForwardConfig:
     sink: bool = False
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
-    ping_pong: bool = False  # warpgroups issue their GEMMs in turn
 
     @property
     def tile_m(self) -> int:
@@ -44,7 +43,6 @@ class ForwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         parts += [feature for feature in ("softcap", "sink", "varlen", "used") if getattr(self, feature)]
-        parts += ["turns"] if self.ping_pong else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -1,7 +1,7 @@
 """The forward kernel: one producer warpgroup feeds K and V through TMA rings, consumer warpgroups own 64 query rows each.
 
-A consumer issues the QKᵀ of the next key tile before the PV of the last one, so that its softmax runs under its own PV and,
-with two of them taking turns, under the other's GEMMs (Shah et al., FlashAttention-3, arXiv 2407.08608). Blocks are
+A consumer issues the QKᵀ of the next key tile before the PV of the last one, so that its softmax runs under its own PV and
+under the products of the others (Shah et al., FlashAttention-3, arXiv 2407.08608). Blocks are
 persistent: K, V and Q of the next tile arrive while this one ends. A warp of the producer's decides which tile is next.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
@@ -26,8 +26,6 @@ LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 # Registers a thread (consumer, producer): a warpgroup's share of 64 Ki, in steps of 8, by number of consumers.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32)}
-# Named barriers 1, 2, ...: consumer warpgroup i issues GEMMs when barrier 1 + i completes. 0 is the block's.
-TURN = 1
 # Warps of the producer warpgroup.
 LOADER, SCHEDULER = 0, 1
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end); for packed
@@ -59,7 +57,6 @@ class HopperForward:
         self.stages = config.stages
         self.warpgroups = config.warpgroups
         self.threads = WARPGROUP * (config.warpgroups + 1)
-        self.takes_turns = config.ping_pong and config.warpgroups > 1
 
     @cute.jit
     def __call__(
@@ -240,7 +237,9 @@ class HopperForward:
                 m_block, head = schedule.in_order(turn, block, blocks, m_blocks)
             turn += 1
             if m_block != schedule.NOTHING:
-                first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right)
+                first, end = self.key_tiles(
+                    m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right
+                )
                 batch = head // heads_q
                 head = head - batch * heads_q if batch < batch_size else Int32(-1)
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
@@ -295,7 +294,9 @@ class HopperForward:
                         k_start += hidden
                         seqlen_k -= hidden
                         shift -= hidden
-                    first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, shift, left, right)
+                    first, end = self.key_tiles(
+                        m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, shift, left, right
+                    )
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
             words = (m_block, head, sequence, first, end, start, seqlen_q, k_start, seqlen_k, shift)
             self.hand_out(shared, stage, words)
@@ -337,15 +338,15 @@ class HopperForward:
         return Int32(a) if condition else Int32(b)
 
     @cute.jit
-    def key_tiles(self, m_block, seqlen_q, seqlen_k, shift, left, right):
-        """First and past-the-end key tile that some row of the query tile sees."""
+    def key_tiles(self, row, rows, seqlen_q, seqlen_k, shift, left, right):
+        """First and past-the-end key tile that some query of [row, row + rows) sees."""
         first = Int32(0)
         end = cute.ceil_div(seqlen_k, self.tile_n)
         if const_expr(self.config.right):
-            last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
+            last_row = cutlass.min(row + rows, seqlen_q) - 1
             end = cutlass.min(end, cute.ceil_div(cutlass.max(last_row + shift + right + 1, 0), self.tile_n))
         if const_expr(self.config.left):
-            first = cutlass.max(m_block * self.tile_m + shift - left, 0) // self.tile_n
+            first = cutlass.max(row + shift - left, 0) // self.tile_n
         return first, end
 
     @cute.jit
@@ -451,11 +452,9 @@ class HopperForward:
         dense_seqlen_q = Int32(0) if const_expr(config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row_in_tile = group * 64 + thread // 32 * 16 + thread % 32 // 4  # and that + 8
+        row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
         work = self.registers(shared, mma_qk, mma_pv, group, multiplier, cap_in)
 
-        if const_expr(self.takes_turns):
-            self.open_turns(group)
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
@@ -463,42 +462,64 @@ class HopperForward:
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
-            row = m_block * self.tile_m + row_in_tile
-            whole_first, whole_end = self.limit(work.limits, row, m_block, first, seqlen_q, seqlen_k, shift, left, right)
+            top = m_block * self.tile_m + group * 64
+            row = top + row_in_group
             self.start(work)
             if first < end:
+                # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
+                own_first, own_end = self.key_tiles(top, 64, seqlen_q, seqlen_k, shift, left, right)
+                own_first = cutlass.min(cutlass.max(own_first, first), end)
+                own_end = cutlass.min(own_end, end) if top < seqlen_q else own_first
+                own_end = cutlass.max(own_end, own_first)
+                for _ in cutlass.range(end - own_end, unroll=1):
+                    stage, phase = self.skip(shared, stage, phase)
                 cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
-                cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-                self.gemm_qk(work, stage)
-                warpgroup.wait_group(0)
-                self.release(shared.k_empty + stage)
-                self.softmax(work, end - 1, True)
-                self.convert(work)
-
-                n = end - 1
-                for _ in cutlass.range(n - cutlass.max(whole_end, first), unroll=1):
-                    n -= 1
-                    stage, phase = self.step(work, n, stage, phase, True)
-                for _ in cutlass.range(n - whole_first, unroll=1):
-                    n -= 1
-                    stage, phase = self.step(work, n, stage, phase, False)
-                if const_expr(config.left):
-                    for _ in cutlass.range(n - first, unroll=1):
+                if own_first < own_end:
+                    whole_first, whole_end = self.limit(
+                        work.limits, row, top, own_first, seqlen_q, seqlen_k, shift, left, right
+                    )
+                    n = own_end - 1
+                    cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+                    self.gemm_qk(work, stage)
+                    warpgroup.wait_group(0)
+                    self.release(shared.k_empty + stage)
+                    self.softmax(work, n, True)
+                    self.convert(work)
+                    for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, stage, phase, True)
+                    for _ in cutlass.range(n - whole_first, unroll=1):
+                        n -= 1
+                        stage, phase = self.step(work, n, stage, phase, False)
+                    if const_expr(config.left):
+                        for _ in cutlass.range(n - own_first, unroll=1):
+                            n -= 1
+                            stage, phase = self.step(work, n, stage, phase, True)
                 self.release(shared.q_empty + group)
                 q_phase ^= 1
-                cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-                self.gemm_pv(work, stage)
-                warpgroup.wait_group(0)
-                self.release(shared.v_empty + stage)
-                stage, phase = self.advance(stage, phase, self.stages)
+                if own_first < own_end:
+                    cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+                    self.gemm_pv(work, stage)
+                    warpgroup.wait_group(0)
+                    self.release(shared.v_empty + stage)
+                    stage, phase = self.advance(stage, phase, self.stages)
+                for _ in cutlass.range(own_first - first, unroll=1):
+                    stage, phase = self.skip(shared, stage, phase)
             rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
             self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
             tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
             m_block, head, batch, first, end, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
+
+    @cute.jit
+    def skip(self, shared, stage, phase):
+        """Let K and V of a key tile go by that this warpgroup does not need."""
+        cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+        self.release(shared.k_empty + stage)
+        cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+        self.release(shared.v_empty + stage)
+        return self.advance(stage, phase, self.stages)
 
     @cute.jit
     def targets(self, out, lse, sink, batch, head, q_start, sequences):
@@ -552,8 +573,8 @@ class HopperForward:
         work.row_sum.fill(0.0)
 
     @cute.jit
-    def limit(self, limits, row, m_block, first, seqlen_q, seqlen_k, shift, left, right):
-        """This thread's columns of each row; key tiles [first, end) that need no mask, as every row sees all of them."""
+    def limit(self, limits, row, top, first, seqlen_q, seqlen_k, shift, left, right):
+        """This thread's columns of each row; key tiles [first, end) that the warpgroup's rows from ``top`` all see whole."""
         first_column = cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(2):
             hidden = seqlen_k
@@ -564,10 +585,9 @@ class HopperForward:
                 limits[r, 1] = row + 8 * r + shift - left - first_column
         whole_first, whole_end = first, seqlen_k // self.tile_n
         if const_expr(self.config.right):
-            seen_by_all = m_block * self.tile_m + shift + right + 1
-            whole_end = cutlass.min(whole_end, cutlass.max(seen_by_all, 0) // self.tile_n)
+            whole_end = cutlass.min(whole_end, cutlass.max(top + shift + right + 1, 0) // self.tile_n)
         if const_expr(self.config.left):
-            last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
+            last_row = cutlass.min(top + 64, seqlen_q) - 1
             whole_first = cutlass.max(cute.ceil_div(cutlass.max(last_row + shift - left, 0), self.tile_n), first)
         return whole_first, whole_end
 
@@ -578,14 +598,9 @@ class HopperForward:
         v_stage, v_phase = stage, phase
         stage, phase = self.advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-        if const_expr(self.takes_turns):
-            cute.arch.barrier(barrier_id=TURN + work.group, number_of_threads=2 * WARPGROUP)
         self.gemm_qk(work, stage)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         self.gemm_pv(work, v_stage)
-        if const_expr(self.takes_turns):
-            after = (work.group + 1) % self.warpgroups
-            cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)
         self.release(shared.k_empty + stage)
         correction = self.softmax(work, n, masked)
@@ -597,12 +612,6 @@ class HopperForward:
                 work.rows_o[r, c] = work.rows_o[r, c] * correction[r]
         self.convert(work)
         return stage, phase
-
-    @cute.jit
-    def open_turns(self, group):
-        """Warpgroup 0 issues first."""
-        if group == self.warpgroups - 1:
-            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def gemm_qk(self, work, stage):

@@ -17,11 +17,11 @@ DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Tiling:
-    """Keys a tile by the kind of call, and how many warpgroups share one; docs/hopper.md has the measurements."""
+    """Keys a tile by the kind of call, and how many warpgroups share one; docs/lab-notes.md has the measurements."""
 
-    short: int  # fewer than LONG keys: narrow tiles waste less on the diagonal and at the ends
-    long: int  # wide ones synchronise less
-    window: int
+    full: int
+    causal: int  # narrow tiles waste less on the diagonal
+    long: int | None = None  # of full calls with LONG keys and more, where wide tiles synchronise less; None: as others
     warpgroups: int = 2
     stages: int = 2
 
@@ -29,12 +29,12 @@ class Tiling:
 LONG = 6144
 # (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
 TILINGS = {
-    (64, 64): Tiling(128, 128, 128, warpgroups=3),  # against 128x128 and 128x176: 510, 423, 428 TFLOP/s at 4096 keys
-    (96, 96): Tiling(160, 160, 128),  # 128 and 176 columns: 547 and 558 against 560
-    (128, 128): Tiling(128, 176, 128),  # 4096 keys 683 against 647, 16384 keys 660 against 681
-    (192, 128): Tiling(128, 128, 128),
-    (192, 192): Tiling(112, 112, 112),  # as wide as shared memory allows, here and below
-    (256, 256): Tiling(80, 80, 80),
+    (64, 64): Tiling(full=128, causal=128, warpgroups=3),  # 4096 keys: 510 TFLOP/s; 128x128 423, 128x176 428
+    (96, 96): Tiling(full=112, causal=112, warpgroups=3),  # 608; 128x160 560
+    (128, 128): Tiling(full=128, causal=128, long=176),  # 4096 keys 683, 176 columns 647; 16384 keys 660, 176 columns 681
+    (192, 128): Tiling(full=128, causal=128),
+    (192, 192): Tiling(full=112, causal=112),  # as wide as shared memory allows, here and below
+    (256, 256): Tiling(full=80, causal=80),
 }
 
 
@@ -59,7 +59,7 @@ def config(
     """The variant for head dims of a call and its features; ``long`` as LONG has it."""
     dims = tile_dims(head_dim, head_dim_v)
     tiling = TILINGS[dims]
-    tile_n = tiling.window if left else tiling.long if long else tiling.short
+    tile_n = tiling.causal if left or right else (tiling.long or tiling.full) if long else tiling.full
     return ForwardConfig(
         dtype,
         *dims,

@@ -77,7 +77,8 @@ def warm(args: AttentionArgs) -> None:
 
 
 def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
+    shape = (*q.shape[:-1], v.shape[-1])
+    return torch.empty(shape, dtype=q.dtype, device=q.device), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
 
 
 def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], int]:
@@ -136,8 +137,8 @@ def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> t
 
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy where TMA cannot read it: 16-byte steps from a 16-byte boundary, the last dimension contiguous."""
-    *strides, one = t.stride()
-    if one == 1 and not any([stride & 7 for stride in strides]) and not t.data_ptr() & 15:
+    stride = t.stride()
+    if not (stride[0] | stride[1] | stride[-2]) & 7 and stride[-1] == 1 and not t.data_ptr() & 15:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 

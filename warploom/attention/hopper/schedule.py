@@ -34,13 +34,15 @@ def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_h
     extra = choose(block < rest, 1, 0)
     own = 2 * (pairs // blocks + extra)
 
-    pair = turn // 2 * blocks + block
+    # Rounds are turned by one: else a block could always get the same pair of a head, and not all cost quite the same.
+    lap = turn // 2
+    pair = lap * blocks + choose(lap < pairs // blocks, (block + lap) % blocks, block)
     head = pair // per_head
     short = pair - head * per_head
     other = choose(2 * short == m_blocks - 1, NOTHING, short)
     m_block = choose(turn % 2 == 0, m_blocks - 1 - short, other)
 
-    lap = turn - own + extra  # lap 0 fills up the last, partial round of pairs
+    lap = turn - own + extra  # now lap 0 fills up the last, partial round of pairs
     along = choose(lap % 2 == 1, blocks - 1 - block, block)
     index = choose(lap == 0, block, lap * blocks + along) - rest
     width = heads - pair_heads
