@@ -14,15 +14,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 @dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^x on the special function unit, subnormals flushed: without .ftz each exponential costs two more instructions."""
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", True))
-
-
-@dsl_user_op
-def exp2_of(x: Float32, scale: Float32, offset: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """2^(x · scale - offset), where it stands: the compiler moves it no further up or down."""
-    text = "{ .reg .f32 t; neg.f32 t, $3; fma.rn.f32 t, $1, $2, t; ex2.approx.ftz.f32 $0, t; }"
-    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (x, scale, offset)]
-    return Float32(_asm(T.f32(), values, text, "=f,f,f,f", side_effects=True))
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 @dsl_user_op
@@ -32,21 +24,9 @@ def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def pin(x: Float32, never: Float32, scratch: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Keep later reads of shared memory behind the computation of ``x``: a store there that never happens.
-
-    ``never`` is a value below which nothing lies, that is, is not negative at run time. Left to itself the compiler puts
-    sums off to the end, and keeps all summands in registers until then.
-    """
-    text = "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p st.shared.f32 [$2], $0; }"
-    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (x, never)] + [Int32(scratch).ir_value(loc=loc, ip=ip)]
-    _asm(None, values, text, "f,f,r", side_effects=True)
-
-
-@dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """1 / x on the special function unit, to one unit in the last place."""
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f", True))
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 @dsl_user_op
@@ -54,7 +34,7 @@ def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any 
     """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
-    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", True))
+    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
 
 
 @dsl_user_op
@@ -75,7 +55,7 @@ def mma_m16n8k16(
     kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, "
     values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)] + [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
-    struct = _asm(_struct(T.f32(), 4), values, text + "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", True)
+    struct = _asm(_struct(T.f32(), 4), values, text + "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
     return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
 
 

@@ -1,8 +1,8 @@
 """The forward kernel: cp.async fills a ring of K and V tiles, ldmatrix feeds mma.m16n8k16, each warp owns 16 or 32 rows.
 
 S stays in a warp's registers and becomes the A operand of PV where it is (Dao, FlashAttention-2, arXiv 2307.08691).
-The exponentials of 16 keys run under the PV of the 16 keys before; O is rescaled only when a row's maximum has grown by
-more than a factor of 2^8, which fp32 sums and 16-bit P bear without loss (FlashAttention-4's deferred rescale).
+The exponentials of 16 keys run under the PV of the 16 keys before. O is divided by the sums once, at the end, and rescaled
+only for key tiles in which some row's maximum has grown.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -22,22 +22,19 @@ from warploom.attention.ampere.layout import Places, swizzled
 from warploom.runtime.instructions import (
     cp_async16,
     exp2,
-    exp2_of,
     hidden,
     ldmatrix_x4,
     mma_m16n8k16,
     pack16,
-    pin,
     reciprocal,
     transpose_quad,
 )
 
 LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-import os
-PIN = int(os.environ.get('PIN', '0'))
-BRANCH = int(os.environ.get('BRANCH', '1'))
-SLACK = 8.0  # log2 units by which a row's scores may pass the maximum that O and the sums are scaled by
+# Copies are issued so many at a time (with a softcap, without): on Hopper each batch behind an ldmatrix costs three empty
+# loads, and larger batches cost registers.
+BATCH = {True: 3, False: 2}
 
 
 class Names:
@@ -123,16 +120,10 @@ class AmpereForward:
             v: cute.struct.Align[cute.struct.MemRange[cutlass.Int8, sizes[2]], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        batch_size, heads_q, seqlen_q = lse.shape
+        heads_q, seqlen_q = lse.shape[1], lse.shape[2]
         seqlen_k, heads_kv = k.shape[1], k.shape[2]
         m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
-        index = cute.arch.block_idx()[0]
-        head = index // m_blocks
-        m_block = index - head * m_blocks
-        if const_expr(config.right):
-            m_block = m_blocks - 1 - m_block  # the rows that see most keys first
-        batch = head // heads_q
-        head = head - batch * heads_q
+        m_block, head, batch = self.block(cute.arch.block_idx()[0], m_blocks, heads_q)
         head_kv = head // (heads_q // heads_kv)
         shift = seqlen_k - seqlen_q
         first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, shift, left, right)
@@ -174,6 +165,8 @@ class AmpereForward:
             self.load_edge(copy_k, self.tile_n, end - 1, seqlen_k)
             self.load_edge(copy_v, self.tile_n, end - 1, seqlen_k)
             cute.arch.cp_async_commit_group()
+            copy_k.next[0] = copy_k.start + Int64((end - 2) * self.tile_n) * copy_k.stride
+            copy_v.next[0] = copy_v.start + Int64((end - 2) * self.tile_n) * copy_v.stride
             for ahead in cutlass.range_constexpr(1, config.stages - 1):
                 slot = Int32(ahead * tile_bytes)
                 for load in self.loads(copy_k, end - 1 - ahead, first, slot) + self.loads(copy_v, end - 1 - ahead, first, slot):
@@ -197,12 +190,25 @@ class AmpereForward:
                     stage = self.step(work, copy_k, copy_v, n, first, stage, True)
                     n -= 1
             cute.arch.cp_async_wait_group(0)
+        # Found out again: registers that these would take all through the loops are worth more.
+        m_block, head, batch = self.block(hidden(cute.arch.block_idx()[0]), m_blocks, heads_q)
+        thread = hidden(cute.arch.thread_idx()[0])
+        row_q = m_block * self.tile_m + thread // 32 * (16 * self.atoms) + thread % 32 // 4
         logit = -Float32.inf
         if const_expr(config.sink):
             logit = sink[head] * LOG2_E
-        self.epilogue(work, out[batch, None, head, None], lse[batch, head, None], logit, row_q, seqlen_q)
+        self.epilogue(work, out[batch, None, head, None], lse[batch, head, None], logit, thread % 32, row_q, seqlen_q)
 
-    # Which keys
+    # Which queries and keys
+
+    def block(self, index: Any, m_blocks: Any, heads_q: Any) -> tuple[Any, Any, Any]:
+        """Query tile, head and batch of a block: the tiles of one head, which share its keys, run side by side."""
+        head = index // m_blocks
+        m_block = index - head * m_blocks
+        if self.config.right:
+            m_block = m_blocks - 1 - m_block  # the rows that see most keys first
+        batch = head // heads_q
+        return m_block, head - batch * heads_q, batch
 
     @cute.jit
     def key_tiles(self, m_block, seqlen_q, seqlen_k, shift, left, right):
@@ -237,6 +243,7 @@ class AmpereForward:
         stride = 2 * t.stride[1]
         return Names(
             start=start + Int64(row) * stride,  # of the tensor's first tile
+            next=cute.make_rmem_tensor(1, Int64),  # where the next tile to load is
             stride=stride,  # bytes
             row=row,
             size=self.choose(piece * 8 < t.shape[3], 16, 0),  # past head_dim there are zeros
@@ -256,9 +263,10 @@ class AmpereForward:
             self.copy_pass(copy, i, source, self.choose(i * self.pass_rows < left_over, copy.size, 0), Int32(0))
 
     def loads(self, copy: Names, tile: Any, first: Any, slot: Any) -> list[Callable[[], None]]:
-        """The steps of loading a whole tile of keys, which does nothing for a tile before ``first``."""
-        source = copy.start + Int64(tile * self.tile_n) * copy.stride
+        """The steps of loading the next whole tile, of smaller keys, which do nothing for a tile before ``first``."""
+        source = copy.next[0]
         size = self.choose(tile >= first, copy.size, 0)
+        copy.next[0] = source - copy.stride * self.tile_n
 
         def one(i: int) -> Callable[[], None]:
             return lambda: self.copy_pass(copy, i, source, size, slot)
@@ -303,14 +311,15 @@ class AmpereForward:
         cute.arch.sync_threads()
         ahead = n - (config.stages - 1)
         slot = self.choose(stage == 0, last, stage - tile_bytes)  # of the tile before, which every warp is done with
-        s = self.scores(work, stage, self.loads(copy_k, ahead, first, slot))
+        # All of them under S: what is asked for under PV would not be there in time.
+        s = self.scores(work, stage, self.loads(copy_k, ahead, first, slot) + self.loads(copy_v, ahead, first, slot))
+        cute.arch.cp_async_commit_group()
         if const_expr(config.softcap):
             self.cap(work, s)
         if const_expr(masked):
             self.hide(work, s, n)
         self.rescale(work, self.tops(s))
-        self.values(work, s, stage, self.loads(copy_v, ahead, first, slot))
-        cute.arch.cp_async_commit_group()
+        self.values(work, s, stage)
         return self.choose(stage == last, 0, stage + tile_bytes)
 
     def scores(self, work: Names, stage: Any, loads: list[Callable[[], None]]) -> Any:
@@ -322,14 +331,17 @@ class AmpereForward:
         order = [(k, g) for k in range(steps) for g in range(groups)]
         a = self.operand_q(work, read_q, 0)
         b = read_k(0, 0)
-        spacing = max(1, len(order) // len(loads))
+        batch = BATCH[self.config.softcap]
+        spacing = max(1, len(order) * batch // len(loads))
         for at, (k, g) in enumerate(order):
             following = order[at + 1] if at + 1 < len(order) else None
             next_b = read_k(16 * following[1], 16 * following[0]) if following else None
             if g == groups - 1 and following:
                 next_a = self.operand_q(work, read_q, k + 1)
-            if loads and at % spacing == 0:
-                loads.pop(0)()
+            if at % spacing == 0:
+                for load in loads[:batch]:
+                    load()
+                loads = loads[batch:]
             for m in range(self.atoms):
                 for half in range(2):
                     s[m][2 * g + half] = mma_m16n8k16(a[m], b[2 * half : 2 * half + 2], s[m][2 * g + half], self.dtype)
@@ -386,21 +398,21 @@ class AmpereForward:
 
     @cute.jit
     def rescale(self, work, tops):
-        """Take over the tile's maxima if some row of the warp has grown by more than SLACK."""
-        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        """Take over the tile's maxima if that of some row of the warp has grown."""
         grown = False
         for r in cutlass.range_constexpr(self.rows):
             tops[r] = cute.arch.warp_reduction_max(tops[r], threads_in_group=4)
-            grown = (tops[r] - work.row_max[r]) * scale > SLACK if const_expr(r == 0) else grown | (
-                (tops[r] - work.row_max[r]) * scale > SLACK
-            )
+            higher = tops[r] > work.row_max[r]
+            grown = higher if const_expr(r == 0) else grown | higher
         # A loop of one turn or none: the compiler would execute the body of an if under a predicate, costly and for nothing.
-        for _ in cutlass.range(hidden(self.choose(cute.arch.vote_any_sync(grown), 1, 0)) if const_expr(BRANCH) else self.choose(cute.arch.vote_any_sync(grown), 1, 0), unroll=1):
-            self.take_over(work, tops, scale)
+        turns = self.choose(cute.arch.vote_any_sync(grown), 1, 0)
+        for _ in cutlass.range(hidden(turns), unroll=1):
+            self.take_over(work, tops)
 
     @cute.jit
-    def take_over(self, work, tops, scale):
+    def take_over(self, work, tops):
         """Scale the sums and O to new maxima."""
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(self.rows):
             new = cute.arch.fmax(work.row_max[r], tops[r])
             # A row that has seen nothing yet: exponentiate against 0, so that -inf gives 0 and not NaN.
@@ -413,7 +425,7 @@ class AmpereForward:
                     at = ((r // 2) * (self.dim // 8) + g) * 4 + r % 2 * 2 + c
                     work.acc[at] = work.acc[at] * correction
 
-    def values(self, work: Names, s: Any, stage: Any, loads: list[Callable[[], None]]) -> None:
+    def values(self, work: Names, s: Any, stage: Any) -> None:
         """O += P V, the exponentials of 16 keys between the products of the 16 before."""
         groups, pairs = self.tile_n // 16, self.dim // 16
         read = self.blocks(work.v + stage, self.tile_n, True)
@@ -430,7 +442,7 @@ class AmpereForward:
                     x = s[m][2 * g + half]
                     r = 2 * m + i // 2
                     for c in (i, i + 1):
-                        x[c] = exp2_of(x[c], scale, offsets[r])
+                        x[c] = exp2(x[c] * scale - offsets[r])
                         sums[r] = sums[r] + x[c]
                     operands[g][m][2 * half + i // 2] = pack16(x[i], x[i + 1], self.dtype)
 
@@ -444,30 +456,22 @@ class AmpereForward:
         order = [(g, d) for g in range(groups) for d in range(pairs)]
         b = read(0, 0)
         todo: list[Callable[[], None]] = []
-        spacing = max(1, len(order) // len(loads))
         for at, (g, d) in enumerate(order):
             if d == 0 and g + 1 < groups:
                 todo = exponentials(g + 1)
             following = order[at + 1] if at + 1 < len(order) else None
             next_b = read(16 * following[0], 16 * following[1]) if following else None
-            if loads and at % spacing == 0:
-                loads.pop(0)()
-            share = -(-len(todo) // (pairs - d))
             for m in range(self.atoms):
                 for half in range(2):
                     place = (m * (self.dim // 8) + 2 * d + half) * 4
                     acc[place : place + 4] = mma_m16n8k16(
                         operands[g][m], b[2 * half : 2 * half + 2], acc[place : place + 4], self.dtype
                     )
+            share = -(-len(todo) // (pairs - d))
             for act in todo[:share]:
                 act()
             todo = todo[share:]
-            if d == pairs - 1 and PIN:
-                for x in sums:
-                    pin(x, work.multiplier, work.q)
             b = next_b
-        for load in loads:
-            load()
         for r in range(self.rows):
             work.row_sum[r] = sums[r]
         for i, value in enumerate(acc):
@@ -480,9 +484,8 @@ class AmpereForward:
         return safe * scale
 
     @cute.jit
-    def epilogue(self, work, out, lse, logit, row, seqlen_q):
+    def epilogue(self, work, out, lse, logit, lane, row, seqlen_q):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
-        lane = cute.arch.lane_idx()
         word = lane % 4
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(self.rows):
@@ -496,7 +499,7 @@ class AmpereForward:
                 total = total * shrink + exp2(logit - safe)
                 top = new
             empty = total == 0.0
-            inverse = 0.0 if empty else shrink / total
+            inverse = 0.0 if empty else shrink * reciprocal(total)
             here = row + 8 * r
             if here < seqlen_q and word == 0:
                 lse[here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
