@@ -196,7 +196,7 @@ class AmpereForward:
         row_q = m_block * self.tile_m + thread // 32 * (16 * self.atoms) + thread % 32 // 4
         logit = -Float32.inf
         if const_expr(config.sink):
-            logit = sink[head] * LOG2_E
+            logit = sink[head] * LOG2_E  # type: ignore[index]
         self.epilogue(work, out[batch, None, head, None], lse[batch, head, None], logit, thread % 32, row_q, seqlen_q)
 
     # Which queries and keys
@@ -335,7 +335,7 @@ class AmpereForward:
         spacing = max(1, len(order) * batch // len(loads))
         for at, (k, g) in enumerate(order):
             following = order[at + 1] if at + 1 < len(order) else None
-            next_b = read_k(16 * following[1], 16 * following[0]) if following else None
+            next_b = read_k(16 * following[1], 16 * following[0]) if following else b
             if g == groups - 1 and following:
                 next_a = self.operand_q(work, read_q, k + 1)
             if at % spacing == 0:
@@ -460,7 +460,7 @@ class AmpereForward:
             if d == 0 and g + 1 < groups:
                 todo = exponentials(g + 1)
             following = order[at + 1] if at + 1 < len(order) else None
-            next_b = read(16 * following[0], 16 * following[1]) if following else None
+            next_b = read(16 * following[0], 16 * following[1]) if following else b
             for m in range(self.atoms):
                 for half in range(2):
                     place = (m * (self.dim // 8) + 2 * d + half) * 4
