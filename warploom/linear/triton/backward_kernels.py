@@ -130,24 +130,24 @@ def dq_kernel(
             delta_base += block.to(tl.int64) * batches * heads * seqlen_q
 
     s = tl.zeros([DM, BE], tl.float32)
-    z = tl.zeros([BE], tl.float32)
+    # Equal rows, as its products come.
+    z = tl.zeros([C, BE], tl.float32)
     if s_ptr is not None:
         lives = at.sequence < sequences
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
     see = n[:, None] >= n[None, :]
-    ones = tl.where(see, 1.0, 0.0).to(dtype)
+    ones = tl.full([C, C], 1.0, dtype)
+    below = tl.where(see, 1.0, 0.0).to(dtype)
 
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
             k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = mapped_keys(k, t, n, at.len_k, e, E, E % BE == 0, MAP_K)
-            added = tl.sum(fk, 0)
-            fk = fk.to(dtype)
+            fk = mapped_keys(k, t, n, at.len_k, e, E, E % BE == 0, MAP_K).to(dtype)
             w = dot(dout, tl.trans(v), None)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
@@ -165,11 +165,10 @@ def dq_kernel(
             else:
                 delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
+            sums = z
             if CAUSAL:
-                sums = dot(ones, fk, None) + z[None, :]
-                z += added
-            else:
-                sums = z[None, :]
+                sums = dot(below, fk, z)
+                z = dot(ones, fk, z)
             g = (g - delta[:, None] * sums) * factor[:, None]
         else:
             g *= scale

@@ -35,6 +35,11 @@ class Config:
     fill: float = 0.6
 
 
+def _same(t: Tiling, together: bool) -> Config:
+    """One tiling for every kernel."""
+    return Config(t, t, t, t if together else None, t, t)
+
+
 _HOPPER = {
     64: Config(
         forward=Tiling(64, 64, 4, 3),
@@ -65,9 +70,9 @@ _HOPPER = {
 _AMPERE = _HOPPER
 # fp32 operands are three TF32 products through registers: small tiles.
 _FLOAT32 = {
-    64: Config(*[Tiling(32, 64, 4, 2)] * 6),
-    128: Config(*[Tiling(32, 64, 8, 1)] * 3, None, *[Tiling(32, 64, 8, 1)] * 2),
-    256: Config(*[Tiling(16, 32, 8, 1)] * 3, None, *[Tiling(16, 32, 8, 1)] * 2),
+    64: _same(Tiling(32, 64, 4, 2), together=True),
+    128: _same(Tiling(32, 64, 8, 1), together=False),
+    256: _same(Tiling(16, 32, 8, 1), together=False),
 }
 
 
@@ -82,5 +87,5 @@ def config(dtype: torch.dtype, e: int, m: int, capability: int) -> Config:
 
 
 def padded(dim: int) -> int:
-    """The smallest power of two that holds dim and is a tensor core's depth."""
-    return max(16, 1 << (dim - 1).bit_length())
+    """The smallest power of two that holds dim and is a warpgroup's rows: states narrower than that have no wgmma."""
+    return max(64, 1 << (dim - 1).bit_length())

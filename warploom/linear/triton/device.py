@@ -191,17 +191,16 @@ def times(product, factor, dtype: tl.constexpr):
 
 
 @triton.jit
-def times_vector(a, z, dtype: tl.constexpr):
-    """a @ z for an fp32 vector, on tensor cores: z as the sum of two numbers of a's dtype, eight columns of each."""
+def times_columns(a, z, dtype: tl.constexpr):
+    """a @ z for an fp32 vector given as sixteen equal columns, as the sum of two numbers of a's dtype, eight columns each."""
     factor = 1.0
     if dtype == tl.float16:
-        factor = power_of_two(tl.max(tl.abs(z), 0))
+        factor = power_of_two(tl.max(tl.max(tl.abs(z), 1), 0))
         z = z / factor
     high = z.to(dtype)
     low = (z - high.to(tl.float32)).to(dtype)
     columns = tl.arange(0, 16)[None, :]
-    b = tl.where(columns < 8, high[:, None], low[:, None])
-    return tl.sum(dot(a, b, None), 1) * (factor / 8)
+    return tl.sum(dot(a, tl.where(columns < 8, high, low), None), 1) * (factor / 8)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from warploom.linear.triton.device import (
     store_chunk,
     store_state,
     times,
-    times_vector,
+    times_columns,
 )
 
 _PLAIN = [
@@ -115,12 +115,14 @@ def forward_kernel(
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
     s = tl.zeros([BM, DE], tl.float32)
-    z = tl.zeros([DE], tl.float32)
+    # Sixteen equal columns: the narrowest right factor of a tensor core.
+    z = tl.zeros([DE, 16], tl.float32)
+    ones = tl.full([C, 16], 1.0, dtype)
     # Rows past the last sequence get 0 / 1.
     eps = tl.where(lives, eps, 1.0)
     if s_ptr is not None:
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[:, None]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
 
@@ -132,7 +134,6 @@ def forward_kernel(
     if CAUSAL:
         k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE)
         fk = mapped_keys(k, at.first, n, len_k, e, E, E == DE, MAP_K)
-        added = tl.sum(fk, 0)
         fk = fk.to(dtype)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         if CAUSAL:
@@ -143,7 +144,7 @@ def forward_kernel(
         out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
         factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
-            norm = times_vector(fq, z, dtype)
+            norm = times_columns(fq, z, dtype)
             if CAUSAL:
                 norm += tl.sum(p, 1)
             norm = norm * scale + eps
@@ -156,13 +157,12 @@ def forward_kernel(
         q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
         if CAUSAL:
-            z += added
+            z = dot(tl.trans(fk), ones, z)
             k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, len_k, E, E == DE)
             fk = mapped_keys(k, t + C, n, len_k, e, E, E == DE, MAP_K)
-            added = tl.sum(fk, 0)
             fk = fk.to(dtype)
 
     if s_out_ptr is not None:
         lives = lives & (head % group == 0)
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
-        tl.store(z_out_ptr + state_index * E + e, z, mask=(e < E) & lives & (block == 0))
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / 16, mask=(e < E) & lives & (block == 0))

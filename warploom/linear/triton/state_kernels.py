@@ -88,7 +88,8 @@ def state_kernel(
     rows = n.to(tl.int64) if WIDE else n
     dtype = y_ptr.dtype.element_ty
     s = tl.zeros([BM, DE], tl.float32)
-    z = tl.zeros([DE], tl.float32)
+    # Summed over rows at the end: a sum over rows takes two barriers.
+    z = tl.zeros([C, DE], tl.float32)
     for i in tl.range(0, tl.cdiv(tokens, C) * GROUP, num_stages=STAGES):
         t = at.first + i // GROUP * C
         head = head_kv * GROUP + i % GROUP
@@ -109,7 +110,7 @@ def state_kernel(
             fx *= (factor / common)[:, None]
             if NORMALIZE:
                 delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-                z -= tl.sum(fx * delta[:, None], 0) * common
+                z -= fx * (delta * common)[:, None]
             if dtype == tl.float16:
                 s = dot(tl.trans(y), fx.to(dtype), s / common) * common
             else:
@@ -117,10 +118,10 @@ def state_kernel(
         else:
             fx = mapped_keys(x, t, n, length, e, E, E == DE, MAP)
             s = dot(tl.trans(y), fx.to(dtype), s)
-            z += tl.sum(fx, 0)
+            z += fx
     index = slot.to(tl.int64) * heads_kv + head_kv
     store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
-    tl.store(z_ptr + index * E + e, z, mask=(e < E) & (block == 0))
+    tl.store(z_ptr + index * E + e, tl.sum(z, 0), mask=(e < E) & (block == 0))
 
 
 @triton.jit(
