@@ -22,9 +22,9 @@ from warploom.linear.triton.device import (
     dot,
     head_base,
     load_chunk,
+    load_keys,
+    load_queries,
     load_state,
-    mapped,
-    mapped_keys,
     operand,
     place,
     power_of_two,
@@ -145,9 +145,8 @@ def dq_kernel(
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
-            k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = mapped_keys(k, t, n, at.len_k, e, E, E % BE == 0, MAP_K).to(dtype)
+            fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
             w = dot(dout, tl.trans(v), None)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
@@ -155,8 +154,7 @@ def dq_kernel(
         if CAUSAL:
             g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE or MAP_Q != IDENTITY:
-            q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
-            fq = mapped(q, e, E, E % BE == 0, MAP_Q)
+            fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q)
         if NORMALIZE:
             live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
@@ -270,14 +268,20 @@ def dkdv_kernel(
         dz = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
-    if WITH_DV:
-        # Carried as in the forward kernel.
-        fk = _mapped_keys(k_base, at, at.first + (chunks - 1) * C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
+    # A left factor of dv, so carried as in the forward kernel.
+    CARRIED: tl.constexpr = WITH_DV and MAP_K != IDENTITY
+    if CARRIED:
+        t = at.first + tl.maximum(chunks - 1, 0) * C
+        fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
-        if not WITH_DV:
-            fk = _mapped_keys(k_base, at, t, rows, e, stride_ks, E, BE, MAP_K, UNIT)
+        if not CARRIED:
+            fk = None
+            if WITH_DV:
+                fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
+            elif MAP_K != IDENTITY:
+                fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K)
         v = None
         if WITH_DK:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
@@ -306,25 +310,20 @@ def dkdv_kernel(
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
             dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
-            dk = through_map(dk, fk, MAP_K)
-            if lengths_ptr is not None and MAP_K == IDENTITY:
+            if MAP_K != IDENTITY:
+                dk = through_map(dk, fk, MAP_K)
+            elif lengths_ptr is not None:
                 # Keys that were not read have no gradient; the other maps' slope is 0 there.
                 dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
             store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
-        if WITH_DV:
-            fk = _mapped_keys(k_base, at, t - C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
+        if CARRIED:
+            # The first chunk again in the end, so that nothing before the segment is read.
+            t = tl.maximum(t - C, at.first)
+            fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
 
     if s_out_ptr is not None:
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
         tl.store(z_out_ptr + state_index * E + e, dz, mask=(e < E) & lives)
-
-
-@triton.jit
-def _mapped_keys(k_base, at, t, rows, e, stride_ks, E: tl.constexpr, BE: tl.constexpr, MAP_K: tl.constexpr, UNIT: tl.constexpr):
-    """phi(k) of tokens t + rows, in fp32; nothing is read of a chunk before the segment."""
-    length = tl.where(t >= at.first, at.len_k, -(2**30))
-    k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, length, E, E % BE == 0)
-    return mapped_keys(k, t, rows, length, e, E, E % BE == 0, MAP_K)
 
 
 @triton.jit
@@ -370,7 +369,7 @@ def _queries(
     dtype = dout_ptr.dtype.element_ty
     q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
     do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
-    q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
+    fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q)
     dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
     live = t + n < at.len_q
     factor = tl.full([C], 1.0, tl.float32) * scale
@@ -378,7 +377,7 @@ def _queries(
         factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
     # Quotients by large norms would vanish in fp16: their common power of two stays outside.
     common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
-    f = mapped(q, e, E, E % BE == 0, MAP_Q) * (factor / common)[:, None]
+    f = fq * (factor / common)[:, None]
     if WITH_DK and NORMALIZE:
         delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
         dz -= tl.sum(f * delta[:, None], 0) * common

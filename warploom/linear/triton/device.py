@@ -131,9 +131,15 @@ def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def mapped_keys(k, t, n, length, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
-    """phi(k) in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
-    fk = mapped(k, dims, DIM, WHOLE, MAP)
+def load_queries(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi of rows t + n in fp32."""
+    return mapped(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE), dims, DIM, WHOLE, MAP)
+
+
+@triton.jit
+def load_keys(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi of rows t + n in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
+    fk = load_queries(base, t, n, length, dims, stride, DIM, WHOLE, MAP)
     if MAP == ELU_PLUS_ONE:
         fk = tl.where((t + n < length)[:, None], fk, 0.0)
     return fk

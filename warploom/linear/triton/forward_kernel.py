@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from warploom.linear.triton.device import (
+    IDENTITY,
     dot,
     head_base,
     load_chunk,
+    load_keys,
+    load_queries,
     load_state,
-    mapped,
-    mapped_keys,
     operand,
     place,
     row_base,
@@ -127,16 +128,18 @@ def forward_kernel(
         s_operand, s_factor = operand(s, dtype)
 
     # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
-    # memory, and one computed on the spot from registers, mapped anew by every warpgroup.
+    # memory, and one computed on the spot from registers, mapped anew by every warpgroup. Unmapped ones are used as loaded.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
-    q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, len_q, E, E == DE)
-    fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
-    if CAUSAL:
-        k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE)
-        fk = mapped_keys(k, at.first, n, len_k, e, E, E == DE, MAP_K)
-        fk = fk.to(dtype)
+    if MAP_Q != IDENTITY:
+        fq = load_queries(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q).to(dtype)
+    if CAUSAL and MAP_K != IDENTITY:
+        fk = load_keys(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K).to(dtype)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
+        if MAP_Q == IDENTITY:
+            fq = load_chunk(q_base, t, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         if CAUSAL:
+            if MAP_K == IDENTITY:
+                fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, len_k, E, E == DE)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
             p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
@@ -153,14 +156,13 @@ def forward_kernel(
         out = out * factor[:, None]
         if CAUSAL:
             out += dot(p.to(dtype), v, None) * factor[:, None]
+            if NORMALIZE or s_out_ptr is not None:
+                z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
-        q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, len_q, E, E == DE)
-        fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
-        if CAUSAL:
-            z = dot(tl.trans(fk), ones, z)
-            k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, len_k, E, E == DE)
-            fk = mapped_keys(k, t + C, n, len_k, e, E, E == DE, MAP_K)
-            fk = fk.to(dtype)
+        if MAP_Q != IDENTITY:
+            fq = load_queries(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q).to(dtype)
+        if CAUSAL and MAP_K != IDENTITY:
+            fk = load_keys(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K).to(dtype)
 
     if s_out_ptr is not None:
         lives = lives & (head % group == 0)

@@ -10,8 +10,8 @@ from warploom.linear.triton.device import (
     dot,
     head_base,
     load_chunk,
-    mapped,
-    mapped_keys,
+    load_keys,
+    load_queries,
     place,
     power_of_two,
     row_base,
@@ -95,10 +95,9 @@ def state_kernel(
         head = head_kv * GROUP + i % GROUP
         x_base = head_base(x_ptr, at, head, stride_xb, stride_xs, stride_xh, UNIT)
         y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
-        x = load_chunk(x_base, t, rows, e, stride_xs * UNIT, length, E, E == DE)
         y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
         if BACKWARD:
-            fx = mapped(x, e, E, E == DE, MAP)
+            fx = load_queries(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
             live = t + n < length
             heads = heads_kv * GROUP
             factor = tl.full([C], 1.0, tl.float32) * scale
@@ -116,7 +115,7 @@ def state_kernel(
             else:
                 s = dot(tl.trans(y), fx.to(dtype), s)
         else:
-            fx = mapped_keys(x, t, n, length, e, E, E == DE, MAP)
+            fx = load_keys(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
             s = dot(tl.trans(y), fx.to(dtype), s)
             z += fx
     index = slot.to(tl.int64) * heads_kv + head_kv
