@@ -197,8 +197,12 @@ def times(product, factor, dtype: tl.constexpr):
 
 
 @triton.jit
-def times_columns(a, z, dtype: tl.constexpr):
-    """a @ z for an fp32 vector given as sixteen equal columns, as the sum of two numbers of a's dtype, eight columns each."""
+def columns_operand(z, dtype: tl.constexpr):
+    """Sixteen equal columns of an fp32 vector as a right factor, and the factor to be multiplied by.
+
+    The vector is given as the sum of two numbers of the dtype, eight columns each, doubled: columns of a product then add
+    up to sixteen times the product.
+    """
     factor = 1.0
     if dtype == tl.float16:
         factor = power_of_two(tl.max(tl.max(tl.abs(z), 1), 0))
@@ -206,7 +210,7 @@ def times_columns(a, z, dtype: tl.constexpr):
     high = z.to(dtype)
     low = (z - high.to(tl.float32)).to(dtype)
     columns = tl.arange(0, 16)[None, :]
-    return tl.sum(dot(a, tl.where(columns < 8, high, low), None), 1) * (factor / 8)
+    return tl.where(columns < 8, high, low) * 2.0, factor
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from warploom.linear.triton.device import (
     IDENTITY,
+    columns_operand,
     dot,
     head_base,
     load_chunk,
@@ -26,7 +27,6 @@ from warploom.linear.triton.device import (
     store_chunk,
     store_state,
     times,
-    times_columns,
 )
 
 _PLAIN = [
@@ -144,16 +144,16 @@ def forward_kernel(
             p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
-        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
         factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
-            norm = times_columns(fq, z, dtype)
+            z_operand, z_factor = columns_operand(z, dtype)
+            norm = times(dot(fq, z_operand, None), z_factor, dtype)
             if CAUSAL:
-                norm += tl.sum(p, 1)
-            norm = norm * scale + eps
+                norm = dot(p.to(dtype), ones, norm)
+            norm = tl.sum(norm, 1) * (scale / 16) + eps
             tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
             factor = scale / norm
-        out = out * factor[:, None]
+        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype) * factor[:, None]
         if CAUSAL:
             out += dot(p.to(dtype), v, None) * factor[:, None]
             if NORMALIZE or s_out_ptr is not None:
