@@ -285,30 +285,42 @@ def dkdv_kernel(
         v = None
         if WITH_DK:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
-        later_dz = dz
-        # Of this chunk's queries, negative.
+        # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
-        if CAUSAL:
-            if GROUP == 1:
-                dk, dv, ds, dz = _queries(
-                    dk, dv, ds, dz, fk, v, at, head_kv, heads_kv, t, rows, e, m,
-                    q_ptr, dout_ptr, norm_ptr, delta_ptr,
-                    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
-                    E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
+        later_dz = dz
+        if CAUSAL and GROUP > 1:
+            next_ds = ds
+            for g in tl.range(0, GROUP, num_stages=STAGES):
+                head = head_kv * GROUP + g
+                f, dout, delta, common = _weights(
+                    at, head, heads_kv * GROUP, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
+                    stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
                 )  # fmt: skip
-            else:
-                for g in tl.range(0, GROUP, num_stages=STAGES):
-                    dk, dv, ds, dz = _queries(
-                        dk, dv, ds, dz, fk, v, at, head_kv * GROUP + g, heads_kv * GROUP, t, rows, e, m,
-                        q_ptr, dout_ptr, norm_ptr, delta_ptr,
-                        stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
-                        E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
-                    )  # fmt: skip
+                if WITH_DV:
+                    dv = _to_values(dv, fk, f, dout, common, C)
+                if WITH_DK:
+                    dk = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
+                    if NORMALIZE:
+                        dz -= _to_dz(f, delta, common)
+                next_ds = _to_state(next_ds, f, dout, common)
+            ds = next_ds
+        if CAUSAL and GROUP == 1:
+            f, dout, delta, common = _weights(
+                at, head_kv, heads_kv, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
+                stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
+            )  # fmt: skip
+        # One gradient after the other, so that few accumulators live at once.
         if WITH_DV:
+            if CAUSAL and GROUP == 1:
+                dv = _to_values(dv, fk, f, dout, common, C)
             dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
+            if CAUSAL and GROUP == 1:
+                dk = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
+                if NORMALIZE:
+                    dz -= _to_dz(f, delta, common)
             dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
             if MAP_K != IDENTITY:
                 dk = through_map(dk, fk, MAP_K)
@@ -316,6 +328,8 @@ def dkdv_kernel(
                 # Keys that were not read have no gradient; the other maps' slope is 0 there.
                 dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
             store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
+        if CAUSAL and GROUP == 1:
+            ds = _to_state(ds, f, dout, common)
         if CARRIED:
             # The first chunk again in the end, so that nothing before the segment is read.
             t = tl.maximum(t - C, at.first)
@@ -327,13 +341,7 @@ def dkdv_kernel(
 
 
 @triton.jit
-def _queries(
-    dk,
-    dv,
-    ds,
-    dz,
-    fk,
-    v,
+def _weights(
     at,
     head,
     heads,
@@ -360,41 +368,64 @@ def _queries(
     C: tl.constexpr,
     MAP_Q: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    WITH_DK: tl.constexpr,
-    WITH_DV: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Subtract from dk and dv what the chunk's queries of one head give to its keys; add it to the sums for keys before."""
+    """f over a power of two, dO, delta and the power, of a chunk's queries of one head.
+
+    Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
+    """
+    dtype: tl.constexpr = dout_ptr.dtype.element_ty
     n = tl.arange(0, C)
-    dtype = dout_ptr.dtype.element_ty
     q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
     do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
     fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q)
     dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
     live = t + n < at.len_q
     factor = tl.full([C], 1.0, tl.float32) * scale
+    delta = factor
     if NORMALIZE:
         factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
-    # Quotients by large norms would vanish in fp16: their common power of two stays outside.
-    common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
-    f = fq * (factor / common)[:, None]
-    if WITH_DK and NORMALIZE:
         delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-        dz -= tl.sum(f * delta[:, None], 0) * common
-    f = f.to(dtype)
-    see = n[:, None] <= n[None, :]
+    common = 1.0
     if dtype == tl.float16:
-        dk, dv, ds = dk / common, dv / common, ds / common
-    if WITH_DV:
-        p = tl.where(see, dot(fk, tl.trans(f), None) * -1.0, 0.0)
-        dv = dot(p.to(dtype), dout, dv)
-    if WITH_DK:
-        w = dot(v, tl.trans(dout), None)
-        if NORMALIZE:
-            w -= delta[None, :]
-        w *= -1.0
-        dk = dot(tl.where(see, w, 0.0).to(dtype), f, dk)
-    ds = dot(tl.trans(dout), f, ds)
-    if dtype == tl.float16:
-        dk, dv, ds = dk * common, dv * common, ds * common
-    return dk, dv, ds, dz
+        common = power_of_two(tl.max(tl.abs(factor), 0))
+        factor = factor / common
+    return (fq * factor[:, None]).to(dtype), dout, delta, common
+
+
+@triton.jit
+def _to_values(dv, fk, f, dout, common, C: tl.constexpr):
+    """dv, negative, with what the chunk's queries of one head give."""
+    n = tl.arange(0, C)
+    p = tl.where(n[:, None] <= n[None, :], dot(fk, tl.trans(f), None) * -1.0, 0.0)
+    return _times_common(p.to(f.dtype), dout, dv, common)
+
+
+@triton.jit
+def _to_keys(dk, v, f, dout, delta, common, C: tl.constexpr, NORMALIZE: tl.constexpr):
+    """dk, negative, with what the chunk's queries of one head give."""
+    n = tl.arange(0, C)
+    w = dot(v, tl.trans(dout), None)
+    if NORMALIZE:
+        w -= delta[None, :]
+    w = tl.where(n[:, None] <= n[None, :], w * -1.0, 0.0)
+    return _times_common(w.to(f.dtype), f, dk, common)
+
+
+@triton.jit
+def _to_dz(f, delta, common):
+    return tl.sum(f.to(tl.float32) * delta[:, None], 0) * common
+
+
+@triton.jit
+def _to_state(ds, f, dout, common):
+    return _times_common(tl.trans(dout), f, ds, common)
+
+
+@triton.jit
+def _times_common(a, b, acc, common):
+    """acc + a @ b * common, which is 1 unless in fp16."""
+    if a.dtype == tl.float16:
+        return dot(a, b, acc / common) * common
+    else:
+        return dot(a, b, acc)
