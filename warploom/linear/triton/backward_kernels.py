@@ -3,7 +3,7 @@
 With W = tril(dO v^T), f = scale / norm * phi(q), S and z the sums before a chunk, dS and dz those after it:
 
     g = W phi(k) + dO S^T,  delta = f.g  (= dO.out, by row),  dphi(q) = scale / norm * (g - delta (z + tril(1) phi(k)))
-    dphi(k) = (W - tril(delta))^T f + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
+    dphi(k) = W^T f - tril(1)^T (delta f) + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
     dS += f^T dO,  dz -= f^T delta
 
 so no output is read, and delta, one number a row, is all that dQ leaves to dK. States are held transposed, (M, E), so that
@@ -261,11 +261,14 @@ def dkdv_kernel(
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
-    dz = tl.zeros([BE], tl.float32)
+    # The negative of dz, in equal rows, as its products come.
+    dz = tl.zeros([C, BE], tl.float32)
     if s_ptr is not None:
         ds = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
     if z_ptr is not None:
-        dz = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        dz -= tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
+    above = tl.where(n[:, None] <= n[None, :], 1.0, 0.0).to(dtype)
+    ones = tl.full([C, C], 1.0, dtype)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
     # A left factor of dv, so carried as in the forward kernel.
@@ -288,25 +291,27 @@ def dkdv_kernel(
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
-        later_dz = dz
+        # Of all queries from each key on, negative.
+        sums = dz
         if CAUSAL and GROUP > 1:
             next_ds = ds
             for g in tl.range(0, GROUP, num_stages=STAGES):
                 head = head_kv * GROUP + g
-                f, dout, delta, common = _weights(
+                f, df, dout, common = _weights(
                     at, head, heads_kv * GROUP, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
                     stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
                 )  # fmt: skip
                 if WITH_DV:
                     dv = _to_values(dv, fk, f, dout, common, C)
                 if WITH_DK:
-                    dk = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
+                    dk = _to_keys(dk, v, f, dout, common, C)
                     if NORMALIZE:
-                        dz -= _to_dz(f, delta, common)
+                        sums = _times_common(above, df, sums, common)
+                        dz = _times_common(ones, df, dz, common)
                 next_ds = _to_state(next_ds, f, dout, common)
             ds = next_ds
         if CAUSAL and GROUP == 1:
-            f, dout, delta, common = _weights(
+            f, df, dout, common = _weights(
                 at, head_kv, heads_kv, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
                 stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
             )  # fmt: skip
@@ -318,10 +323,13 @@ def dkdv_kernel(
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
             if CAUSAL and GROUP == 1:
-                dk = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
-                if NORMALIZE:
-                    dz -= _to_dz(f, delta, common)
-            dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
+                dk = _to_keys(dk, v, f, dout, common, C)
+            dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
+            if CAUSAL and GROUP == 1 and NORMALIZE:
+                sums = _times_common(above, df, dz, common)
+                dz = _times_common(ones, df, dz, common)
+            if NORMALIZE or z_ptr is not None:
+                dk -= sums
             if MAP_K != IDENTITY:
                 dk = through_map(dk, fk, MAP_K)
             elif lengths_ptr is not None:
@@ -337,7 +345,7 @@ def dkdv_kernel(
 
     if s_out_ptr is not None:
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
-        tl.store(z_out_ptr + state_index * E + e, dz, mask=(e < E) & lives)
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(dz, 0) * (-1.0 / C), mask=(e < E) & lives)
 
 
 @triton.jit
@@ -370,7 +378,7 @@ def _weights(
     NORMALIZE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """f over a power of two, dO, delta and the power, of a chunk's queries of one head.
+    """f and delta * f over a power of two, dO and the power, of a chunk's queries of one head.
 
     Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
     """
@@ -382,15 +390,18 @@ def _weights(
     dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
     live = t + n < at.len_q
     factor = tl.full([C], 1.0, tl.float32) * scale
-    delta = factor
     if NORMALIZE:
         factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
-        delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
     common = 1.0
     if dtype == tl.float16:
         common = power_of_two(tl.max(tl.abs(factor), 0))
         factor = factor / common
-    return (fq * factor[:, None]).to(dtype), dout, delta, common
+    f = fq * factor[:, None]
+    df = f
+    if NORMALIZE:
+        delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
+        df = f * delta[:, None]
+    return f.to(dtype), df.to(dtype), dout, common
 
 
 @triton.jit
@@ -402,19 +413,11 @@ def _to_values(dv, fk, f, dout, common, C: tl.constexpr):
 
 
 @triton.jit
-def _to_keys(dk, v, f, dout, delta, common, C: tl.constexpr, NORMALIZE: tl.constexpr):
-    """dk, negative, with what the chunk's queries of one head give."""
+def _to_keys(dk, v, f, dout, common, C: tl.constexpr):
+    """dk, negative, with what the chunk's queries of one head give without delta."""
     n = tl.arange(0, C)
-    w = dot(v, tl.trans(dout), None)
-    if NORMALIZE:
-        w -= delta[None, :]
-    w = tl.where(n[:, None] <= n[None, :], w * -1.0, 0.0)
+    w = tl.where(n[:, None] <= n[None, :], dot(v, tl.trans(dout), None) * -1.0, 0.0)
     return _times_common(w.to(f.dtype), f, dk, common)
-
-
-@triton.jit
-def _to_dz(f, delta, common):
-    return tl.sum(f.to(tl.float32) * delta[:, None], 0) * common
 
 
 @triton.jit
