@@ -200,8 +200,8 @@ def times(product, factor, dtype: tl.constexpr):
 def columns_operand(z, dtype: tl.constexpr):
     """Sixteen equal columns of an fp32 vector as a right factor, and the factor to be multiplied by.
 
-    The vector is given as the sum of two numbers of the dtype, eight columns each, doubled: columns of a product then add
-    up to sixteen times the product.
+    The vector is given as the sum of two numbers of the dtype, eight columns each: a product's columns add up to eight times
+    the vector's.
     """
     factor = 1.0
     if dtype == tl.float16:
@@ -210,7 +210,7 @@ def columns_operand(z, dtype: tl.constexpr):
     high = z.to(dtype)
     low = (z - high.to(tl.float32)).to(dtype)
     columns = tl.arange(0, 16)[None, :]
-    return tl.where(columns < 8, high, low) * 2.0, factor
+    return tl.where(columns < 8, high, low), factor
 
 
 @triton.jit

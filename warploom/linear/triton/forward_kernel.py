@@ -147,15 +147,15 @@ def forward_kernel(
         factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
             z_operand, z_factor = columns_operand(z, dtype)
-            norm = times(dot(fq, z_operand, None), z_factor, dtype)
+            norm = tl.sum(times(dot(fq, z_operand, None), z_factor, dtype), 1) / 8
             if CAUSAL:
-                norm = dot(p.to(dtype), ones, norm)
-            norm = tl.sum(norm, 1) * (scale / 16) + eps
+                norm += tl.sum(p, 1)
+            norm = norm * scale + eps
             tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
             factor = scale / norm
         out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype) * factor[:, None]
         if CAUSAL:
-            out += dot(p.to(dtype), v, None) * factor[:, None]
+            out -= dot((p * (factor * -1.0)[:, None]).to(dtype), v, None)
             if NORMALIZE or s_out_ptr is not None:
                 z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
