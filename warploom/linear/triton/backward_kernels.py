@@ -154,7 +154,8 @@ def dq_kernel(
         if CAUSAL:
             g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE or MAP_Q != IDENTITY:
-            fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q)
+            # Rounded as in the forward pass: delta then cancels what it must.
+            fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q).to(dtype).to(tl.float32)
         if NORMALIZE:
             live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
