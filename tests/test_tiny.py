@@ -184,3 +184,20 @@ def test_explain_says_what_runs_and_what_is_skipped():
     plan = warploom.explain(q, k, v, mask=masks.Document([128, 128]))
     assert plan.implementation == "cpu" and plan.skipped == 0.5
     assert "cpu" in str(plan) and "50.0% skipped" in str(plan)
+
+
+def test_linear_attention_reads_running_sums():
+    """out_i = phi(q_i) s_i / (phi(q_i) z_i + eps), s_i and z_i running sums of phi(k_j) ⊗ v_j and phi(k_j), phi = elu + 1."""
+    q, k, v = qkv(5, 5, heads_kv=4)
+    phi_q, phi_k = (torch.where(t > 0, t + 1, t.exp()) for t in (q, k))
+    s, z = torch.einsum("bjhe,bjhm->bjhem", phi_k, v).cumsum(1), phi_k.cumsum(1)
+    want = torch.einsum("bihe,bihem->bihm", phi_q, s) / ((phi_q * z).sum(-1, keepdim=True) + 1e-6)
+    out, state = warploom.linear_attention(q, k, v, return_state=True, backend=BACKEND)
+    same(out, want)
+    same(state.s, s[:, -1])
+    same(state.z, z[:, -1])
+    rows, state = [], warploom.LinearState.zeros(2, 4, 16, 16)
+    for i in range(5):
+        row, state = warploom.linear_attention_step(q[:, i], k[:, i], v[:, i], state, backend=BACKEND)
+        rows.append(row)
+    same(torch.stack(rows, 1), want)

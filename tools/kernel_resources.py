@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -216,6 +217,8 @@ def compile_launch(launch: Recorded, architecture: int) -> Resources:
             signature[p.name] = "*" + _POINTERS[value.dtype]
             if specialised:
                 attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[p.name] = f"tensordesc<{_POINTERS[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
         elif isinstance(value, float):
             signature[p.name] = "fp32"
         else:

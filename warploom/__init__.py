@@ -3,9 +3,11 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from warploom import masks
-from warploom.attention.api import attention, attention_varlen, explain, scaled_dot_product_attention
+from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
 from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.linear.api import linear_attention, linear_attention_step
+from warploom.linear.state import LinearState
 from warploom.runtime.dispatch import strict
 
 try:
@@ -15,12 +17,16 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 __all__ = [
     "KVCache",
+    "LinearState",
     "PagedKVCache",
     "attention",
     "attention_varlen",
     "decode",
     "explain",
+    "linear_attention",
+    "linear_attention_step",
     "masks",
+    "prepare",
     "scaled_dot_product_attention",
     "strict",
 ]

@@ -14,6 +14,7 @@ COMMANDS = {
     "explain": ("warploom.commands.explain", "which implementation serves a call of given shapes, and why"),
     "bench": ("warploom.commands.bench", "time warploom against its peers on this machine, and report it"),
     "banks": ("warploom.commands.banks", "bank conflicts of shared-memory accesses: predicted, explained, designed away"),
+    "build": ("warploom.commands.build", "compile the Hopper kernels ahead of time, without a GPU"),
     "demo": ("warploom.demo", "a real encoder over real text, eager against warploom, padded and packed"),
 }
 

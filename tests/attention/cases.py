@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "negative scale": {"keywords": {"scale": -0.3, "causal": True}},
     "scale 0": {"keywords": {"scale": 0.0, "causal": True}},
     "strided": {"strided": True, "keywords": {"causal": True}},
+    "expanded": {"expanded": True, "keywords": {"causal": True}},
     "dropout": {**SQUARE, "keywords": {"dropout_p": 0.3, "dropout_seed": 12345678901234, "window": (None, 3)}},
     "dropout and softcap": {"lse_gradient": True, "keywords": {"dropout_p": 0.5, "dropout_seed": -7, "softcap": 2.0}},
 }

@@ -32,6 +32,9 @@ class Call:
     sink: bool = False
     lse_gradient: bool = False
     strided: bool = False
+    expanded: bool = False  # one key head and one gradient for all, by strides of 0
+    offsets: tuple[int, int, int, int] = (0, 0, 0, 0)  # elements from an aligned address to q, k, v and the gradient of out
+    pitch: int | None = None  # elements from a row of a head to the next, more than head_dim
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -47,12 +50,25 @@ class Call:
         dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         q = draw(self.seqlen_q, self.heads_q, self.head_dim)
         k, v = draw(self.seqlen_k, self.heads_kv, self.head_dim), draw(self.seqlen_k, self.heads_kv, dim_v)
+        if self.expanded:
+            k, v = (t[:1, :, :1].expand(t.shape) for t in (k, v))
+        q, k, v = (self._placed(t, offset) for t, offset in zip((q, k, v), self.offsets, strict=False))
         sink = torch.randn(self.heads_q, generator=generator).to(self.device) if self.sink else None
         return q, k, v, sink
+
+    def _placed(self, t: Tensor, offset: int) -> Tensor:
+        if self.pitch is not None:
+            t = t.new_empty(*t.shape[:-1], self.pitch)[..., : t.shape[-1]].copy_(t)
+        if offset:
+            t = t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)
+        return t
 
     def upstream(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.seed + 1)
         dout = torch.randn(out.shape, generator=generator).to(out)
+        if self.expanded:
+            dout = dout[:1, :1, :1].expand(out.shape)
+        dout = self._placed(dout, self.offsets[3])
         dlse = torch.randn(lse.shape, generator=generator).to(lse) if self.lse_gradient else torch.zeros_like(lse)
         return dout, dlse
 
@@ -73,7 +89,11 @@ def results(call: Call, backend: str, dtype: torch.dtype | None = None) -> dict[
     if call.lse_gradient:
         # Queries that see nothing have an infinite lse that no loss can use.
         total = total + (lse * dlse.to(lse.dtype)).masked_fill(torch.isinf(lse), 0.0).sum()
-    gradients = torch.autograd.grad(total, leaves)
+    if call.expanded or call.offsets[3] or call.pitch:
+        # A product would hand over a gradient with strides and an address of its own.
+        gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    else:
+        gradients = torch.autograd.grad(total, leaves)
     names = ["dq", "dk", "dv", "dsink"][: len(leaves)]
     return {"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import warploom
 from warploom import masks
+from warploom.attention import api
+from warploom.attention.arguments import dense_args
 from warploom.runtime import dispatch
 
 
@@ -81,3 +84,43 @@ def test_explain_does_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu, "forward", fail)
     warploom.explain(*qkv(), causal=True)
+
+
+class _Module:
+    """An implementation that takes everything, here or not."""
+
+    def __init__(self, reason: str | None) -> None:
+        self.reason = reason
+
+    def available(self) -> str | None:
+        return self.reason
+
+
+@pytest.mark.parametrize(("faster", "remembered"), [(None, None), ("no such GPU", "slow")])
+def test_a_choice_is_settled_where_no_faster_one_can_run(
+    monkeypatch: pytest.MonkeyPatch, faster: str | None, remembered: str | None
+) -> None:
+    ordered = [("cpu", None), ("fast", faster), ("slow", None)]
+    implementations = tuple([dispatch.Implementation(name, _Module(reason)) for name, reason in ordered])  # type: ignore[arg-type]
+    monkeypatch.setattr(dispatch, "_families", {"attention": implementations})
+    monkeypatch.setattr(dispatch, "_settled", {})
+    dispatch.settle("call", "slow")
+    assert dispatch.settled("call") == remembered
+    dispatch.strict(False)
+    assert dispatch.settled("call") is None
+
+
+def test_the_key_of_a_call_tells_problems_apart() -> None:
+    """Every argument that changes the problem changes the key, and lengths of cu_seqlens count, not contents."""
+    q, k = torch.zeros(1, 20, 4, 16), torch.zeros(1, 30, 2, 16)
+    base: dict[str, Any] = {"q": q, "k": k, "v": k}
+    changes: list[dict[str, Any]] = [
+        {}, {"q": q[:, :7]}, {"q": q[:, :, :2]}, {"k": k[:, :9], "v": k[:, :9]}, {"v": torch.zeros(1, 30, 2, 8)},
+        {"causal": True}, {"window": (3, None)}, {"window": (3, 0)}, {"softcap": 2.0}, {"sink": torch.zeros(4)},
+        {"dropout_p": 0.5}, {"deterministic": True}, {"q": q.half(), "k": k.half(), "v": k.half()},
+        {"q": q.clone().requires_grad_()}, {"mask": masks.ColumnMask(torch.full((1, 1, 30), 20, dtype=torch.int32))},
+    ]  # fmt: skip
+    calls = [dense_args(**{**base, **change}) for change in changes]
+    keys = [api._key(args, None) for args in calls]
+    problems = [api._problem(args) for args in calls]
+    assert len(set(keys)) == len(set(problems)) == len(changes) and len({*keys, api._key(calls[0], "cpu")}) == len(changes) + 1

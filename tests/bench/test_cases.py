@@ -7,7 +7,7 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.bench import suites
+from warploom.bench import linear, suites
 from warploom.bench.harness import Comparison, WrongResult
 from warploom.bench.masks import document_lengths, pairs, subtree_ends, tree_parents
 from warploom.bench.reference import one_head
@@ -62,6 +62,21 @@ def test_reference_of_a_group() -> None:
     q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
     want = one_head(q, k, k, masks.Causal().resolve(64, 64), None)
     assert want.check_out(warploom.attention(q, k, k, causal=True)) < 1e-5
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_reference_and_recurrence_of_linear_attention(normalize: bool) -> None:
+    """1100 rows: more than a chunk. The token-by-token peer computes the same, gradients too."""
+    q, k, v = (torch.rand(2, 1100, 2, 16).requires_grad_() for _ in range(3))
+    dout = torch.randn(2, 1100, 2, 16)
+    out = warploom.linear_attention(q, k, v, feature_map="identity", normalize=normalize)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = linear.one_head(q, k, v, dout, normalize)
+    assert want.check_out(out) < 1e-5 and want.check_gradients(gradients) < 1e-4
+    peer = linear.token_by_token(q, k, v, normalize)
+    assert want.check_out(peer) < 1e-5 and want.check_gradients(torch.autograd.grad(peer, (q, k, v), dout)) < 1e-4
+    with pytest.raises(WrongResult):
+        want.check_out(1.02 * out)
 
 
 def test_what_preparing_a_mask_compares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from warploom.cli import main
 from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
-EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode"]
+EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -24,7 +24,9 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "D16 S128 causal, backward: warploom" in printed and "tree, B1 S256, forward" in printed
     run = json.loads(out.read_text())
     measures = {(row["suite"], row["measure"]) for row in run["rows"]}
-    assert measures == {(s, m) for s in ("dense", "masks") for m in ("forward", "backward")} | {("decode", "graph")}
+    wanted = {(s, m) for s in ("dense", "masks", "linear") for m in ("forward", "backward")}
+    wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph"), ("decode", "graph")}
+    assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
         assert not any("wrong" in found for found in row["contenders"].values()), row
@@ -42,7 +44,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 9 + 1 and "tree, B1 S256" in run["left_out"]
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 9 + 1 + 2 and "tree, B1 S256" in run["left_out"]
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(
@@ -119,7 +121,7 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     names = capsys.readouterr().out.splitlines()
     assert len(names) == 18 + 7 and "masks   window 1024, B1 S32768" in names
     assert main(["bench", "--list", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 18
+    assert len(json.loads(capsys.readouterr().out)) == 18 + 8
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,37 @@ def test_report_of_made_up_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
     picture = tmp_path / "images" / "performance-masks-forward.svg"
     assert picture.read_text().startswith("<?xml") and "images/performance-masks-forward.svg" in page
     assert "No run on a GPU" not in page
+
+
+def test_report_of_linear_attention(tmp_path: Path) -> None:
+    """The better of fla's kernels counts, and a copy's time over ours is the share of the bandwidth."""
+
+    def row(case: str, measure: str, **ms: float) -> dict[str, Any]:
+        contenders = {name.replace("_", ", "): {"ms": value} for name, value in ms.items()}
+        return {"suite": "linear", "case": case, "measure": measure, "contenders": contenders}
+
+    rows = [
+        row("B8 H16 L2048 D64", "forward", warploom=1.0, fla_chunk=4.0, fla_fused=2.0, copy=0.7),
+        row("B1 H16 L16384 D64", "forward", warploom=1.0, fla_chunk=8.0, copy=0.5),
+        row("B1 H16 L16384 D128", "forward", warploom=1.0, copy=0.4),
+        row("B8 H16 L2048 D64", "backward", warploom=1.0, fla_chunk=1.5),
+        row("step, B64 H16 D128", "graph", warploom=1.0, copy=0.9),
+    ]
+    run = {"roofs": {"gemm_tflops": 1.0, "copy_gb_s": 1.0}, "device": "Some GPU", "date": "today", "commit": "0", "rows": rows}
+    data = tmp_path / "linear.json"
+    data.write_text(json.dumps(run))
+    report.write([data], tmp_path)
+    page = (tmp_path / "performance.md").read_text()
+    for line in (
+        "| the better fla kernel over ours, mean | 2.00 | 4.00 | met |",
+        "| the better fla kernel over ours, the worst case | 1.00 | 2.00 | met |",
+        "| copy over ours, B8 H16 L2048 D64 | 0.65 | 0.70 | met |",
+        "| copy over ours, B4 H32 L8192 D128 | 0.65 | – | not measured |",
+        "| copy over ours, B1 H16 L16384, the worse head_dim | 0.45 | 0.40 | missed |",
+        "| the better fla kernel over ours, mean | 1.70 | 1.50 | missed |",
+        "| copy of the state over ours | 0.80 | 0.90 | met |",
+    ):
+        assert line in page, line
 
 
 def test_report_without_a_gpu(tmp_path: Path) -> None:

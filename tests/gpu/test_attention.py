@@ -111,27 +111,12 @@ def test_thousand_repeats(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_misaligned_pointers_and_odd_strides(offset: int) -> None:
     """Bases off by 2, 4 and 8 bytes, after aligned calls of the same shapes: no binary may be taken for the other."""
-    inputs = drawn(2, 300, 4, 2, 64)
-    want = results(*inputs, causal=True)
+    call = Call(seed(), 2, 300, 300, head_dim=64, dtype=torch.bfloat16, device="cuda", keywords={"causal": True})
+    check(call, "triton")
     for odd in range(4):
-        moved = list(inputs)
-        flat = torch.empty(inputs[odd].numel() + offset, device="cuda", dtype=torch.bfloat16)
-        moved[odd] = flat[offset:].view(inputs[odd].shape)
-        moved[odd].copy_(inputs[odd])
-        for a, b in zip(results(*moved, causal=True), want, strict=True):
-            assert torch.equal(a, b), odd
-    rows = [torch.empty(2, 300, t.shape[2], 67, device="cuda", dtype=torch.bfloat16)[..., :64].copy_(t) for t in inputs]
-    for a, b in zip(results(*rows, causal=True), want, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_expanded_inputs() -> None:
-    q, k, v, _ = drawn(2, 300, 4, 1, 64)
-    dout = torch.randn(1, 1, 1, 64, device="cuda").bfloat16().expand(2, 300, 4, 64)
-    k, v = (t[:1].expand(2, 300, 4, 64) for t in (k, v))
-    want = results(q, k.contiguous(), v.contiguous(), dout.contiguous(), causal=True)
-    for a, b in zip(results(q, k, v, dout, causal=True), want, strict=True):
-        assert torch.equal(a, b)
+        offsets = tuple(offset if i == odd else 0 for i in range(4))
+        check(replace(call, offsets=offsets), "triton")
+    check(replace(call, pitch=67), "triton")
 
 
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
@@ -169,12 +154,13 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert torch.equal(a[-1:], b)
 
 
-def test_strides_past_31_bits_within_a_tile() -> None:
+@pytest.mark.parametrize("batch_stride", [0, 64], ids=["pointers", "descriptors"])
+def test_strides_past_31_bits_within_a_tile(batch_stride: int) -> None:
     """Rows 2²⁵ elements apart: 100 of them span 2³¹ and more."""
-    seqlen, stride = 100, 2**25
-    storage = torch.empty(seqlen * stride, device="cuda", dtype=torch.float16)
-    far = [storage.as_strided((1, seqlen, 1, 64), (0, stride, 64, 1), 64 * n).normal_() for n in range(4)]
-    near = [t.contiguous() for t in far]
+    shape, stride = (1, 100, 1, 64), 2**25
+    storage = torch.empty(shape[1] * stride, device="cuda", dtype=torch.float16)
+    far = [storage.as_strided(shape, (batch_stride, stride, 64, 1), 64 * n).normal_() for n in range(4)]
+    near = [t.contiguous().as_strided(shape, (batch_stride, 64, 64, 1)) for t in far]
     for a, b in zip(results(*far, causal=True), results(*near, causal=True), strict=True):
         assert torch.equal(a, b)
 

@@ -1,25 +1,65 @@
-"""Feature maps by name, callable or pair, and their errors."""
+"""Feature maps by name, callable or pair, their errors, and random features."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from warploom.linear.feature_maps import resolve
+from warploom import attention, linear_attention
+from warploom.linear.feature_maps import NAMED, RandomFeatures, resolve
 
 
 def test_names_callables_and_pairs() -> None:
     x = torch.tensor([-1.0, 0.0, 2.0])
-    torch.testing.assert_close(resolve("elu+1")[0](x), torch.tensor([float(torch.tensor(-1.0).exp()), 1.0, 3.0]))
-    assert torch.equal(resolve("relu")[1](x), x.clamp(min=0))
-    assert resolve("identity")[0](x) is x
+    torch.testing.assert_close(NAMED["elu+1"](x), torch.tensor([float(torch.tensor(-1.0).exp()), 1.0, 3.0]))
+    assert torch.equal(NAMED["relu"](x), x.clamp(min=0))
+    assert NAMED["identity"](x) is x
+    assert resolve("elu+1") == ("elu+1", "elu+1")
     assert resolve(torch.exp) == (torch.exp, torch.exp)
-    assert resolve((torch.exp, torch.relu)) == (torch.exp, torch.relu)
+    assert resolve((torch.exp, "relu")) == (torch.exp, "relu")
 
 
 def test_errors_name_the_argument() -> None:
-    with pytest.raises(ValueError, match="feature_map is 'elu'"):
-        resolve("elu")
-    for bad in (3, (torch.exp,)):
-        with pytest.raises(TypeError, match="feature_map"):
+    for bad in ("elu", ("relu", "elu")):
+        with pytest.raises(ValueError, match="feature_map is 'elu'"):
             resolve(bad)  # type: ignore[arg-type]
+    for worse in (3, (torch.exp,), (torch.exp, 3)):
+        with pytest.raises(TypeError, match="feature_map"):
+            resolve(worse)  # type: ignore[arg-type]
+
+
+def test_random_features_estimate_the_softmax_kernel() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k = (0.5 * torch.randn(50, 16, generator=generator) for _ in range(2))
+    phi = RandomFeatures(16, 4096, seed=5)
+    estimate, want = phi(q) @ phi(k).mT, (q @ k.mT / 4).exp()
+    assert (estimate / want - 1).abs().median() < 0.05
+    assert torch.equal(RandomFeatures(16, 4096, seed=5).weight, phi.weight)
+    assert not torch.equal(RandomFeatures(16, 4096, seed=6).weight, phi.weight)
+
+
+def test_random_features_are_orthogonal_within_a_block() -> None:
+    weight = RandomFeatures(8, 20).weight
+    for block in (weight[:8], weight[8:16], weight[16:]):
+        gram = block.double() @ block.double().mT
+        assert (gram - gram.diagonal().diag()).abs().max() < 1e-5
+
+
+def test_attention_with_random_features_is_near_softmax_attention() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (0.5 * torch.randn(1, 60, 2, 16, generator=generator) for _ in range(3))
+    want = attention(q, k, v, causal=True)
+    near, far = (
+        (linear_attention(q, k, v, feature_map=RandomFeatures(16, n, seed=2)) - want).norm() / want.norm() for n in (2048, 32)
+    )
+    assert near < 0.06 < far
+
+
+def test_random_features_say_what_they_take() -> None:
+    with pytest.raises(ValueError, match="take head_dim 16, got 8"):
+        RandomFeatures(16)(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="at least 1"):
+        RandomFeatures(0)
+    assert RandomFeatures(64).weight.shape == (256, 64)
+    half = RandomFeatures(16)(torch.zeros(2, 16, dtype=torch.bfloat16))
+    assert half.dtype == torch.bfloat16 and half.shape == (2, 45)

@@ -203,14 +203,52 @@ def explain(
     return plan_of(args, _problem(args), backend)
 
 
+def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None = None, **keywords: Any) -> Plan:
+    """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
+
+    A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
+    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them. Contents do not matter: q, k and v may
+    be empty tensors of the right shape, dtype and device.
+
+    Raises:
+        RuntimeError: the code can be neither loaded nor built here; the message says why.
+    """
+    make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
+    args = make(q, k, v, *packed, **keywords)
+    plan = plan_of(args, _problem(args), backend)
+    warm = getattr(dispatch.find(plan.implementation).module, "warm", None)
+    if warm is not None:
+        warm(args)
+    return plan
+
+
 def _run(args: AttentionArgs, backend: str | None) -> tuple[Tensor, Tensor]:
-    chosen = dispatch.choose(_problem(args), backend)
+    key = _key(args, backend) if args.q.is_cuda and not torch.compiler.is_compiling() else None
+    chosen = None if key is None else dispatch.settled(key)
+    if chosen is None:
+        chosen = dispatch.choose(_problem(args), backend)
+        if key is not None:
+            dispatch.settle(key, chosen)
     if chosen == "reference":
         # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
         out, lse = reference.forward(args)
         return out, lse.float()
     prepare = getattr(dispatch.find(chosen).module, "prepare", None)
     return attention_op((args if prepare is None else prepare(args))._replace(backend=chosen))
+
+
+def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
+    """All that the problem of a call depends on, at a tenth of its cost."""
+    q, k, v, sink, cu_q = args.q, args.k, args.v, args.sink, args.cu_seqlens_q
+    backward = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    )
+    return (
+        *(backend, backward, q.dtype, q.shape, k.shape, v.shape[-1], args.left, args.right, args.deterministic),
+        *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
+        *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
+        *(args.max_seqlen_q, args.max_seqlen_k),
+    )
 
 
 def _problem(args: AttentionArgs) -> AttentionProblem:

@@ -40,7 +40,7 @@ def dense_args(
     deterministic: bool | None = None,
 ) -> AttentionArgs:
     """The arguments of attention()."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)
     check_tensors(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
@@ -72,7 +72,7 @@ def varlen_args(
     deterministic: bool | None = None,
 ) -> AttentionArgs:
     """The arguments of attention_varlen()."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)
     paged = block_table is not None
     check_tensors(q, k, v, 3, "(total_tokens, heads, head_dim)", kv_rank=4 if paged else 3)
     _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
@@ -202,7 +202,7 @@ def _seed(dropout_p: float, seed: Tensor | int | None, q: Tensor) -> Tensor | No
     return seed
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast, fp32, fp16 and bf16 inputs take the autocast dtype, as torch's own attention's do."""
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return q, k, v

@@ -52,7 +52,11 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
             if implementation.name == chosen:
                 break
             refused.append((implementation.name, implementation.refusal(problem) or ""))
-    tile: tuple[int, int] | None = getattr(dispatch.find(chosen).module, "TILES", None)
+    module = dispatch.find(chosen).module
+    tile: tuple[int, int] | None = getattr(module, "TILES", None)
+    if hasattr(module, "describe"):
+        tile, words = module.describe(problem)
+        reason = f"{reason}; {words}"
     counts, skipped = (None, None)
     if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
         classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], tile[1], args.q.device)

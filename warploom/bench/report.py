@@ -32,7 +32,7 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
         elif "kernels" in run:
             sections.append(_banks_run(path, run))
         else:
-            raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_attention.py or `warploom banks --verify`")
+            raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_*.py or `warploom banks --verify`")
     if not any("roofs" in run and "CPU" not in run["device"] for _, run in runs):
         sections.append("No run on a GPU is among the files.\n")
     docs.mkdir(parents=True, exist_ok=True)
@@ -173,6 +173,48 @@ def _decode(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
+def _better(rows: Sequence[Row]) -> list[float]:
+    """The better fla kernel's time over ours, by case where both ran."""
+    found = []
+    for row in rows:
+        ours = row["contenders"].get("warploom", {}).get("ms")
+        theirs = [each["ms"] for name, each in row["contenders"].items() if name.startswith("fla") and "ms" in each]
+        if ours and theirs:
+            found.append(min(theirs) / ours)
+    return found
+
+
+def _linear(least: float) -> Callable[[Sequence[Row]], list[Bar]]:
+    def bars(rows: Sequence[Row]) -> list[Bar]:
+        found = _better(rows)
+        return [
+            ("the better fla kernel over ours, mean", least, mean(found) if found else None),
+            ("the better fla kernel over ours, the worst case", 1.0, min(found, default=None)),
+        ]
+
+    return bars
+
+
+def _linear_forward(rows: Sequence[Row]) -> list[Bar]:
+    copy = ratios(rows, "copy")
+    long = [ratio for case, ratio in copy.items() if case.startswith("B1 H16 L16384")]
+    return [
+        *_linear(2.0)(rows),
+        ("copy over ours, B4 H32 L8192 D128", 0.65, copy.get("B4 H32 L8192 D128")),
+        ("copy over ours, B8 H16 L2048 D64", 0.65, copy.get("B8 H16 L2048 D64")),
+        ("copy over ours, B1 H16 L16384, the worse head_dim", 0.45, min(long, default=None)),
+    ]
+
+
+def _linear_normalized(rows: Sequence[Row]) -> list[Bar]:
+    found = _better(rows)
+    return [("the better fla kernel over ours, mean", 4.0, mean(found) if found else None)]
+
+
+def _linear_step(rows: Sequence[Row]) -> list[Bar]:
+    return [("copy of the state over ours", 0.8, min(ratios(rows, "copy").values(), default=None))]
+
+
 BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("masks", "forward"): _against_flex(1.15),
     ("masks", "backward"): _against_flex(1.10),
@@ -180,13 +222,17 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("dense", "forward"): _dense,
     ("dense", "backward"): _dense,
     ("decode", "graph"): _decode,
+    ("linear", "forward"): _linear_forward,
+    ("linear", "forward, normalized"): _linear_normalized,
+    ("linear", "backward"): _linear(1.7),
+    ("linear", "graph"): _linear_step,
 }
 
 
 def _cpu_run(path: Path, run: dict[str, Any]) -> str:
-    """benchmarks/cpu_attention.py's file."""
+    """benchmarks/cpu_attention.py's file, or cpu_linear.py's."""
     lines = [
-        "## Attention on a CPU\n",
+        f"## {run.get('title', 'Attention on a CPU')}\n",
         f"{run['processor']}, {run['threads']} threads, torch {run['torch']}, {run['date']}, commit {run['commit']}; "
         f"{run['shape']}. Data: `{path.as_posix()}`.\n",
         "| case | dtype | pass | what | ms | p20 | p80 | MiB |",

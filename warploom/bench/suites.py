@@ -14,6 +14,7 @@ import warploom
 from warploom.bench import peers
 from warploom.bench.decode import capture, decode_cases
 from warploom.bench.harness import Call, Case, Comparison, first_line
+from warploom.bench.linear import linear_cases
 from warploom.bench.masks import pairs
 from warploom.bench.reference import OneHead, one_head
 from warploom.masks import Causal, Full, Mask
@@ -32,15 +33,34 @@ class Shape:
     seqlen: int
     heads: int
     head_dim: int
+    heads_kv: int | None = None  # as many as heads
+    head_dim_v: int | None = None  # head_dim
 
     def flops(self, density: float) -> float:
         """Of a forward pass: two products over the visible scores."""
-        return 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim * density
+        dims = self.head_dim + (self.head_dim_v or self.head_dim)
+        return 2.0 * self.batch * self.heads * self.seqlen**2 * dims * density
 
     def draw(self, device: torch.device) -> list[Tensor]:
         """q, k, v and an upstream gradient."""
-        shape = (self.batch, self.seqlen, self.heads, self.head_dim)
-        return [torch.randn(shape, device=device).bfloat16() for _ in range(4)]
+        heads_kv, dim_v = self.heads_kv or self.heads, self.head_dim_v or self.head_dim
+        ends = ((self.heads, self.head_dim), (heads_kv, self.head_dim), (heads_kv, dim_v), (self.heads, dim_v))
+        return [torch.randn(self.batch, self.seqlen, *end, device=device).bfloat16() for end in ends]
+
+    @property
+    def name(self) -> str:
+        """Head dims, length, and the heads where keys have fewer."""
+        dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        return f"{dims} S{self.seqlen}" + (f" heads {self.heads}/{self.heads_kv}" if self.heads_kv else "")
+
+
+# Grouped heads, values narrower than keys, head dims between.
+OTHER_SHAPES = (
+    Shape(2, 8192, 32, 128, heads_kv=8),
+    Shape(2, 8192, 16, 192, head_dim_v=128),
+    Shape(4, 4096, 16, 96),
+    Shape(1, 16384, 8, 192),
+)
 
 
 def cases(suites: list[str], device: torch.device, quick: bool) -> list[Case]:
@@ -53,21 +73,24 @@ def cases(suites: list[str], device: torch.device, quick: bool) -> list[Case]:
         found += mask_cases(device, quick)
     if "decode" in suites:
         found += decode_cases(quick)
-    if "linear" in suites and not hasattr(warploom, "linear_attention"):
-        raise ValueError("--suite linear: this version of warploom has no linear_attention yet")
+    if "linear" in suites:
+        found += linear_cases(quick)
     return found
 
 
 def dense_cases(passes: list[str], quick: bool) -> list[Case]:
+    tokens, channels = (256, 32) if quick else (TOKENS, CHANNELS)
+    shapes = [
+        Shape(tokens // seqlen, seqlen, channels // head_dim, head_dim)
+        for head_dim in ((16,) if quick else HEAD_DIMS)
+        for seqlen in ((128,) if quick else SEQLENS)
+    ]
     found = []
-    for head_dim in (16,) if quick else HEAD_DIMS:
-        for seqlen in (128,) if quick else SEQLENS:
-            for causal in (False, True):
-                tokens, channels = (256, 32) if quick else (TOKENS, CHANNELS)
-                shape = Shape(tokens // seqlen, seqlen, channels // head_dim, head_dim)
-                name = f"D{head_dim} S{seqlen} {'causal' if causal else 'full'}"
-                build = partial(_build_dense, shape, causal, passes)
-                found.append(Case("dense", name, {**shape.__dict__, "causal": causal}, build))
+    for shape in (*shapes, *(() if quick else OTHER_SHAPES)):
+        for causal in (False, True):
+            build = partial(_build_dense, shape, causal, passes)
+            name = f"{shape.name} {'causal' if causal else 'full'}"
+            found.append(Case("dense", name, {**shape.__dict__, "causal": causal}, build))
     return found
 
 
@@ -96,8 +119,10 @@ def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.de
             refused["FlexAttention"] = first_line(error)
         try:
             contenders["FA4"] = peers.flash_attention_4(causal)
+            if "FlexAttention" in contenders:
+                contenders["FlexAttention, FLASH"] = peers.flex(block_mask, {"BACKEND": "FLASH"})
         except peers.NotHere as why:
-            refused["FA4"] = str(why)
+            refused["FA4"] = refused["FlexAttention, FLASH"] = str(why)
     else:
         contenders["SDPA"] = _torch_sdpa(causal)
     mask = Causal() if causal else Full()

@@ -16,7 +16,7 @@ import torch
 
 import warploom
 from warploom.commands.table import table
-from warploom.runtime import dispatch
+from warploom.runtime import dispatch, modules
 
 EXAMPLES = """examples:
   warploom doctor               versions, devices, implementations
@@ -75,6 +75,7 @@ def examine() -> dict[str, Any]:
         "driver": driver(),
         "torch_cuda": torch.version.cuda,
         "cache": cache(),
+        "modules": compiled_modules(),
         "implementations": implementations,
     }
 
@@ -138,6 +139,17 @@ def cache() -> dict[str, Any]:
     return {"folder": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
 
 
+def compiled_modules() -> dict[str, Any]:
+    """Of the named set of `warploom build`: how many the cache holds, and why others there cannot be used."""
+    from collections import Counter
+
+    from warploom.commands.build import named_set
+
+    found = Counter(modules.refusal(spec) for spec in named_set("sm_90a"))
+    built, absent = found.pop(None, 0), found.pop("not built", 0)
+    return {"folder": str(modules.cache_folder()), "built": built, "not_built": absent, "refused": dict(found)}
+
+
 def render(report: dict[str, Any]) -> str:
     """The report for a person."""
     versions = report["packages"].items()
@@ -160,9 +172,15 @@ def render(report: dict[str, Any]) -> str:
         "devices\n" + table(devices),
         "implementations, in the order they are asked\n" + table(runs),
         "cache of compiled kernels\n"
-        f"  {stored['folder']}: {stored['files']} files, {stored['bytes'] / 2**20:.1f} MiB",
+        f"  {stored['folder']}: {stored['files']} files, {stored['bytes'] / 2**20:.1f} MiB\n"
+        f"  Hopper modules: {module_words(report['modules'])}",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def module_words(state: dict[str, Any]) -> str:
+    words = [f"{state['built']} built", f"{state['not_built']} not built (warploom build)"]
+    return ", ".join(words + [f"{count} {reason}" for reason, count in state["refused"].items()])
 
 
 def no_gpu(report: dict[str, Any]) -> str:

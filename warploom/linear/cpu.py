@@ -8,11 +8,13 @@ it is in running sums. Three steps and their adjoints make up every call: causal
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from warploom.linear.cpu_block import Block, Sums
+from warploom.linear.cpu_block import Block, Scratch, Sums
+from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
 from warploom.linear.problem import LinearCall
 
@@ -35,64 +37,107 @@ def supports(call: LinearCall) -> str | None:
 def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None."""
     q, v = call.q, call.v
-    out = v.new_zeros((*q.shape[:3], v.shape[3]))
-    norm = q.new_ones((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
+    out = v.new_empty((*q.shape[:3], v.shape[3]))
+    norm = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
     s, z = _first_state(call)
-    if call.cu_seqlens is None:
-        _forward(call, out, norm, _flat(s, z), return_state)
-    else:
-        for n, span, part in sequences(call):
-            _forward(part, out[:, span], norm[:, :, span], (s[n], z[n]), return_state)
+    tiles = Scratch()
+    for rows, tokens, states, part in _parts(call):
+        _forward(part, tiles, out[rows, tokens], norm[rows, :, tokens], _flat(s[states], z[states]), return_state)
+    if call.cu_seqlens is not None:
+        unused = slice(tokens.stop if call.sequences else 0, None)
+        out[:, unused], norm[:, :, unused] = 0.0, 1.0
     return out, norm if call.normalize else None, s if return_state else None, z if return_state else None
 
 
 def backward(call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Gradients:
     """Gradients of q, k and v, and of the initial state where the call has one."""
-    dq, dk, dv = (t.new_zeros(t.shape) for t in (call.q, call.k, call.v))
+    dq, dk, dv = (t.new_empty(t.shape) for t in (call.q, call.k, call.v))
     s, z = _first_state(call)
     first_s, first_z = (_own(t, s.dtype) if t is not None else torch.zeros_like(like) for t, like in ((ds, s), (dz, z)))
-    if call.cu_seqlens is None:
-        _backward(call, dout, norm, _flat(s, z), _flat(first_s, first_z), (dq, dk, dv))
-    else:
-        for n, span, part in sequences(call):
-            own = None if norm is None else norm[:, :, span]
-            gradients = dq[:, span], dk[:, span], dv[:, span]
-            _backward(part, dout[:, span], own, (s[n], z[n]), (first_s[n], first_z[n]), gradients)
+    tiles = Scratch()
+    for rows, tokens, states, part in _parts(call):
+        own = None if norm is None else norm[rows, :, tokens]
+        sums, dsums = _flat(s[states], z[states]), _flat(first_s[states], first_z[states])
+        gradients = dq[rows, tokens], dk[rows, tokens], dv[rows, tokens]
+        _backward(part, tiles, dout[rows, tokens], own, sums, dsums, gradients)
+    if call.cu_seqlens is not None:
+        for t in (dq, dk, dv):
+            t[:, tokens.stop if call.sequences else 0 :] = 0.0
     return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
 
 
-def step(call: LinearCall) -> tuple[Tensor, Tensor, Tensor]:
-    """One token a sequence: out (batch, 1, heads_q, M) and the new state."""
-    out, _, s, z = forward(call, True)
-    assert s is not None and z is not None
-    return out, s, z
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    *,
+    map_q: str,
+    map_k: str,
+    normalize: bool,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token a sequence: out (batch, heads_q, M) and the new state; q (batch, heads_q, E), k and v (batch, heads_kv, ·)."""
+    k = NAMED[map_k](k.to(s.dtype))
+    rows = NAMED[map_q](q.to(s.dtype)).unflatten(1, (k.shape[1], -1)) * scale
+    s, z = torch.addcmul(s, k.unsqueeze(-1), v.to(s.dtype).unsqueeze(-2)), z + k
+    out = rows @ s
+    if normalize:
+        out /= rows @ z.unsqueeze(-1) + eps
+    return out.flatten(1, 2).to(v.dtype), s, z
 
 
-def _forward(call: LinearCall, out: Tensor, norm: Tensor, sums: Sums, return_state: bool) -> None:
+def _parts(call: LinearCall) -> Iterator[tuple[slice, slice, slice, LinearCall]]:
+    """Batch entries, tokens, states and dense calls: one sequence of a packed call, or a few entries of a batch.
+
+    Eight chunks of that many fill a block; more would leave the caches, and keep a state for each few tokens.
+    """
+    if call.cu_seqlens is not None:
+        for n, tokens, part in sequences(call):
+            yield slice(0, 1), tokens, slice(n, n + 1), part
+        return
+    batch, _, heads, dim = call.q.shape
+    size = max(1, BLOCK // (8 * 32 * heads * max(dim, call.v.shape[3])))
+    for start in range(0, batch, size):
+        rows = slice(start, start + size)
+        cut = {name: getattr(call, name)[rows] for name in ("q", "k", "v")}
+        lengths = None if call.lengths is None else call.lengths[rows]
+        yield rows, slice(None), rows, dataclasses.replace(call, **cut, lengths=lengths)
+
+
+def _forward(call: LinearCall, tiles: Scratch, out: Tensor, norm: Tensor, sums: Sums, return_state: bool) -> None:
     """Write out and norm of a dense call, and leave the last state in ``sums``."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
-    for block in _chunked(call, both):
+    for block in _chunked(call, tiles, both):
         block.causal(sums, out, norm)
     if return_state or not call.causal:
-        for block in _whole(call, both, seqlen_k):
+        for block in _whole(call, tiles, both, seqlen_k):
             block.accumulate(sums)
-    for block in _whole(call, both, seqlen_q):
+    for block in _whole(call, tiles, both, seqlen_q):
         block.read(sums, out, norm)
 
 
 def _backward(
-    call: LinearCall, dout: Tensor, norm: Tensor | None, sums: Sums, dsums: Sums, gradients: tuple[Tensor, Tensor, Tensor]
+    call: LinearCall,
+    tiles: Scratch,
+    dout: Tensor,
+    norm: Tensor | None,
+    sums: Sums,
+    dsums: Sums,
+    gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write the gradients of a dense call; ``dsums`` goes from the last state's gradient to the first's."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
-    rest_q, rest_k = _whole(call, both, seqlen_q), _whole(call, both, seqlen_k)
+    rest_q, rest_k = _whole(call, tiles, both, seqlen_q), _whole(call, tiles, both, seqlen_k)
     if call.causal:
         # Keys past the last query reach the last state alone.
         for block in rest_k:
             block.accumulate_backward(dsums, *gradients[1:])
-    blocks, before = _chunked(call, both), []
+    blocks, before = _chunked(call, tiles, both), []
     for block in blocks:
         before.append((sums[0].clone(), sums[1].clone()))
         dataclasses.replace(block, chunk=block.stop - block.start).accumulate(sums)
@@ -108,20 +153,20 @@ def _backward(
         block.causal_backward(first, dsums, dout, norm, gradients)
 
 
-def _chunked(call: LinearCall, stop: int) -> list[Block]:
+def _chunked(call: LinearCall, tiles: Scratch, stop: int) -> list[Block]:
     """Blocks of several chunks from 0 to stop, for causal steps."""
     heads, widest = call.q.shape[0] * call.q.shape[2], max(call.q.shape[3], call.v.shape[3])
     # Scores cost 2 · chunk · (E + M) a token beside 4 · E · M for the sums; yet small products of few heads run slowly.
     chunk = 32 if widest <= 64 and heads >= 8 else 64
     size = chunk * max(1, BLOCK // (heads * widest * chunk))
-    return [Block(call, chunk, at, min(at + size, stop)) for at in range(0, stop, size)]
+    return [Block(call, tiles, chunk, at, min(at + size, stop)) for at in range(0, stop, size)]
 
 
-def _whole(call: LinearCall, start: int, stop: int) -> list[Block]:
+def _whole(call: LinearCall, tiles: Scratch, start: int, stop: int) -> list[Block]:
     """Blocks of one chunk, for the steps without scores."""
     heads, widest = call.q.shape[0] * call.q.shape[2], max(call.q.shape[3], call.v.shape[3])
     size = max(64, BLOCK // (heads * widest))
-    return [Block(call, min(size, stop - at), at, min(at + size, stop)) for at in range(start, stop, size)]
+    return [Block(call, tiles, min(size, stop - at), at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _first_state(call: LinearCall) -> Sums:

@@ -21,119 +21,165 @@ LOG2E = math.log2(math.e)
 Sums = tuple[Tensor, Tensor]  # s (batch · heads_kv, E, M) and z (batch · heads_kv, E), or their gradients
 
 
+class Scratch:
+    """Tiles that all blocks of a call use again: new ones would be unmapped pages, dearer than the work done on them."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def tile(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory called ``name`` as a tensor of any contents; what an earlier block had under that name is lost."""
+        size = math.prod(shape)
+        if name not in self._held or self._held[name].numel() < size:
+            self._held[name] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._held[name][:size].view(shape)
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b, tile by tile."""
+        result = self.tile(name, (*a.shape[:-1], b.shape[-1]), a)
+        torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=result.flatten(0, 1))
+        return result
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """Sums over the last dimension of a · b."""
+        return torch.mul(a, b, out=self.tile("dot", tuple(a.shape), a)).sum(-1)
+
+    def apply(self, name: str, x: Tensor) -> Tensor:
+        """A feature map, in place."""
+        if name == "relu":
+            return x.clamp_(min=0)
+        if name == "identity":
+            return x
+        # elu(x) + 1 = exp(min(x, 0)) + max(x, 0). torch's exp2 takes half of exp's time and a quarter of elu's; fp64 keeps
+        # its digits.
+        positive = torch.clamp(x, min=0, out=self.tile("dot", tuple(x.shape), x))
+        x.clamp_(max=0)
+        return (x.exp_() if x.dtype == torch.float64 else x.mul_(LOG2E).exp2_()).add_(positive)
+
+    def chain(self, name: str, gradient: Tensor, mapped: Tensor) -> Tensor:
+        """The gradient through a feature map, in place; its derivative follows from its value."""
+        if name == "relu":
+            return gradient.masked_fill_(mapped <= 0, 0.0)
+        if name == "elu+1":
+            return gradient.mul_(torch.clamp(mapped, max=1.0, out=self.tile("dot", tuple(mapped.shape), mapped)))
+        return gradient
+
+
 @dataclass(frozen=True)
 class Block:
     """Positions start to stop of a dense call; methods write into the tensors and sums that they are given."""
 
     call: LinearCall
+    scratch: Scratch
     chunk: int
     start: int
     stop: int
 
     def causal(self, sums: Sums, out: Tensor, norm: Tensor) -> None:
         """Out and norm of the block's queries; ``sums`` goes from before its first key to after its last."""
-        call, (s, z) = self.call, sums
-        q, k, v = self.scaled_queries(), self.keys(), self.values()
-        p = self._visible(q @ k.mT)
-        rows = p @ v
-        den = p.sum(-1)
-        if call.normalize:
-            den += torch.linalg.vecdot(q, _before(z, k.sum(2)).unsqueeze(2))
-        z += k.sum((0, 2))
+        (s, z), tiles = sums, self.scratch
+        q, k, v = self._scaled(self._queries()), self._keys(), self._values()
+        p = self._visible(tiles.product("p", q, k.mT))
+        rows = tiles.product("rows", p, v)
+        den, added = p.sum(-1), k.sum(2)
+        if self.call.normalize:
+            den += tiles.dot(q, _before(z, added).unsqueeze(2))
+        z += added.sum(0)
         for row, query, key, value in zip(rows, q, k, v, strict=True):
             row.baddbmm_(query, s)
             s.baddbmm_(key.mT, value)
         self._finish(rows, den, out, norm)
 
     def read(self, sums: Sums, out: Tensor, norm: Tensor) -> None:
-        """Out and norm of the block's queries, which see exactly what is in ``sums``."""
-        q = self.scaled_queries()
-        self._finish(q @ sums[0], torch.linalg.vecdot(q, sums[1].unsqueeze(1)), out, norm)
+        """Out and norm of the block's queries, which see exactly what is in ``sums``; the block is one chunk."""
+        q = self._scaled(self._queries())
+        den = self.scratch.dot(q, sums[1].unsqueeze(1))
+        self._finish(self.scratch.product("rows", q, sums[0].unsqueeze(0)), den, out, norm)
 
     def accumulate(self, sums: Sums) -> None:
         """Add the block's keys to ``sums``."""
-        k, v = self.keys(), self.values()
+        k, v = self._keys(), self._values()
         for key, value in zip(k, v, strict=True):
             sums[0].baddbmm_(key.mT, value)
-        sums[1].add_(k.sum((0, 2)))
+            sums[1].add_(key.sum(1))
 
     def causal_backward(
         self, sums: Sums, dsums: Sums, dout: Tensor, norm: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         """Adjoint of `causal`: ``sums`` is what it began with (consumed), ``dsums`` goes from after it to before it."""
-        call, (s, z), (ds, dz) = self.call, sums, dsums
-        raw, k, v = self._queries(), self.keys(), self.values()
-        q = raw if call.scale == 1.0 else raw * call.scale
+        (s, z), (ds, dz), tiles = sums, dsums, self.scratch
+        mapped, k, v = self._queries(), self._keys(), self._values()
+        q = self._scaled(mapped)
         dn, den = self._dnum(dout, norm)
-        p = self._visible(q @ k.mT)
-        dp = dn @ v.mT
-        dq = torch.empty_like(q)
+        p = self._visible(tiles.product("p", q, k.mT))
+        dp = tiles.product("dp", dn, v.mT)
+        dq = tiles.tile("rows", tuple(q.shape), q)
         for row, grad, key, value in zip(dq, dn, k, v, strict=True):
             torch.bmm(grad, s.mT, out=row)
             s.baddbmm_(key.mT, value)
         if den is not None:
             # Where a score is hidden p is 0, so dp need not be.
-            share = (torch.linalg.vecdot(p, dp) + torch.linalg.vecdot(q, dq)).unsqueeze(-1).div_(den)
+            share = (tiles.dot(p, dp) + tiles.dot(q, dq)).unsqueeze(-1).div_(den)
             dp -= share
             dq.addcmul_(share, _before(z, k.sum(2)).unsqueeze(2), value=-1)
         self._visible(dp)
-        _add_product(dq, dp, k)
-        self._put_queries(gradients[0], dq, raw)
-
-        dk, dv = dp.mT @ q, p.mT @ dn
+        dq.flatten(0, 1).baddbmm_(dp.flatten(0, 1), k.flatten(0, 1))
+        dk, dv = tiles.product("dk", dp.mT, q), tiles.product("dv", p.mT, dn)
         if den is None:
             dk += dz.unsqueeze(1)
         else:
-            ends = (q * share).sum(2).neg_()
+            ends = torch.mul(q, share, out=tiles.tile("dot", tuple(q.shape), q)).sum(2).neg_()
             dk += _before(dz, ends.flip(0)).flip(0).unsqueeze(2)
             dz += ends.sum(0)
         for c in reversed(range(len(q))):
             dk[c].baddbmm_(v[c], ds.mT)
             dv[c].baddbmm_(k[c], ds)
             ds.baddbmm_(q[c].mT, dn[c])
+        self._put_queries(gradients[0], dq, mapped)
         self._put_keys(gradients[1], gradients[2], dk, dv, k)
 
     def read_backward(self, sums: Sums, dsums: Sums, dout: Tensor, norm: Tensor | None, dq: Tensor) -> None:
         """Adjoint of `read`: adds to ``dsums``."""
-        raw = self._queries()
-        q = raw if self.call.scale == 1.0 else raw * self.call.scale
+        mapped = self._queries()
+        q = self._scaled(mapped)
         dn, den = self._dnum(dout, norm)
-        rows = dn @ sums[0].mT
-        for query, grad in zip(q, dn, strict=True):
-            dsums[0].baddbmm_(query.mT, grad)
+        rows = self.scratch.product("rows", dn, sums[0].mT.unsqueeze(0))
+        dsums[0].baddbmm_(q[0].mT, dn[0])
         if den is not None:
-            share = torch.linalg.vecdot(q, rows).unsqueeze(-1).div_(den)
+            share = self.scratch.dot(q, rows).unsqueeze(-1).div_(den)
             rows.addcmul_(share, sums[1].unsqueeze(1), value=-1)
             dsums[1].sub_((q * share).sum((0, 2)))
-        self._put_queries(dq, rows, raw)
+        self._put_queries(dq, rows, mapped)
 
     def accumulate_backward(self, dsums: Sums, dk: Tensor, dv: Tensor) -> None:
-        """Adjoint of `accumulate`."""
-        k, v = self.keys(), self.values()
-        self._put_keys(dk, dv, (v @ dsums[0].mT).add_(dsums[1].unsqueeze(1)), k @ dsums[0], k)
-
-    def keys(self) -> Tensor:
-        """Mapped keys, 0 where hidden."""
-        return self._hide(_apply(self.call.map_k, self._load(self.call.k)))
-
-    def values(self) -> Tensor:
-        """Values, 0 where hidden."""
-        return self._hide(self._load(self.call.v))
-
-    def scaled_queries(self) -> Tensor:
-        """Mapped queries times the scale."""
-        q = self._queries()
-        return q if self.call.scale == 1.0 else q.mul_(self.call.scale)
+        """Adjoint of `accumulate`; the block is one chunk."""
+        k, v = self._keys(), self._values()
+        rows = self.scratch.product("dk", v, dsums[0].mT.unsqueeze(0)).add_(dsums[1].unsqueeze(1))
+        self._put_keys(dk, dv, rows, self.scratch.product("dv", k, dsums[0].unsqueeze(0)), k)
 
     def _queries(self) -> Tensor:
-        return _apply(self.call.map_q, self._load(self.call.q))
+        return self.scratch.apply(self.call.map_q, self._load("q", self.call.q))
+
+    def _keys(self) -> Tensor:
+        """Mapped keys, 0 where hidden."""
+        return self._hide(self.scratch.apply(self.call.map_k, self._load("k", self.call.k)))
+
+    def _values(self) -> Tensor:
+        """Values, 0 where hidden."""
+        return self._hide(self._load("v", self.call.v))
+
+    def _scaled(self, mapped: Tensor) -> Tensor:
+        """Mapped queries times the scale, in memory of their own."""
+        if self.call.scale == 1.0:
+            return mapped
+        return torch.mul(mapped, self.call.scale, out=self.scratch.tile("scaled", tuple(mapped.shape), mapped))
 
     def _dnum(self, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """dN, and the denominators (…, 1), 1 past the last query."""
-        dn = self._load(dout)
+        dn = self._load("dn", dout)
         if norm is None:
             return dn, None
-        den = self._load(norm.transpose(1, 2).unsqueeze(-1), fill=1.0)
+        den = self._load("den", norm.transpose(1, 2).unsqueeze(-1), fill=1.0)
         return dn.div_(den), den
 
     def _finish(self, rows: Tensor, den: Tensor, out: Tensor, norm: Tensor) -> None:
@@ -146,10 +192,10 @@ class Block:
     def _put_queries(self, target: Tensor, gradient: Tensor, mapped: Tensor) -> None:
         if self.call.scale != 1.0:
             gradient.mul_(self.call.scale)
-        self._store(target, _chain(self.call.map_q, gradient, mapped))
+        self._store(target, self.scratch.chain(self.call.map_q, gradient, mapped))
 
     def _put_keys(self, dk: Tensor, dv: Tensor, gradient_k: Tensor, gradient_v: Tensor, mapped: Tensor) -> None:
-        self._store(dk, self._hide(_chain(self.call.map_k, gradient_k, mapped)))
+        self._store(dk, self._hide(self.scratch.chain(self.call.map_k, gradient_k, mapped)))
         self._store(dv, self._hide(gradient_v))
 
     def _visible(self, scores: Tensor) -> Tensor:
@@ -170,12 +216,13 @@ class Block:
             tile[-1, :, (self.stop - self.start) % chunk :] = 0.0
         return tile
 
-    def _load(self, x: Tensor, fill: float = 0.0) -> Tensor:
+    def _load(self, name: str, x: Tensor, fill: float = 0.0) -> Tensor:
         """A tile of x (batch, seqlen, heads, dim) in the accumulator's dtype, ``fill`` past the block's end."""
         chunks = -(-(self.stop - self.start) // self.chunk)
         batch, _, heads, dim = x.shape
         heads_kv = self.call.k.shape[2]
-        tile = x.new_empty((chunks, batch, heads_kv, heads // heads_kv, self.chunk, dim), dtype=self.call.accumulator)
+        shape = (chunks, batch, heads_kv, heads // heads_kv, self.chunk, dim)
+        tile = self.scratch.tile(name, shape, x.new_empty(0, dtype=self.call.accumulator))
         if (self.stop - self.start) % self.chunk:
             tile[-1].fill_(fill)
         for part, source in self._pieces(tile, x):
@@ -203,29 +250,3 @@ class Block:
 def _before(first: Tensor, added: Tensor) -> Tensor:
     """Running sums before each entry of ``added`` (chunks, …), beginning with ``first``."""
     return torch.cat([first.unsqueeze(0), added[:-1]]).cumsum(0)
-
-
-def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target += a @ b, tile by tile."""
-    target.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
-
-
-def _apply(name: str, x: Tensor) -> Tensor:
-    """A feature map, in place."""
-    if name == "relu":
-        return x.clamp_(min=0)
-    if name == "elu+1":
-        # exp(min(x, 0)) + max(x, 0). torch's exp2 takes half of exp's time and a quarter of elu's; fp64 keeps its digits.
-        positive = x.clamp(min=0)
-        x.clamp_(max=0)
-        return (x.exp_() if x.dtype == torch.float64 else x.mul_(LOG2E).exp2_()).add_(positive)
-    return x
-
-
-def _chain(name: str, gradient: Tensor, mapped: Tensor) -> Tensor:
-    """The gradient through a feature map, in place; its derivative follows from its value."""
-    if name == "relu":
-        return gradient.masked_fill_(mapped <= 0, 0.0)
-    if name == "elu+1":
-        return gradient.mul_(mapped.clamp(max=1.0))
-    return gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,3 +47,9 @@ class LinearCall:
     def accumulator(self) -> torch.dtype:
         """The dtype of sums and states."""
         return torch.promote_types(self.v.dtype, torch.float32)
+
+
+def one_token(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> LinearCall:
+    """The call of a step: q (batch, heads_q, E), k and v (batch, heads_kv, ·), the state, and the call's maps and numbers."""
+    q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    return LinearCall(q=q, k=k, v=v, causal=True, s=s, z=z, lengths=None, cu_seqlens=None, **options)

@@ -6,12 +6,15 @@ and queries past the last key see every key. The denominator is scale * q.z + ep
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
-from warploom.linear.problem import LinearCall
+from warploom.linear.problem import LinearCall, one_token
 from warploom.linear.state import LinearState
 
 
@@ -32,11 +35,13 @@ def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None
     if call.cu_seqlens is None:
         out, norm, state = _dense(call)
     else:
-        outs, norms, states = [], [], []
+        outs, norms, states, end = [], [], [], 0
         for _, span, part in sequences(call):
+            end = span.stop
             part_out, part_norm, part_state = _dense(part)
-            outs.append(part_out), norms.append(part_norm), states.append(part_state)
-        end = span.stop if outs else 0
+            outs.append(part_out)
+            norms.append(part_norm)
+            states.append(part_state)
         outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64))
         norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
         empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64)
@@ -52,22 +57,22 @@ def backward(
     call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v and the initial state, by autograd."""
-    import dataclasses
-
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in _leaves(call)}
     with torch.enable_grad():
         out, _, s, z = forward(dataclasses.replace(call, **leaves), True)
-        pairs = [(t, d) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
-        total = sum((t * d.to(t.dtype)).sum() for t, d in pairs)
-    found = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), materialize_grads=True), strict=True))
+        assert s is not None and z is not None
+        pairs = [(t, d.to(t.dtype)) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
+        outputs, upstream = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, materialize_grads=True)
+    found = dict(zip(leaves, gradients, strict=True))
     return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
 
 
-def step(call: LinearCall) -> tuple[Tensor, Tensor, Tensor]:
-    """One token a sequence: out (batch, 1, heads_q, M) and the new state."""
-    out, _, s, z = forward(call, True)
-    assert s is not None and z is not None
-    return out, s, z
+def step(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """One token a sequence: out (batch, heads_q, M) and the new state; arguments as `one_token`'s."""
+    out, _, new_s, new_z = forward(one_token(q, k, v, s, z, **options), True)
+    assert new_s is not None and new_z is not None
+    return out.squeeze(1), new_s, new_z
 
 
 def _leaves(call: LinearCall) -> tuple[str, ...]:
@@ -77,12 +82,16 @@ def _leaves(call: LinearCall) -> tuple[str, ...]:
 def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     """Out, norm and the last state of a call that is not packed, in fp64."""
     group = call.q.shape[2] // call.k.shape[2]
-    q, k = NAMED[call.map_q](call.q.double()), NAMED[call.map_k](call.k.double())
-    v = call.v.double()
-    if call.lengths is not None:
-        hidden = torch.arange(k.shape[1], device=k.device) >= call.lengths[:, None]
-        # A hidden key or value may hold anything, so it is replaced rather than multiplied.
-        k, v = (t.masked_fill(hidden[:, :, None, None], 0.0) for t in (k, v))
+    q, k, v = call.q.double(), call.k.double(), call.v.double()
+    if call.lengths is None:
+        k = NAMED[call.map_k](k)
+    else:
+        hidden = (torch.arange(k.shape[1], device=k.device) >= call.lengths[:, None])[:, :, None, None]
+        # A hidden key or value may hold anything: it is replaced rather than multiplied, and before the map, whose
+        # derivative there would be NaN as well.
+        k = NAMED[call.map_k](k.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
+        v = v.masked_fill(hidden, 0.0)
+    q = NAMED[call.map_q](q)
     s, z = torch.einsum("bshe,bshm->bhem", k, v), k.sum(1)
     state = None
     if call.s is not None and call.z is not None:

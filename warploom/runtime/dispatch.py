@@ -35,6 +35,8 @@ class Implementation:
 
 _families: dict[str, tuple[Implementation, ...]] = {}
 
+# Choices by a key of the caller's that holds all that a problem does.
+_settled: dict[Any, str] = {}
 _strict = False
 _warned: set[tuple[str, str]] = set()
 
@@ -43,11 +45,13 @@ def strict(enabled: bool = True) -> None:
     """Make falling to a slower implementation on a GPU an error instead of one warning a process."""
     global _strict
     _strict = enabled
+    _settled.clear()
 
 
 def register(family: str, *ordered: Implementation) -> None:
     """Set a family's dispatch list, fastest first: the first that does not refuse runs."""
     _families[family] = ordered
+    _settled.clear()
 
 
 def implementations(family: str = "attention") -> tuple[Implementation, ...]:
@@ -88,6 +92,23 @@ def choose(problem: Any, backend: str | None = None, family: str = "attention") 
         if unavailable is None:
             refusals.append((implementation.name, reason))
     raise ValueError("no implementation takes this call: " + "; ".join(f"{n}: {r}" for n, r in refusals))
+
+
+def settled(key: Any) -> str | None:
+    """What an earlier ``settle`` found for the key."""
+    return _settled.get(key)
+
+
+def settle(key: Any, name: str, family: str = "attention") -> None:
+    """Remember a choice on a GPU that nothing but strict() or register() can change: no faster implementation can run here."""
+    for implementation in _families[family]:
+        if implementation.name == name:
+            if len(_settled) > 4096:
+                _settled.clear()
+            _settled[key] = name
+            return
+        if implementation.name != "cpu" and implementation.available() is None:
+            return
 
 
 def _report_fallback(chosen: str, refusals: list[tuple[str, str]]) -> None:

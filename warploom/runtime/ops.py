@@ -34,8 +34,7 @@ _COUNT = len(AttentionArgs._fields)
 _library = torch.library.Library("warploom", "DEF")
 _library.define(f"attention({_ARGS}) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -49,7 +48,10 @@ def _is_empty(args: AttentionArgs) -> bool:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
-    args = AttentionArgs(*flat)
+    return _compute(AttentionArgs(*flat))
+
+
+def _compute(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if _is_empty(args):
         lse = args.q.new_full(_lse_shape(args), float("-inf"), dtype=torch.float32)
         if args.sink is not None:
@@ -79,9 +81,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
 
 
-def _backward_fake(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any
-) -> tuple[Tensor, ...]:
+def _backward_fake(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     args = AttentionArgs(*flat)
     dsink = args.q.new_empty(0) if args.sink is None else args.sink.new_empty(args.sink.shape)
     return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink)
@@ -154,9 +154,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        raise NotImplementedError(
-            "double backward through warploom.attention is not supported by this backend" + _ADVICE
-        )
+        raise NotImplementedError("double backward through warploom.attention is not supported by this backend" + _ADVICE)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -196,6 +194,8 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Run the op on validated arguments; refuses forward AD in words, where torch would name an internal class."""
     if torch.compiler.is_compiling():
         return _attention(*args)
+    if args.q.is_cuda and _nobody_watches(args):
+        return _compute(args)
     if torch._C._are_functorch_transforms_active():
         if torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
             _refuse_forward_ad()
@@ -205,6 +205,24 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     ):
         _refuse_forward_ad()
     return _attention(*args)
+
+
+def _nobody_watches(args: AttentionArgs) -> bool:
+    """Plain tensors, no gradient, no mode and no transform: nothing would see the op, whose dispatch takes longer than a
+    kernel's launch."""
+    tensors = (args.q, args.k, args.v) if args.sink is None else (args.q, args.k, args.v, args.sink)
+    for t in tensors:
+        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+            return False
+    return (
+        not _recorded(tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and not torch.jit.is_tracing()
+        and not torch.autograd._profiler_enabled()
+    )
 
 
 def _refuse_forward_ad() -> None:

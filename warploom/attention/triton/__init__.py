@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
 
-# Queries × keys of a forward tile of 16-bit head_dim 64 and 128, and the unit of skipping.
-TILES = (128, 64)
+# Queries × keys of a forward tile of 16-bit head_dim 128 on Hopper, and the unit of skipping.
+TILES = (64, 64)
 
 # Read here once: torch.compile does not trace the lookup.
 _HAS_TRITON = find_spec("triton") is not None

@@ -25,9 +25,9 @@ from warploom.attention.triton.device import (
     dot,
     find_tile,
     kept,
-    key_pointers,
     live_columns,
     load_columns,
+    load_keys,
     load_rows,
     normalised,
     packed_query_tile,
@@ -153,9 +153,9 @@ def _run(runs, part):
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, m, m0, dims, dims_v, live, live_v, n0, cols,
+    dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, head, m, m0, dims, dims_v, live, live_v, n0, cols,
     vectors, columns, band, softmax, dropout, batch, len_q, len_k, shift, test,
-    KIND: tl.constexpr, TAIL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    KIND: tl.constexpr, TAIL: tl.constexpr, BOXES: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows for a block of keys; everything transposed, (N, M), so that P and dS stay in registers."""
     MASKED: tl.constexpr = KIND == EDGE or TAIL
@@ -165,14 +165,33 @@ def _dkdv_step(
         inside = lse2 < float("inf")
     else:
         inside = m < len_q - m0
-    q_ptrs = q_base + tl.cast(m0, tl.int64) * stride_q + (m[:, None] * stride_q + dims[None, :])
-    q = load_rows(q_ptrs, inside, live, MASKED)
-    s, bent = scores(dot(k, tl.trans(q), None), softmax)
-    g_ptrs = g_base + tl.cast(m0, tl.int64) * stride_g + (m[:, None] * stride_g + dims_v[None, :])
-    dout = load_rows(g_ptrs, inside, live_v, MASKED)
+    if BOXES:
+        q = tl.reshape(q_base.load([batch, m0, head, 0]), (m.shape[0], dims.shape[0]))
+    else:
+        q_ptrs = q_base + tl.cast(m0, tl.int64) * stride_q + (m[:, None] * stride_q + dims[None, :])
+        q = load_rows(q_ptrs, inside, live, MASKED)
+    # Accumulators that start at -lse and -delta spare the registers that would hold these until the products are done.
+    FOLD: tl.constexpr = BOXES and softmax.softcap is None and softmax.descending is None
+    if FOLD:
+        start = tl.broadcast_to((lse2 * (-1.0 / score_factor(softmax)))[None, :], (k.shape[0], m.shape[0]))
+        s, bent = dot(k, tl.trans(q), start), 0.0
+    else:
+        s, bent = scores(dot(k, tl.trans(q), None), softmax)
+    if BOXES:
+        dout = tl.reshape(g_base.load([batch, m0, head, 0]), (m.shape[0], dims_v.shape[0]))
+    else:
+        g_ptrs = g_base + tl.cast(m0, tl.int64) * stride_g + (m[:, None] * stride_g + dims_v[None, :])
+        dout = load_rows(g_ptrs, inside, live_v, MASKED)
     if WITH_DK:
-        dp = dot(v, tl.trans(dout), None)
-    p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
+        delta_ptrs = rows_base + 2 * m0 + m.shape[0] + tl.arange(0, m.shape[0])
+        if BOXES and dropout.seed is None:
+            dp = dot(v, tl.trans(dout), tl.broadcast_to(-tl.load(delta_ptrs)[None, :], (k.shape[0], m.shape[0])))
+        else:
+            dp = dot(v, tl.trans(dout), None)
+    if FOLD:
+        p = tl.exp2(s * score_factor(softmax))
+    else:
+        p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
     if test:
         rows = m0 + tl.arange(0, m.shape[0])
         seen = visible(rows[None, :], cols[:, None], vectors, columns, band, shift, len_k)
@@ -187,9 +206,10 @@ def _dkdv_step(
     if WITH_DK:
         if dropout.seed is not None:
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        # Loaded late: sixteen registers a thread that the products above need.
-        delta = tl.load(rows_base + 2 * m0 + m.shape[0] + tl.arange(0, m.shape[0]))
-        ds = p * (dp - delta[None, :])
+        if not BOXES or dropout.seed is not None:
+            # Loaded late: sixteen registers a thread that the products above need.
+            dp -= tl.load(delta_ptrs)[None, :]
+        ds = p * dp
         if softmax.softcap is not None:
             ds = ds * (1.0 - bent * bent)
         dk = dot(ds.to(q.dtype), q, dk)
@@ -270,6 +290,7 @@ def dkdv_kernel(
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
     TAIL: tl.constexpr,
+    BOXES: tl.constexpr,
     EDGES: tl.constexpr,
     SCAN: tl.constexpr,
     WITH_DK: tl.constexpr,
@@ -279,6 +300,7 @@ def dkdv_kernel(
 
     EDGES: some tile of rows may be an edge, and has a loop of its own, which costs the other one registers. With SCAN a
     launch leaves to another, of the other EDGES, the heads that are not of its kind. TAIL: the last tile may be short.
+    BOXES: q_ptr and dout_ptr are descriptors of the (batch, seqlen, heads, head_dim) tensors, read in boxes of M rows.
     """
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -387,8 +409,11 @@ def dkdv_kernel(
         else:
             v = k
 
-        q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
-        g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
+        if BOXES:
+            q_base, g_base = q_ptr, dout_ptr
+        else:
+            q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
+            g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
         edges_at = tile_at + g * row_tiles
         rows_base = rows_ptr + edges_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale)
@@ -408,9 +433,9 @@ def dkdv_kernel(
                     edge_a = edge_b
                 for m0 in tl.range(edge_a * M, edge_b * M, M):
                     dk, dv = _dkdv_step(
-                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                        live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, True,
-                        EDGE, TAIL, WITH_DK, WITH_DV,
+                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, head, m, m0, dims, dims_v,
+                        live, live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, True,
+                        EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
             else:
                 a, b = _run(runs, part)
@@ -429,9 +454,9 @@ def dkdv_kernel(
                     if ute_ptr is not None or lts_ptr is not None:
                         test = test | ((m0 < ute_max) & (m0 + M > uts_min))
                     dk, dv = _dkdv_step(
-                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, m, m0, dims, dims_v, live,
-                        live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, test,
-                        MIXED, TAIL, WITH_DK, WITH_DV,
+                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, head, m, m0, dims, dims_v,
+                        live, live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, test,
+                        MIXED, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
 
     if seed_ptr is not None:
@@ -466,11 +491,13 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     cols = n0 + tl.arange(0, tile.n.shape[0])
     readable = readable_columns(tile, cols, KIND)
     MASKED: tl.constexpr = KIND == EDGE or tile.has_columns is None
-    k_ptrs = key_pointers(tile.k, n0, tile.n, tile.dims, tile.stride_k, tile.page_k, tile.pages, tile.lengths.k)
-    k = load_rows(k_ptrs, readable, tile.live, MASKED)
+    k = load_keys(
+        tile.k_boxes, tile.k, tile, n0, tile.dims, tile.live, tile.stride_k, tile.page_k, readable, KIND == EDGE, MASKED
+    )  # fmt: skip
     s, bent = scores(dot(tile.q, tl.trans(k), None), tile.softmax)
-    v_ptrs = key_pointers(tile.v, n0, tile.n, tile.dims_v, tile.stride_v, tile.page_v, tile.pages, tile.lengths.k)
-    v = load_rows(v_ptrs, readable, tile.live_v, MASKED)
+    v = load_keys(
+        tile.v_boxes, tile.v, tile, n0, tile.dims_v, tile.live_v, tile.stride_v, tile.page_v, readable, KIND == EDGE, MASKED
+    )  # fmt: skip
     dp = dot(tile.dout, tl.trans(v), None)
     p = tl.exp2(s * score_factor(tile.softmax) - tile.lse[:, None])
     if tile.dropout.seed is not None:
@@ -510,6 +537,8 @@ def dq_kernel(
     cu_q_ptr,
     cu_k_ptr,
     used_ptr,
+    k_boxes,
+    v_boxes,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -604,6 +633,8 @@ def dq_kernel(
         bounds_ptr,
         seed_ptr,
         None,
+        k_boxes,
+        v_boxes,
         stride_kb,
         stride_ks,
         stride_kh,

@@ -81,11 +81,15 @@ class Call:
         for t in (*inputs, *(() if out is None else (out,))):
             aligned = aligned and t.data_ptr() % 16 == 0
         columns = any([t is not None for t in vectors])
-        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns)
+        left, right = _limit(args.left), _limit(args.right)
+        # Descriptors know a tensor's end, but no sequence's, and no keys that the band hides from every query.
+        boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned and (not columns or args.bounds is not None)
+        boxes = boxes and (left is None or seqlen_k - seqlen_q <= left) and (right is None or right >= 0)
+        boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
+        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns, boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = any(t.stride(-3) * longest >= limit for t in inputs)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
-        left, right = _limit(args.left), _limit(args.right)
         all_see = left is None or left >= 0
         if right is not None:
             all_see = all_see and seqlen_k - seqlen_q + right >= 0 and (left is None or left >= -right)

@@ -17,6 +17,7 @@ class Tiling:
     warps: int
     stages: int
     registers: int | None = None  # a cap a thread, so that two programs share a multiprocessor
+    boxes: bool = False  # the tiles that the loop reads come through the copy engine, from tensor descriptors
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,43 @@ _HOPPER_COLUMNS = {
 }
 
 
+# Where tensor descriptors can say what is read; times as above, of the same kernel through pointers second.
+_BOXES = {
+    # Forward 1.30 against 1.36; dK/dV 2.11 against 2.21; dQ 1.31 against 1.37.
+    64: Config(Tiling(64, 64, 4, 3, boxes=True), Tiling(128, 64, 4, 2, boxes=True), Tiling(64, 64, 4, 3, boxes=True)),
+    # Forward 1.07 against 1.14; dK/dV 1.67 against 2.19, and 2.06 at 64×128; dQ 1.32 against 1.31, full 2.37 against 2.63.
+    128: Config(Tiling(64, 64, 4, 3, boxes=True), Tiling(64, 64, 4, 2, boxes=True), Tiling(128, 64, 8, 3, boxes=True)),
+    # No gain: forward 1.10 against 1.09, dQ 1.89 against 1.92, dK and dV 3.11 against 2.96.
+    256: _HOPPER[256],
+}
+# Causal documents and a shared question, ms.
+_BOXES_COLUMNS = {
+    # Forward 0.62 and 1.00 against 0.60 and 0.97: pointers; dK/dV 0.77 and 1.31 against 0.80 and 1.40; dQ 0.62 and 0.97
+    # against 0.63 and 1.00.
+    64: replace(_HOPPER_COLUMNS[64], dkdv=Tiling(128, 64, 4, 2, boxes=True), dq=Tiling(64, 64, 4, 3, boxes=True)),
+    # Forward 0.45 and 0.69 against 0.49 and 0.72; dK/dV 0.62 and 1.09 against 0.77 and 1.38; dQ 0.57 and 0.86 against 0.58
+    # and 0.87.
+    128: replace(_BOXES[128], dq=Tiling(64, 64, 4, 2, boxes=True)),
+    # Forward 0.47 and 0.66 against 0.53 and 0.75.
+    256: replace(_HOPPER_COLUMNS[256], forward=Tiling(128, 64, 8, 2, boxes=True)),
+}
+
+
 @cache
-def config(dtype: torch.dtype, head_dim: int, head_dim_v: int, capability: int, columns: bool) -> Config:
-    """The variant for a dtype, the wider of the two head dims, a compute capability (90 for Hopper) and a kind of mask."""
+def config(dtype: torch.dtype, head_dim: int, head_dim_v: int, capability: int, columns: bool, boxes: bool) -> Config:
+    """The variant for a dtype, the wider of the two head dims and a compute capability (90 for Hopper).
+
+    `columns`: under a column mask. `boxes`: tensor descriptors can say all that the kernels read.
+    """
     width = next(w for w in (64, 128, 256) if max(head_dim, head_dim_v) <= w)
     if dtype == torch.float32:
         return _FLOAT32[width]
     # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
-    hopper = _HOPPER_COLUMNS if columns else _HOPPER
-    return (hopper if 90 <= capability < 120 else _AMPERE)[width]
+    if not 90 <= capability < 120:
+        return _AMPERE[width]
+    if boxes:
+        return (_BOXES_COLUMNS if columns else _BOXES)[width]
+    return (_HOPPER_COLUMNS if columns else _HOPPER)[width]
 
 
 def padded(head_dim: int) -> int:

@@ -96,6 +96,9 @@ class Tile(NamedTuple):
     delta: Any
     m0: Any
     rows: Any
+    k_boxes: Any  # descriptors of the (batch, seqlen, heads, head_dim) tensors, or None
+    v_boxes: Any
+    head_kv: Any
     k: Any
     v: Any
     stride_k: Any
@@ -286,6 +289,16 @@ def key_pointers(base, n0, n, dims, stride, stride_page, pages, len_k):
         page = tl.load(pages.table + rows // pages.size, mask=rows < len_k, other=0)
         page = clamp(page, 0, pages.count - 1).to(tl.int64)
         return base + (page * stride_page + (rows % pages.size).to(tl.int64) * stride)[:, None] + dims[None, :]
+
+
+@triton.jit
+def load_keys(boxes, base, tile, n0, dims, live, stride, stride_page, readable, EDGES: tl.constexpr, MASKED: tl.constexpr):
+    """N keys or values from n0 on, (N, dims), zeros past the end; of EDGES only the readable ones."""
+    if boxes is not None and not EDGES:
+        return tl.reshape(boxes.load([tile.lengths.batch, n0, tile.head_kv, 0]), (tile.n.shape[0], dims.shape[0]))
+    else:
+        pointers = key_pointers(base, n0, tile.n, dims, stride, stride_page, tile.pages, tile.lengths.k)
+        return load_rows(pointers, readable, live, MASKED)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from warploom.attention.triton.device import (
     PARTIAL,
     dot,
     kept,
-    key_pointers,
+    load_keys,
     load_rows,
     packed_query_tile,
     readable_columns,
@@ -38,8 +38,9 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     readable = readable_columns(tile, cols, KIND)
     # Only a column mask's edges are tiles of their own; a band's lie among the partial ones.
     MASKED: tl.constexpr = KIND == EDGE or (KIND == PARTIAL and tile.has_columns is None)
-    k_ptrs = key_pointers(tile.k, n0, tile.n, tile.dims, tile.stride_k, tile.page_k, tile.pages, tile.lengths.k)
-    k = load_rows(k_ptrs, readable, tile.live, MASKED)
+    k = load_keys(
+        tile.k_boxes, tile.k, tile, n0, tile.dims, tile.live, tile.stride_k, tile.page_k, readable, KIND == EDGE, MASKED
+    )  # fmt: skip
     s, _ = scores(dot(tile.q, tl.trans(k), None), tile.softmax)
     factor = score_factor(tile.softmax)
     if KIND == FULL:
@@ -56,8 +57,9 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         keep = kept(tile.dropout, tile.lengths.batch, tile.m0, n0, p.shape[0], p.shape[1], False)
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
-    v_ptrs = key_pointers(tile.v, n0, tile.n, tile.dims_v, tile.stride_v, tile.page_v, tile.pages, tile.lengths.k)
-    v = load_rows(v_ptrs, readable, tile.live_v, MASKED)
+    v = load_keys(
+        tile.v_boxes, tile.v, tile, n0, tile.dims_v, tile.live_v, tile.stride_v, tile.page_v, readable, KIND == EDGE, MASKED
+    )  # fmt: skip
     acc = dot(p.to(v.dtype), v, acc)
     return acc, total, new_top
 
@@ -92,6 +94,8 @@ def forward_kernel(
     cu_k_ptr,
     used_ptr,
     table_ptr,
+    k_boxes,
+    v_boxes,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -184,6 +188,8 @@ def forward_kernel(
         bounds_ptr,
         seed_ptr,
         table_ptr,
+        k_boxes,
+        v_boxes,
         stride_kb,
         stride_ks,
         stride_kh,

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
 from warploom.attention.triton.call import Call, Variant, dims, lse_strides, on_device, out_strides
-from warploom.attention.triton.config import Tiling
+from warploom.attention.triton.config import Tiling, padded
 from warploom.attention.triton.forward_kernel import forward_kernel
 from warploom.runtime.triton_launch import Launch
 
@@ -29,6 +30,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         _forward_launch(call.variant, tiling)(
             (tiles * batches * call.heads, 1),
             *(q, k, v, out, lse, *call.vectors, args.bounds, args.sink, _seed(args), *call.sequences, table),
+            *_key_boxes(k, v, tiling),
             *(*call.strides, *out_strides(out), *lse_strides(lse), *call.mask_strides, *call.bounds_strides),
             *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, k.shape[0], k.shape[1]),
             *call.mask,
@@ -62,9 +64,12 @@ def backward(
         tiling = call.config.dkdv
         tiles, batches = call.tiles(call.seqlen_k, tiling.n)
         for part, with_edges in product(call.config.dkdv_parts, (False, True) if variant.edges else (False,)):
+            # Rows that see nothing are not read: descriptors cannot leave them out.
+            boxes = tiling.boxes and not with_edges
+            rows_of = (_boxes(q, tiling.m), _boxes(dout, tiling.m)) if boxes else (q, dout)
             _dkdv_launch(variant, tiling, part, with_edges)(
                 (tiles * batches * call.heads_kv, 1),
-                *(*inputs, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
+                *(rows_of[0], k, v, rows_of[1], rows, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
                 *(*call.strides, *out_strides(dk), *out_strides(dv), *call.mask_strides, *call.bounds_strides),
                 *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
             )
@@ -73,10 +78,20 @@ def backward(
         _dq_launch(variant, tiling, row_tile)(
             (tiles * batches * call.heads, 1),
             *(*inputs, dq, *call.vectors, args.bounds, _seed(args), *call.sequences),
+            *_key_boxes(k, v, tiling),
             *(*call.strides, *out_strides(dq), *call.mask_strides, *call.bounds_strides),
             *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
         )
     return dq, dk, dv, _dsink(args, dout, dlse, out, lse)
+
+
+def _boxes(t: Tensor, rows: int) -> TensorDescriptor:
+    """A (batch, seqlen, heads, head_dim) tensor as the copy engine reads it, `rows` of one head at a time."""
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
+
+
+def _key_boxes(k: Tensor, v: Tensor, tiling: Tiling) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    return (_boxes(k, tiling.n), _boxes(v, tiling.n)) if tiling.boxes else (None, None)
 
 
 def _seed(args: AttentionArgs) -> Tensor | None:
@@ -111,8 +126,8 @@ def _rows_launch(variant: Variant, row_tile: int) -> Launch:
 
 @cache
 def _dkdv_launch(variant: Variant, tiling: Tiling, part: str, edges: bool) -> Launch:
-    kind = {"TAIL": variant.tail, "EDGES": edges, "SCAN": variant.edges, "WITH_DK": "k" in part, "WITH_DV": "v" in part}
-    options = {**_options(variant, tiling), **kind}
+    kind = {"TAIL": variant.tail, "BOXES": tiling.boxes and not edges, "EDGES": edges, "SCAN": variant.edges}
+    options = {**_options(variant, tiling), **kind, "WITH_DK": "k" in part, "WITH_DV": "v" in part}
     return Launch(dkdv_kernel, options, direct=variant.direct)
 
 

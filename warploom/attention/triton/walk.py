@@ -55,6 +55,8 @@ def attend(
     bounds_ptr,
     seed_ptr,
     table_ptr,
+    k_boxes,
+    v_boxes,
     stride_kb,
     stride_ks,
     stride_kh,
@@ -107,6 +109,9 @@ def attend(
         delta=delta,
         m0=m0,
         rows=rows,
+        k_boxes=k_boxes,
+        v_boxes=v_boxes,
+        head_kv=head // group,
         k=k_ptr + (k_batch * stride_kb + head_kv * stride_kh + first_k * stride_ks) * UNIT,
         v=v_ptr + (k_batch * stride_vb + head_kv * stride_vh + first_k * stride_vs) * UNIT,
         stride_k=stride_ks * UNIT,
@@ -222,7 +227,10 @@ def _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.co
 def _blocks(step, state, tile, base, bits, tested, N: tl.constexpr, KIND: tl.constexpr):
     """The blocks of columns that `bits` counts from `base`, lowest first; those of `tested` need an element test."""
     TILES: tl.constexpr = BOUND_BLOCK // N
-    for i in tl.range(0, _count(bits) * TILES, num_stages=1 if KIND == EDGE else None):
+    tl.static_assert(TILES > 0)
+    # The test's vectors are staged too: with a stage less, what both need lets two programs share a multiprocessor.
+    SHORT: tl.constexpr = KIND == PARTIAL and tile.k_boxes is not None
+    for i in tl.range(0, _count(bits) * TILES, num_stages=1 if KIND == EDGE else (2 if SHORT else None)):
         low = bits & -bits
         n0 = (base + _exponent(low)) * BOUND_BLOCK
         if TILES == 1:

@@ -33,17 +33,31 @@ def _key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def _splits(first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr):
-    """How a sequence is cut: start of split 0, keys of a split, splits that hold keys, splits of a unit.
+def _splits(
+    first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
 
     Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
-    group of GROUP_SPLITS; which one changes no bit (see `_fold`). Groups of long splits would leave too few units.
+    group of GROUP_SPLITS; which one changes no bit (see `_fold`). Groups of long splits would leave too few units. LEAST:
+    no sequence that fits has splits of more than SPLIT keys.
     """
     start = first // N * N
     keys = tl.maximum(last - start, 0)
-    size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N)
-    each = tl.where((grouped != 0) & (size <= 2 * SPLIT), GROUP_SPLITS, 1)
-    return start, size, tl.cdiv(keys, size), each
+    used = tl.cdiv(keys, SPLIT)
+    grouped = grouped != 0
+    if LEAST:
+        size = SPLIT
+    else:
+        size = keys * 0 + SPLIT
+        # No key is asked for before this is known: the usual length is spared the division by a value of run time.
+        if keys > SPLIT * MAX_SPLITS:
+            size = tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N
+            used = tl.cdiv(keys, size)
+        grouped = grouped & (size <= 2 * SPLIT)
+    units = tl.where(grouped, tl.cdiv(used, GROUP_SPLITS), used)
+    return start, size, units, tl.where(grouped, GROUP_SPLITS, 1)
 
 
 @triton.jit
@@ -110,9 +124,8 @@ def _tanh(x):
 @triton.jit(
     do_not_specialize=[
         "lengths_ptr", "table_ptr", "sink_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-        "stride_vb", "stride_vn", "stride_vh", "stride_table", "heads_kv", "row_blocks", "programs", "grouped", "max_units",
-        "capacity",
-        "pages", "page_shift", "page_mask", "left", "right",
+        "stride_vb", "stride_vn", "stride_vh", "stride_table", "programs", "grouped", "max_units", "capacity", "pages",
+        "page_shift", "page_mask", "left", "right",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -134,8 +147,6 @@ def split_kernel(
     stride_vn: tl.int64,
     stride_vh: tl.int64,
     stride_table: tl.int64,
-    heads_kv,
-    row_blocks,
     programs,
     grouped,
     max_units,
@@ -148,6 +159,7 @@ def split_kernel(
     scale,
     softcap,
     T: tl.constexpr,
+    HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -159,13 +171,13 @@ def split_kernel(
     MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
     PAGES: tl.constexpr,
+    LEAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     FINAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of one sequence, every ``programs``-th, for the rows of one kv head.
@@ -174,11 +186,12 @@ def split_kernel(
     cache holds a single unit) the result itself. Heads vary fastest over programs: the heads of a token are neighbours in
     memory, and their programs run at once.
     """
+    ROW_BLOCKS: tl.constexpr = (T * GROUP + M - 1) // M
     pid = tl.program_id(0)
-    head = pid % heads_kv
-    pid = pid // heads_kv
-    row_block = pid % row_blocks
-    pid = pid // row_blocks
+    head = pid % HEADS_KV
+    pid = pid // HEADS_KV
+    row_block = pid % ROW_BLOCKS
+    pid = pid // ROW_BLOCKS
     program = pid % programs
     batch = (pid // programs).to(tl.int64)
 
@@ -186,7 +199,7 @@ def split_kernel(
     t = rows // GROUP
     head_q = head * GROUP + rows % GROUP
     row_live = rows < T * GROUP
-    row = (batch * heads_kv * GROUP + head_q) * T + t
+    row = (batch * HEADS_KV * GROUP + head_q) * T + t
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     n = tl.arange(0, N)
@@ -202,8 +215,7 @@ def split_kernel(
 
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
     first, last = _key_range(length, left, right, T, HAS_LEFT)
-    start, size, used, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N)
-    units = tl.cdiv(used, each)
+    start, size, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     position = length - T + t
 
     k_ptr += head.to(tl.int64) * stride_kh * UNIT
@@ -219,16 +231,18 @@ def split_kernel(
         k_ptr += inside * stride_kb * UNIT
         v_ptr += inside * stride_vb * UNIT
 
+    # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
+    # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
+    begin = start + program * each * size
+    if PAGES == TILE_IN_PAGE:
+        page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin, capacity - 1), 0) >> page_shift))
+    elif PAGES == SCATTERED:
+        page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
     # With FINAL there is one unit, and an empty sequence has its result to write too.
     for unit in range(program, tl.maximum(units, 1) if FINAL else units, programs):
         begin = start + unit * each * size
         end = tl.minimum(begin + each * size, last)
         edge = begin + size
-        # The next tile's pages are read one tile ahead: then K and V never wait for them.
-        if PAGES == TILE_IN_PAGE:
-            page = tl.load(table_ptr + (begin >> page_shift), mask=begin < end, other=0)
-        elif PAGES == SCATTERED:
-            page = tl.load(table_ptr + ((begin + n) >> page_shift), mask=begin + n < end, other=0)
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, DV), tl.float32)
@@ -293,6 +307,12 @@ def split_kernel(
                 total = tl.zeros((M,), tl.float32)
                 acc = tl.zeros((M, DV), tl.float32)
 
+        following = begin + programs * each * size
+        if PAGES == TILE_IN_PAGE:
+            page = tl.load(table_ptr + (following >> page_shift), mask=unit + programs < units, other=0)
+        elif PAGES == SCATTERED:
+            live = (unit + programs < units) & (following + n < last)
+            page = tl.load(table_ptr + ((following + n) >> page_shift), mask=live, other=0)
         part, part_lse = _settle(unit_acc, unit_total, unit_top)
         if FINAL:
             nothing = tl.full((M,), float("-inf"), tl.float32)
@@ -301,7 +321,7 @@ def split_kernel(
                 sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
                 acc, total, top = _add_sink(acc, total, top, sink)
             part, part_lse = _settle(acc, total, top)
-            place = (batch * T + t) * (heads_kv * GROUP) + head_q
+            place = (batch * T + t) * (HEADS_KV * GROUP) + head_q
             part_lse = part_lse * LN2
         else:
             place = row * max_units + unit
@@ -336,7 +356,9 @@ def merge_kernel(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
+    AHEAD: tl.constexpr,
     SINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -352,10 +374,9 @@ def merge_kernel(
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
     first, last = _key_range(length, left, right, T, HAS_LEFT)
-    _, _, used, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N)
-    units = tl.cdiv(used, each)
+    _, _, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
-    step = GROUP_SPLITS // each
+    step = tl.where(each == 1, GROUP_SPLITS, 1)
     part_lse_ptr += row * max_units
     part_out_ptr += row * max_units * HEAD_DIM_V
     if PDL:
@@ -366,18 +387,25 @@ def merge_kernel(
     total = tl.zeros((1,), tl.float32)
     top = tl.full((1,), float("-inf"), tl.float32)
     one = tl.zeros((1,), tl.int32)
-    for group in range(0, units, step):
-        group_acc = tl.zeros((DV,), tl.float32)
-        group_total = tl.zeros((1,), tl.float32)
-        group_top = tl.full((1,), float("-inf"), tl.float32)
-        for i in tl.static_range(GROUP_SPLITS):
-            unit = group + i
-            live = (i < step) & (unit < units)
+    for group in range(0, units, step * AHEAD):
+        # Every load goes out before the first result is used: the merge lasts as long as what it waits for.
+        lses = ()
+        parts = ()
+        for i in tl.static_range(AHEAD * GROUP_SPLITS):
+            unit = group + i // GROUP_SPLITS * step + i % GROUP_SPLITS
+            live = (i % GROUP_SPLITS < step) & (unit < units)
             lse = tl.load(part_lse_ptr + unit + one, mask=live, other=float("-inf"))
             part = tl.load(part_out_ptr + unit * HEAD_DIM_V + dv, mask=dv_live & live, other=0.0)
-            group_acc, group_total, group_top = _fold(group_acc, group_total, group_top, part, lse)
-        part, lse = _settle(group_acc, group_total, group_top)
-        acc, total, top = _fold(acc, total, top, part, lse)
+            lses += (lse,)  # type: ignore[assignment]
+            parts += (part,)  # type: ignore[assignment]
+        for g in tl.static_range(AHEAD):
+            group_acc = tl.zeros((DV,), tl.float32)
+            group_total = tl.zeros((1,), tl.float32)
+            group_top = tl.full((1,), float("-inf"), tl.float32)
+            for i in tl.static_range(g * GROUP_SPLITS, (g + 1) * GROUP_SPLITS):
+                group_acc, group_total, group_top = _fold(group_acc, group_total, group_top, parts[i], lses[i])
+            part, lse = _settle(group_acc, group_total, group_top)
+            acc, total, top = _fold(acc, total, top, part, lse)
     if SINK:
         sink = tl.load(sink_ptr + head + one).to(tl.float32) * LOG2E
         acc, total, top = _add_sink(acc, total, top, sink)

@@ -132,8 +132,6 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[Any, ...]]:
     numbers = (
         *strides,
         table_stride,
-        heads_kv,
-        p.row_blocks,
         p.programs,
         p.grouped,
         p.max_units,
@@ -151,7 +149,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[Any, ...]]:
 
 def _merge_numbers(p: Plan, heads_q: int, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
     """The numbers that the merge kernel takes after its pointers."""
-    capacity, left, right = numbers[15], numbers[19], numbers[20]
+    capacity, left, right = numbers[13], numbers[17], numbers[18]
     return heads_q, p.grouped, p.max_units, capacity, left, right
 
 

@@ -17,8 +17,8 @@ from warploom.runtime.triton_launch import Launch
 _FULL = 400
 # Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
 _PROGRAMS = 2048
-# Keys that a program asks L2 for before it may start, in launches of at most this many programs.
-_PREFETCH, _PREFETCHERS = 512, 512
+# Groups of parts that the merge loads at once.
+_AHEAD = 2
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
 UNIT = 8
 
@@ -49,7 +49,6 @@ class Plan:
 
     grid: tuple[int, int]
     merge_grid: tuple[int, int]
-    row_blocks: int
     programs: int  # of a sequence, kv head and row block
     grouped: int  # 1: programs take groups of splits
     max_units: int  # parts that a sequence can have
@@ -78,16 +77,13 @@ def plan(shape: Shape) -> Plan:
     programs = min(max_units, max(_PROGRAMS // pairs, 4))
     final = max_units == 1
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
-    prefetch = 0
-    if pdl and s.table_width == 0 and s.aligned and s.left is None and pairs * programs <= _PREFETCHERS:
-        prefetch = min(_PREFETCH, c.split)
     merge_dim = min(c.merge_dim, power_of_two(s.head_dim_v))
-    split, merge = _constants(s, c, final, grouped, pdl, prefetch, merge_dim)
+    least = reach <= c.split * c.max_splits
+    split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim)
     rows = s.batch * s.heads_q * s.queries
     return Plan(
         grid=(pairs * programs, 1),
         merge_grid=(rows, -(-s.head_dim_v // merge_dim)),
-        row_blocks=row_blocks,
         programs=programs,
         grouped=int(grouped),
         max_units=max_units,
@@ -98,7 +94,7 @@ def plan(shape: Shape) -> Plan:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, prefetch: int, merge_dim: int
+    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, least: bool, merge_dim: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
     if s.table_width <= 1:
@@ -112,6 +108,7 @@ def _constants(
         "SPLIT": c.split,
         "MAX_SPLITS": c.max_splits,
         "GROUP_SPLITS": GROUP_SPLITS,
+        "LEAST": least,
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,
         "PDL": pdl,
@@ -119,6 +116,7 @@ def _constants(
     if pdl:
         shared["launch_pdl"] = True
     split = {
+        "HEADS_KV": s.heads_kv,
         "GROUP": s.heads_q // s.heads_kv,
         "HEAD_DIM": s.head_dim,
         "M": c.block_m,
@@ -129,9 +127,8 @@ def _constants(
         "FINAL": final,
         "PRECISION": "tf32x3" if s.dtype == torch.float32 else "ieee",
         "UNIT": UNIT if s.aligned else 1,
-        "PREFETCH": prefetch,
         "num_warps": c.warps,
         # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.
         "num_stages": c.stages + grouped,
     }
-    return shared | split, shared | {"DV": merge_dim, "num_warps": c.merge_warps}
+    return shared | split, shared | {"DV": merge_dim, "AHEAD": _AHEAD, "num_warps": c.merge_warps}

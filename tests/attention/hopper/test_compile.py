@@ -1,0 +1,67 @@
+"""A core set compiles for sm_90a here, without a GPU: registers, no stack, TMA and wgmma in the machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.plan import config
+from warploom.runtime import modules
+from warploom.runtime.module_worker import Worker
+
+pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
+
+CORE = {
+    "head_dim 128": config("bfloat16", 128, 128, False, False, True),
+    "head_dim 128, causal": config("float16", 128, 128, True, False, False),
+    "head_dim 64, packed, causal": config("bfloat16", 64, 64, True, False, False, varlen=True, used=True),
+    "head_dim 256, window, softcap, sink": config("bfloat16", 256, 256, True, True, False, softcap=True, sink=True),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ForwardConfig, dict[str, int], Path]]:
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARPLOOM_CACHE", str(folder))
+        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
+        with Worker("sm_90a") as worker:
+            (folder / "modules").mkdir()
+            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in CORE.items()}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_resources(name: str, built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
+    variant, facts, _ = built[name]
+    assert facts["stack"] == 0, "registers spill"
+    assert facts["registers"] <= 65536 // (128 * (variant.warpgroups + 1))
+    assert facts["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_machine_code(name: str, built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
+    """Each loop issues its QKᵀ and its PV without a wait in between; nothing is spilled; loads are TMA's."""
+    triton = find_spec("triton")
+    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
+    if not tool.is_file():
+        pytest.skip("nvdisasm is not here")
+    variant, _, cubin = built[name]
+    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    waits_and_gemms = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", listing)
+    loops = 3 if variant.left else 2
+    per_step = variant.head_dim // 16 + -(-variant.tile_n // 16)
+    assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step
+    # The first QKᵀ and the last PV wait once each, a step twice: more would mean that ptxas serialised wgmma.
+    assert len(waits_and_gemms) - waits_and_gemms.count("HGMMA") == 2 * loops + 2
+
+
+def test_description_is_the_module(built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
+    variant, _, _ = built["head_dim 128"]
+    assert ForwardConfig(**asdict(variant)) == variant

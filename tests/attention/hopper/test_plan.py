@@ -1,0 +1,152 @@
+"""Configurations: one name each, head dims rounded in one place, shared memory that fits."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from warploom.attention import hopper
+from warploom.attention.hopper.plan import config, config_for, named_set, tile_dims
+from warploom.attention.hopper.run import aligned, seen
+from warploom.attention.problem import AttentionProblem
+from warploom.masks import SlidingWindow
+from warploom.runtime import dispatch, modules
+
+SHARED = 227 * 1024  # bytes a block of sm_90 has
+OVERHEAD = 512 + 1024  # barriers, the tile ring, alignment
+
+
+def problem(**changes: object) -> AttentionProblem:
+    shape = {"batch": 1, "seqlen_q": 128, "seqlen_k": 128, "heads_q": 2, "heads_kv": 1, "head_dim": 128, "head_dim_v": 128}
+    return AttentionProblem(**{"device": "cuda", "dtype": torch.bfloat16, "layout": "dense", **shape, **changes})  # type: ignore[arg-type]
+
+
+def test_names_are_unique_and_few() -> None:
+    found = named_set()
+    assert len({c.name for c in found}) == len(found) <= 300
+    assert all(c.name.isidentifier() for c in found)
+
+
+def test_shared_memory_fits() -> None:
+    for variant in named_set():
+        assert variant.shared_bytes + OVERHEAD <= SHARED, variant
+
+
+def test_every_head_dim_has_a_tile() -> None:
+    for dim in range(8, 257, 8):
+        for dim_v in range(8, 257, 8):
+            tile, tile_v = tile_dims(dim, dim_v)
+            assert tile >= dim and tile_v >= dim_v
+    assert tile_dims(128, 128) == (128, 128) and tile_dims(72, 72) == (96, 96) and tile_dims(192, 128) == (192, 128)
+
+
+def test_values_are_not_part_of_a_variant() -> None:
+    """Scale, lengths, strides and window values come at run time: one module for all of them."""
+    base = config_for(problem(left=100, right=0))
+    assert config_for(problem(left=7, right=5, batch=9, seqlen_q=1, heads_q=8, head_dim=104)) == base
+    assert config_for(problem(left=100)) != base
+
+
+def test_a_named_set_serves_plain_calls() -> None:
+    names = {c.name for c in named_set()}
+    for layout in ("dense", "varlen"):
+        for left in (None, 100):
+            for right in (None, 0):
+                for seqlen_k in (100, 100_000):
+                    assert config_for(problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k)).name in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "not on cpu"),
+        ({"dtype": torch.float32}, "float16 or bfloat16"),
+        ({"head_dim": 100}, "steps of 8"),
+        ({"head_dim_v": 264}, "8 to 256"),
+        ({"layout": "paged"}, "pages"),
+        ({"columns": ("lts",)}, "column masks"),
+        ({"dropout": True}, "dropout"),
+    ],
+)
+def test_refusals(changes: dict[str, object], words: str) -> None:
+    assert words in (hopper.supports(problem(**changes)) or "")
+
+
+def test_missing_module_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
+    monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
+    words = hopper.supports(problem())
+    assert words is not None and "not built" in words and "DSL" in words
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+    assert hopper.supports(problem()) is None
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 7), (3, 11), (11, 3)])
+def test_seen_is_what_the_band_shows(seqlen_q: int, seqlen_k: int) -> None:
+    for left in (None, -3, 0, 2, 20):
+        for right in (None, -20, -3, 0, 2):
+            shown = SlidingWindow(left, right).dense(seqlen_q, seqlen_k)[0, 0].any(0).nonzero()[:, 0].tolist()
+            first, end = seen(seqlen_q, seqlen_k, left, right)
+            if shown:
+                assert first <= shown[0] and shown[-1] < end, (left, right)
+                assert (first, end) == (shown[0], shown[-1] + 1) or (left is not None and right is not None and right < -left)
+            else:
+                assert first >= end or (left is not None and right is not None and right < -left) or seqlen_q < 1
+
+
+def test_copies_only_what_tma_cannot_read() -> None:
+    t = torch.zeros(2, 64, 4, 128, dtype=torch.float16)
+    assert aligned(t) is t
+    assert aligned(t.transpose(1, 2)).data_ptr() == t.data_ptr()
+    assert aligned(t[..., :104]).data_ptr() == t.data_ptr()
+    for awkward in (t[..., 1:105], torch.zeros(2, 64, 4, 132, dtype=torch.float16)[..., :128], t.transpose(2, 3)):
+        copied = aligned(awkward)
+        assert copied.is_contiguous() and torch.equal(copied, awkward)
+
+
+def test_config_rounds_head_dims() -> None:
+    assert config("float16", 40, 72, True, False, False).head_dim == 96
+
+
+def test_expanded_keys_are_not_copied() -> None:
+    keys = torch.zeros(1, 64, 1, 128, dtype=torch.float16).expand(3, 64, 5, 128)
+    assert aligned(keys) is keys
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "words"),
+    [((9, 0), 13000, None), ((9, 0), None, None), ((9, 0), 12080, "this one is for 12.8"), ((10, 0), 13000, "has 10.0")],
+)
+def test_available_in_words(monkeypatch: pytest.MonkeyPatch, capability: object, driver: object, words: str | None) -> None:
+    """On a machine that looks like one with such a GPU and driver."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(modules, "driver_version", lambda: driver)
+    monkeypatch.setattr(modules, "cannot_load", lambda: None)
+    hopper._looked_at.cache_clear()
+    found = hopper.available()
+    hopper._looked_at.cache_clear()
+    assert found is None if words is None else words in (found or "")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dispatch_can_be_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: object, dynamic: bool) -> None:
+    """torch.compile settles availability and the module's state while it traces, with nothing asked before."""
+    # What dynamo cannot trace: a cache, sets, the environment, files.
+    monkeypatch.setattr(hopper, "_looked_at", functools.cache(lambda: None if {os.getpid(), *os.environ} else "nowhere"))
+    monkeypatch.setattr(modules, "cannot_build", lambda: None if Path(str(tmp_path)).exists() else "nothing")
+    monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        call = problem(seqlen_q=x.shape[0], seqlen_k=x.shape[0], right=0, dtype=x.dtype, backward=x.requires_grad)
+        return x + 1 if dispatch.choose(call, "hopper") == "hopper" else x
+
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=dynamic, backend="eager")
+    for rows in (5, 7):
+        x = torch.zeros(rows, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), x + 1)

@@ -1,0 +1,133 @@
+"""What the host does before a launch, with a kernel in Python that computes what it is told: views, bands, lengths, vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from tests.attention.cases import CASES, case
+from tests.attention.packed import PACKED, Packed
+from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.hopper import run
+from warploom.attention.hopper.plan import named_set
+from warploom.runtime import modules
+from warploom.runtime.modules import ModuleSpec
+
+DENSE = [name for name in CASES if "dropout" not in name and "scale" not in name]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
+NAN = float("nan")
+
+
+def kernel(spec: ModuleSpec) -> Callable[..., None]:
+    """The reference in the kernel's place, held to the kernel's signature and to what it can read."""
+    variant = dict(spec.config)
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
+        cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None, counter: Tensor | None,
+        scale: float, softcap: float, left: int, right: int, pair_heads: int, blocks: int,
+    ) -> None:  # fmt: skip
+        assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
+        assert (softcap != 0.0) == variant["softcap"]
+        assert all(s % 8 == 0 for t in (q, k, v) for s in t.stride()[:-1])
+        assert [t is not None for t in (cu_q, cu_k, used, counter)] == [variant["varlen"]] * 2 + [
+            variant["used"],
+            variant["varlen"],
+        ]
+        options: dict[str, Any] = {
+            "window": (left if variant["left"] else None, right if variant["right"] else None),
+            "sink": sink,
+            "scale": scale,
+            "softcap": softcap,
+            "return_lse": True,
+            "backend": "reference",
+        }
+        if cu_q is None:
+            found = warploom.attention(q, k, v, **options)
+        else:
+            assert counter is not None and not counter.any()
+            found = warploom.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, **options)
+        out.copy_(found[0])
+        lse.copy_(found[1])
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 132 processors that is the CPU."""
+    monkeypatch.setattr(run, "processors", lambda index: 132)
+    monkeypatch.setattr(run, "_ready", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(modules, "load", kernel)
+
+
+def assert_same(found: tuple[Tensor, ...], want: Any) -> None:
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name: str) -> None:
+    call = case(name, 3, dtype=torch.float16)
+    q, k, v, sink = call.tensors()
+    want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **call.keywords)
+    assert_same(run.forward(dense_args(q, k, v, sink=sink, **call.keywords)), want)
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_packed(name: str) -> None:
+    call = Packed(**{"seed": 3, "dtype": torch.float16, **PACKED[name]})  # type: ignore[arg-type]
+    starts = [call._starts(call.lengths_q), None if call.lengths_k is None else call._starts(call.keys)]
+    options = dict(call.keywords, sink=call.sinks)
+    if call.used is not None:
+        options["seqused_k"] = torch.tensor(call.used, dtype=torch.int32)
+    want = warploom.attention_varlen(call.q, call.k, call.v, *starts, return_lse=True, backend="reference", **options)
+    assert_same(run.forward(varlen_args(call.q, call.k, call.v, *starts, **options)), want)
+
+
+@pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, -7), (-3, 40), (0, 0)])
+def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, int]) -> None:
+    q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
+    want = warploom.attention(q, k, v, window=window, return_lse=True, backend="reference")
+    first, end = run.seen(40, 100, *window)
+    for t in (k, v):
+        t[:, :first] = NAN
+        t[:, end:] = NAN
+    found = run.forward(dense_args(q, k, v, window=window))
+    assert not found[0].isnan().any()
+    assert_same(found, want)
+
+
+def test_far_bands_fit_32_bits() -> None:
+    q, k, v = (torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(1)).half() for _ in range(3))
+    want = warploom.attention(q, k, v, return_lse=True, backend="reference")
+    assert_same(run.forward(dense_args(q, k, v, window=(2**40, 2**40))), want)
+
+
+def test_a_capturing_stream_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="is not loaded, which a capturing stream cannot do"):
+        run.forward(dense_args(q, q, q))
+
+
+def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
+    cu = torch.tensor([0, 5, 20], dtype=torch.int32)
+    dense, packed = dense_args(q, q, q, causal=True), varlen_args(q[0], q[0], q[0], cu, softcap=2.0)
+    for args in (dense, packed):
+        run.warm(args)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for args in (dense, packed):
+        run.forward(args)
+
+
+def test_every_named_variant_has_the_signature() -> None:
+    assert all(len(c.spec.config) == len(named_set()[0].spec.config) for c in named_set())

@@ -1,0 +1,98 @@
+"""The order in which persistent blocks take tiles: every tile once, loads even, neighbours in time near in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warploom.attention.hopper.schedule import NOTHING, heads_in_pairs, in_order, paired
+
+H100 = 132
+
+
+def choose(condition: bool, a: int, b: int) -> int:
+    return a if condition else b
+
+
+def causal(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple[int, int]]:
+    """(m_block, head) of one block in order, half pairs left out."""
+    pair_heads = heads_in_pairs(m_blocks, heads, blocks)
+    turn = 0
+    while True:
+        m_block, head = paired(turn, block, blocks, m_blocks, heads, pair_heads, choose)
+        if head >= heads:
+            return
+        if m_block != NOTHING:
+            yield m_block, head
+        turn += 1
+
+
+def full(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple[int, int]]:
+    turn = 0
+    while True:
+        m_block, head = in_order(turn, block, blocks, m_blocks)
+        if head >= heads:
+            return
+        yield m_block, head
+        turn += 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 140))
+def test_every_tile_once(m_blocks: int, heads: int, blocks: int) -> None:
+    blocks = min(blocks, m_blocks * heads)
+    everything = sorted((m, h) for m in range(m_blocks) for h in range(heads))
+    for order in (causal, full):
+        assert sorted(t for b in range(blocks) for t in order(b, blocks, m_blocks, heads)) == everything
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 140))
+def test_half_a_pair_is_no_end(m_blocks: int, heads: int, blocks: int) -> None:
+    """NOTHING comes with a head that exists, and the end with a query tile that does: the kernel tests either alone."""
+    pair_heads = heads_in_pairs(m_blocks, heads, blocks)
+    for block in range(min(blocks, 5)):
+        for turn in range(2 * m_blocks * heads // blocks + 6):
+            m_block, head = paired(turn, block, blocks, m_blocks, heads, pair_heads, choose)
+            assert head >= 0 and m_block < m_blocks
+            assert (m_block == NOTHING) <= (head < heads)
+
+
+# 16k tokens of hidden size 2048: (seqlen, batch x heads), tiles of 128 queries.
+BENCHMARKED = [(1024, 256), (2048, 128), (4096, 64), (8192, 32), (16384, 16), (8192, 64), (4096, 128), (16384, 8)]
+
+
+@pytest.mark.parametrize(("seqlen", "heads"), BENCHMARKED)
+def test_causal_load_is_even(seqlen: int, heads: int) -> None:
+    """The busiest block has at most 3 % more than its share; a tile costs its key tiles and 1.2 for its ends."""
+    m_blocks = seqlen // 128
+    loads = [sum(m + 1 + 1.2 for m, _ in causal(b, H100, m_blocks, heads)) for b in range(H100)]
+    assert max(loads) <= 1.03 * sum(loads) / H100
+
+
+@pytest.mark.parametrize("seqlen", [1000, 1024, 1100, 2048])
+def test_a_short_last_tile_is_spread(seqlen: int) -> None:
+    """Tiles of three warpgroups, the last one partly past the queries: no block gets all of those."""
+    m_blocks, heads = -(-seqlen // 192), 512
+
+    def cost(m: int) -> float:
+        groups = [row for row in range(192 * m, 192 * m + 192, 64) if row < seqlen]
+        return sum(-(-min(row + 64, seqlen) // 128) for row in groups) / 3 + 0.8
+
+    loads = [sum(cost(m) for m, _ in causal(b, H100, m_blocks, heads)) for b in range(H100)]
+    assert max(loads) <= 1.08 * sum(loads) / H100
+
+
+@pytest.mark.parametrize(("seqlen", "heads"), BENCHMARKED)
+def test_keys_stay_in_l2(seqlen: int, heads: int) -> None:
+    """But for the call's end, what runs at one time spans few heads: those of a round, and of the one before it."""
+    m_blocks = seqlen // 128
+    per_head = m_blocks // 2
+    pair_heads = heads_in_pairs(m_blocks, heads, H100)
+    orders = [list(causal(b, H100, m_blocks, heads)) for b in range(H100)]
+    for turn in range(2 * (pair_heads * per_head // H100)):
+        spanned = {order[turn][1] for order in orders}
+        assert max(spanned) - min(spanned) <= -(-H100 // per_head)

@@ -1,0 +1,315 @@
+"""The Hopper forward on an H100 or H200: the criterion over the grid, bits, graphs, streams, compile, sizes past 32 bits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from tests.attention.cases import CASES, case
+from tests.attention.harness import Call, check
+from tests.attention.packed import PACKED, Packed
+from warploom.attention import hopper
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper.available() is not None, reason=f"the hopper backend cannot run: {hopper.available()}"),
+]
+
+HALVES = [torch.float16, torch.bfloat16]
+NAN = float("nan")
+# Not here: dropout; pages and column masks of packed calls.
+DENSE = [name for name in CASES if "dropout" not in name]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", DENSE)
+def test_case(name: str, dtype: torch.dtype) -> None:
+    check(case(name, seed(), dtype=dtype, device="cuda"), "hopper")
+
+
+@pytest.mark.parametrize("name", VARLEN)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_packed(name: str, dtype: torch.dtype) -> None:
+    Packed(**{"seed": seed(), "dtype": dtype, "device": "cuda", **PACKED[name]}).check("hopper")
+
+
+@pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])
+@pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"window": (70, 30)}], ids=["full", "causal", "window"])
+def test_odd_lengths(seqlen: int, keywords: dict[str, Any]) -> None:
+    for seqlen_k in (seqlen, 300):
+        shape = {"seqlen_q": seqlen, "seqlen_k": seqlen_k, "head_dim": 128, "batch": 1}
+        check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords=keywords, **shape), "hopper")
+
+
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (24, 24), (64, 64), (88, 88), (96, 96), (104, 40), (136, 136), (192, 192), (192, 128), (248, 256)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims(dims: tuple[int, int], causal: bool) -> None:
+    shape = {"seqlen_q": 333, "seqlen_k": 417, "head_dim": dims[0], "head_dim_v": dims[1], "dtype": torch.bfloat16}
+    compare(Call(seed(), device="cuda", keywords={"causal": causal}, **shape))
+
+
+def compare(call: Call) -> None:
+    """As check(), of head dims whose backward pass has no implementation too."""
+    if call.head_dim >= 16 and (call.head_dim_v or 16) >= 16:
+        check(call, "hopper")
+        return
+    q, k, v, _ = call.tensors()
+    out = warploom.attention(q, k, v, backend="hopper", **call.keywords)
+    want = warploom.attention(q.double(), k.double(), v.double(), backend="reference", **call.keywords)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+
+
+def drawn(batch: int, seqlen: int, heads: int, kv: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(batch, seqlen, h, dim, device="cuda", dtype=dtype) for h in (heads, kv, kv)]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return warploom.attention(q, k, v, return_lse=True, backend="hopper", **options)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"window": (300, 0)}], ids=["full", "causal", "window"])
+def test_many_tiles_a_block(keywords: dict[str, Any]) -> None:
+    """More tiles than blocks, of both causal tile widths, against the reference on some heads."""
+    for shape in ((3, 1500, 24, 8, 128), (1, 7000, 6, 2, 128)):
+        q, k, v = drawn(*shape)
+        out, lse = attend(q, k, v, **keywords)
+        for head in (0, shape[2] - 1):
+            kv = head * shape[3] // shape[2]
+            part = [q[-1:, -700:, head : head + 1], *(t[-1:, :, kv : kv + 1] for t in (k, v))]
+            want, want_lse = warploom.attention(*(t.float() for t in part), return_lse=True, backend="reference", **keywords)
+            torch.testing.assert_close(out[-1:, -700:, head : head + 1].float(), want, rtol=2e-2, atol=1e-2)
+            torch.testing.assert_close(lse[-1:, head : head + 1, -700:], want_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_views_are_read_in_place() -> None:
+    """Transposed, packed QKV, expanded heads and batch, and what TMA cannot read, which is copied."""
+    q, k, v = drawn(2, 300, 4, 4, 128)
+    want = attend(q, k, v, causal=True)
+    packed = torch.stack([q, k, v], dim=2)
+    for a, b in zip(attend(*packed.unbind(2), causal=True), want, strict=True):
+        assert torch.equal(a, b)
+    heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    for a, b in zip(attend(*heads_first, causal=True), want, strict=True):
+        assert torch.equal(a, b)
+    odd = [torch.cat([t[..., :1], t], dim=-1)[..., 1:] for t in (q, k, v)]
+    for a, b in zip(attend(*odd, causal=True), want, strict=True):
+        assert torch.equal(a, b)
+    one = [t[:1, :, :1] for t in (k, v)]
+    expanded = [t.expand(2, 300, 4, 128) for t in one]
+    for a, b in zip(attend(q, *expanded), attend(q, *(t.contiguous() for t in expanded)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, 0)])
+def test_hidden_nan_changes_nothing(window: tuple[int | None, int]) -> None:
+    """NaN in keys and values that no query sees, beside ones that some do."""
+    q, k, v = drawn(1, 400, 2, 2, 128)
+    q = q[:, :100]
+    left, right = window
+    first = 0 if left is None else 300 - left
+    end = 400 + right
+    want = attend(q, k, v, window=window)
+    for t in (k, v):
+        t[:, :first] = NAN
+        t[:, end:] = NAN
+    for a, b in zip(attend(q, k, v, window=window), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nan_of_other_sequences_changes_nothing() -> None:
+    q, k, v = (t[0] for t in drawn(1, 400, 2, 2, 128))
+    cu = torch.tensor([0, 130, 131, 300], dtype=torch.int32, device="cuda")
+    options = {"return_lse": True, "backend": "hopper", "causal": True}
+    want = warploom.attention_varlen(q, k, v, cu, **options)
+    for t in (q, k, v):
+        t[:130] = NAN
+        t[131:] = NAN
+    found = warploom.attention_varlen(q, k, v, cu, **options)
+    for a, b, rows in ((found[0], want[0], 0), (found[1], want[1], 1)):
+        assert torch.equal(a.select(rows, 130), b.select(rows, 130))
+        assert not b.isnan().any()
+
+
+def test_visible_nan_stays() -> None:
+    q, k, v = drawn(1, 200, 1, 1, 128)
+    v[0, 150, 0, 7] = NAN
+    out, _ = attend(q, k, v, causal=True)
+    assert out[0, 150:, 0, 7].isnan().all() and not out[0, :128].isnan().any()
+    k[0, 150, 0, 7] = NAN
+    out, lse = attend(q, k, v, causal=True)
+    assert out[0, 150:].isnan().all() and lse[0, 0, 150:].isnan().all()
+
+
+def test_scores_far_below_zero() -> None:
+    q, k, v = drawn(1, 130, 1, 1, 128)
+    q, k = q.abs() * 130, -k.abs() * 130
+    out, lse = attend(q, k, v)
+    want = warploom.attention(q.double(), k.double(), v.double(), backend="reference")
+    assert lse.max() < -5e4
+    torch.testing.assert_close(out.double(), want, rtol=3e-2, atol=3e-2)
+
+
+def test_values_of_one_give_one() -> None:
+    q, k, v = drawn(2, 700, 4, 1, 128)
+    out, _ = attend(q, k, torch.ones_like(v), causal=True)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=8e-3, atol=0)
+
+
+REPEATED: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (200, 100)}}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_thousand_equal_runs(name: str) -> None:
+    q, k, v = drawn(2, 1000, 8, 2, 128)
+    want = attend(q, k, v, **REPEATED[name])
+    for _ in range(1000):
+        for a, b in zip(attend(q, k, v, **REPEATED[name]), want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_packed_bits_do_not_depend_on_the_order_of_tiles() -> None:
+    lengths = torch.tensor([0, 700, 701, 1500, 1500, 2800], dtype=torch.int32, device="cuda")
+    q, k, v = (t[0] for t in drawn(1, 3000, 8, 2, 128))
+    run = lambda: warploom.attention_varlen(q, k, v, lengths, causal=True, return_lse=True, backend="hopper")  # noqa: E731
+    want = run()
+    for _ in range(200):
+        for a, b in zip(run(), want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    batch, seqlen, heads, dim = 34, 16384, 32, 128
+    q, k, v = (torch.empty(batch, seqlen, heads, dim, device="cuda", dtype=torch.float16) for _ in range(3))
+    for t in (q, k, v):
+        for b in range(batch):
+            t[b].normal_()
+    out, lse = attend(q, k, v, window=(100, 0))
+    want, want_lse = attend(*(t[-1:].clone() for t in (q, k, v)), window=(100, 0))
+    assert torch.equal(out[-1:], want) and torch.equal(lse[-1:], want_lse)
+
+
+def test_rows_far_apart() -> None:
+    seqlen, stride = 100, 2**25
+    storage = torch.empty(seqlen * stride, device="cuda", dtype=torch.float16)
+    far = [storage.as_strided((1, seqlen, 1, 64), (0, stride, 64, 1), 64 * n).normal_() for n in range(3)]
+    for a, b in zip(attend(*far, causal=True), attend(*(t.contiguous() for t in far), causal=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_seventy_thousand_batches() -> None:
+    q, k, v = drawn(70000, 3, 1, 1, 64)
+    found = attend(q, k, v, causal=True)
+    for a, b in zip(found, attend(*(t[-5:].clone() for t in (q, k, v)), causal=True), strict=True):
+        assert torch.equal(a[-5:], b)
+
+
+def test_graph_replays() -> None:
+    q, k, v = drawn(2, 512, 4, 2, 128)
+    cu = torch.tensor([0, 100, 512], dtype=torch.int32, device="cuda")
+
+    def step() -> list[Tensor]:
+        packed = warploom.attention_varlen(q[0], k[0], v[0], cu, causal=True, return_lse=True, backend="hopper")
+        return [*attend(q, k, v, causal=True), *packed]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for middle in (100, 300, 512, 7):
+        cu[1] = middle
+        for t in (q, k, v):
+            t.normal_()
+        graph.replay()
+        for a, b in zip(found, step(), strict=True):
+            assert torch.equal(a, b), middle
+
+
+def test_streams_do_not_mix() -> None:
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    inputs = [drawn(2, 512, 4, 2, 128) for _ in streams]
+    want = [attend(*x, causal=True) for x in inputs]
+    torch.cuda.synchronize()
+    found = []
+    for stream, x in zip(streams, inputs, strict=True):
+        with torch.cuda.stream(stream):
+            late = [torch.empty_like(t) for t in x]
+            torch.cuda._sleep(2_000_000)
+            for a, b in zip(late, x, strict=True):
+                a.copy_(b)
+            found.append(attend(*late, causal=True))
+    torch.cuda.synchronize()
+    for a, b in zip(found, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_no_synchronisation() -> None:
+    q, k, v = drawn(2, 500, 4, 2, 128)
+    cu = torch.tensor([0, 100, 500], dtype=torch.int32, device="cuda")
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            attend(q, k, v, causal=True)
+            warploom.attention_varlen(q[0], k[0], v[0], cu, causal=True, backend="hopper")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiles_whole() -> None:
+    compiled = torch.compile(lambda q, k, v: warploom.attention(q, k, v, causal=True, backend="hopper"), fullgraph=True)
+    q, k, v = (t.requires_grad_() for t in drawn(2, 130, 4, 2, 128))
+    out = compiled(q, k, v)
+    assert torch.equal(out, attend(q, k, v, causal=True)[0])
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)),
+        torch.autograd.grad(attend(q, k, v, causal=True)[0].sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_backward_matches_triton_on_its_own_forward() -> None:
+    """The next implementation's backward takes this forward's out and lse."""
+    q, k, v = (t.requires_grad_() for t in drawn(1, 500, 4, 2, 128))
+    found, want = (
+        torch.autograd.grad(warploom.attention(q, k, v, causal=True, backend=b).float().pow(2).sum(), (q, k, v))
+        for b in ("hopper", "triton")
+    )
+    for a, b in zip(found, want, strict=True):
+        assert ((a - b).norm() / b.norm()).item() < 2e-2
+
+
+def test_default_dispatch_and_scale_of_zero() -> None:
+    q, k, v = drawn(1, 200, 4, 2, 128)
+    assert "hopper" in str(warploom.explain(q, k, v, causal=True)).split("runs", 1)[1].splitlines()[0]
+    assert torch.equal(warploom.attention(q, k, v, causal=True), attend(q, k, v, causal=True)[0])
+    torch.testing.assert_close(
+        attend(q, k, v, scale=0.0)[0].float(),
+        v.float().mean(1, True).repeat_interleave(2, 2).expand(1, 200, 4, 128),
+        rtol=1e-2,
+        atol=1e-2,
+    )

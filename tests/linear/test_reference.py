@@ -1,0 +1,97 @@
+"""The reference is the definition: idiap's formulas, and its quadratic and cumulative forms agree."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.linear.cases import CASES, case
+from tests.linear.harness import check
+from warploom import LinearState, linear_attention
+from warploom.linear.reference import cumulative, quadratic
+
+
+def draw(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    return q, k, v
+
+
+def idiap(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor) -> Tensor:
+    """The formulas of fast-transformers' two attention layers, written out (eps 1e-6 added to the denominator)."""
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    k = k * (torch.arange(k.shape[1]) < lengths[:, None])[:, :, None, None]
+    if causal:
+        kv = torch.einsum("nshd,nshm->nshdm", k, v).cumsum(1)
+        z = 1 / (torch.einsum("nlhd,nlhd->nlh", q, k.cumsum(1)) + 1e-6)
+        return torch.einsum("nlhd,nlhdm,nlh->nlhm", q, kv, z)
+    kv = torch.einsum("nshd,nshm->nhmd", k, v)
+    z = 1 / (torch.einsum("nlhd,nhd->nlh", q, k.sum(1)) + 1e-6)
+    return torch.einsum("nlhd,nhmd,nlh->nlhm", q, kv, z)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_defaults_are_idiaps(causal: bool, backend: str) -> None:
+    seed = secrets.randbelow(2**31)
+    q, k, v = draw(seed, 3, 50, 2, 8)
+    lengths = torch.tensor([50, 20, 1], dtype=torch.int32)
+    got = linear_attention(q, k, v, causal=causal, lengths=lengths, backend=backend)
+    torch.testing.assert_close(got, idiap(q, k, v, causal, lengths), msg=lambda m: f"seed {seed}: {m}")
+    whole = linear_attention(q, k, v, causal=causal, backend=backend)
+    torch.testing.assert_close(whole, idiap(q, k, v, causal, torch.full((3,), 50)), msg=lambda m: f"seed {seed}: {m}")
+
+
+def test_a_longer_key_is_not_seen_and_a_missing_one_adds_nothing() -> None:
+    """What idiap's make_sizes_compatible means, done to keys and values."""
+    seed = secrets.randbelow(2**31)
+    q, k, v = draw(seed, 1, 40, 2, 8)
+    short = linear_attention(q[:, :25], k, v)
+    torch.testing.assert_close(short, linear_attention(q[:, :25], k[:, :25], v[:, :25]))
+    padded = linear_attention(q, k, v, lengths=torch.tensor([25], dtype=torch.int32))
+    torch.testing.assert_close(linear_attention(q, k[:, :25], v[:, :25]), padded)
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 65])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_forms_agree(seqlen: int, normalize: bool) -> None:
+    seed = secrets.randbelow(2**31)
+    q, k, v = draw(seed, 2, seqlen, 3, 5)
+    held = LinearState(torch.rand(2, 3, 5, 5).double(), torch.rand(2, 3, 5).double())
+    q, k = q.exp(), k.exp()
+    want, last = cumulative(q, k, v, normalize=normalize, scale=0.5, state=held)
+    torch.testing.assert_close(quadratic(q, k, v, normalize=normalize, scale=0.5, state=held), want)
+    for backend in ("cpu", "reference"):
+        options = {"feature_map": "identity", "normalize": normalize, "scale": 0.5, "state": held, "return_state": True}
+        out, state = linear_attention(q, k, v, **options, backend=backend)
+        torch.testing.assert_close(out, want, msg=lambda m: f"seed {seed}: {m}")
+        torch.testing.assert_close(state.s, last.s)
+        torch.testing.assert_close(state.z, last.z)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    check(case(name, secrets.randbelow(2**31)), "reference")
+
+
+def test_backward_is_its_own_derivative() -> None:
+    """reference.backward, which nothing but tests and comparisons calls, is autograd of reference.forward."""
+    from warploom.linear import reference
+    from warploom.linear.arguments import linear_call
+
+    c = case("packed, state, group", secrets.randbelow(2**31))
+    options = {"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0, "lengths": None}
+    call = linear_call(**{**options, **c.draw()})
+    out, _, s, z = reference.forward(call, True)
+    upstream = [torch.randn_like(t) for t in (out, s, z)]
+    leaves = (call.q, call.k, call.v, call.s, call.z)
+    for got, want in zip(
+        reference.backward(call, upstream[0], None, *upstream[1:]),
+        torch.autograd.grad((out, s, z), leaves, upstream),
+        strict=True,
+    ):
+        assert torch.equal(got, want), c

@@ -1,0 +1,300 @@
+"""The module cache: what it refuses, in which words, and builders that meet or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from warploom.runtime import modules
+from warploom.runtime.module_worker import Worker
+from warploom.runtime.modules import ModuleSpec
+
+ROOT = Path(__file__).parents[2]
+SPEC = ModuleSpec("some_kernel", "sm_90a", "tests.runtime.builders:build", (("width", 3),), ("runtime/cubin.py",))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
+    monkeypatch.setenv("BUILDER_LOG", str(tmp_path / "log"))
+    (tmp_path / "modules").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def stored(cache: Path) -> Path:
+    library = cache / "built.so"
+    library.write_bytes(b"machine code")
+    modules.store(SPEC, library, {"registers": 168})
+    return SPEC.library()
+
+
+def test_a_stored_module_is_taken(stored: Path) -> None:
+    assert modules.refusal(SPEC) is None and modules.facts(SPEC) == {"registers": 168}
+
+
+def test_nothing_there() -> None:
+    assert modules.refusal(SPEC) == "not built" and modules.facts(SPEC) == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"machine", b"machine cope"])
+def test_damage_is_refused(stored: Path, content: bytes) -> None:
+    stored.write_bytes(content)
+    assert modules.refusal(SPEC) == "truncated or corrupted"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_manifest_is_refused(stored: Path, content: str) -> None:
+    stored.with_suffix(".json").write_text(content)
+    assert modules.refusal(SPEC) is not None
+
+
+def test_a_library_without_manifest_is_refused(stored: Path) -> None:
+    stored.with_suffix(".json").unlink()
+    assert modules.refusal(SPEC) == "not built"
+
+
+def test_other_sources_are_refused(stored: Path) -> None:
+    assert modules.refusal(replace(SPEC, sources=("runtime/modules.py",))) == "built from other kernel sources"
+
+
+def test_another_configuration_is_refused(stored: Path) -> None:
+    assert modules.refusal(replace(SPEC, config=(("width", 4),))) == "built for another configuration"
+
+
+@pytest.mark.parametrize(("key", "words"), [("dsl_version", "nvidia-cutlass-dsl"), ("ffi_version", "apache-tvm-ffi")])
+def test_other_versions_are_refused(stored: Path, monkeypatch: pytest.MonkeyPatch, key: str, words: str) -> None:
+    monkeypatch.setattr(modules, key, lambda: "999.1")
+    assert words in (modules.refusal(SPEC) or "")
+
+
+def test_a_machine_without_the_dsl_takes_any(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "dsl_version", lambda: None)
+    assert modules.refusal(SPEC) is None
+
+
+def test_another_processor_is_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = modules.cpu_features()
+    manifest = stored.with_suffix(".json")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "cpu": [*here, "avx9000"]}))
+    assert modules.refusal(SPEC) == "built on a machine whose processor has avx9000, which this one lacks"
+    monkeypatch.setattr(modules, "cpu_features", lambda: (*here, "avx9000", "avx9001"))
+    assert modules.refusal(SPEC) is None, "a processor that has more runs it"
+
+
+# As /proc/cpuinfo of an EPYC of Zen 4 and of a Xeon of Sapphire Rapids tells them, kernel features and all.
+SHARED = [
+    "fpu",
+    "vme",
+    "de",
+    "pse",
+    "tsc",
+    "msr",
+    "pae",
+    "mce",
+    "cx8",
+    "apic",
+    "sep",
+    "mtrr",
+    "pge",
+    "mca",
+    "cmov",
+    "pat",
+    "pse36",
+    "clflush",
+    "mmx",
+    "fxsr",
+    "sse",
+    "sse2",
+    "ht",
+    "syscall",
+    "nx",
+    "pdpe1gb",
+    "rdtscp",
+    "lm",
+    "constant_tsc",
+    "rep_good",
+    "nopl",
+    "pni",
+    "pclmulqdq",
+    "ssse3",
+    "fma",
+    "cx16",
+    "pcid",
+    "sse4_1",
+    "sse4_2",
+    "x2apic",
+    "movbe",
+    "popcnt",
+    "aes",
+    "xsave",
+    "avx",
+    "f16c",
+    "rdrand",
+    "hypervisor",
+    "lahf_lm",
+    "abm",
+    "3dnowprefetch",
+    "fsgsbase",
+    "bmi1",
+    "avx2",
+    "smep",
+    "bmi2",
+    "erms",
+    "invpcid",
+    "avx512f",
+    "avx512dq",
+    "rdseed",
+    "adx",
+    "smap",
+    "avx512ifma",
+    "clflushopt",
+    "clwb",
+    "avx512cd",
+    "sha_ni",
+    "avx512bw",
+    "avx512vl",
+    "xsaveopt",
+    "xsavec",
+    "xgetbv1",
+    "xsaves",
+    "avx512_bf16",
+    "avx512vbmi",
+    "umip",
+    "avx512_vbmi2",
+    "gfni",
+    "vaes",
+    "vpclmulqdq",
+    "avx512_vnni",
+    "avx512_bitalg",
+    "avx512_vpopcntdq",
+    "rdpid",
+]
+EPYC = [*SHARED, "mmxext", "sse4a", "misalignsse", "clzero", "xsaveerptr", "wbnoinvd", "rdpru", "topoext", "svm", "fma4_absent"]
+XEON = [*SHARED, "avx_vnni", "amx_bf16", "amx_tile", "amx_int8", "serialize", "tsxldtrk", "cldemote", "movdiri", "waitpkg"]
+
+
+def cpuinfo(flags: list[str]) -> str:
+    return "processor\t: 0\nvendor_id\t: some\nflags\t\t: " + " ".join(flags) + "\nbogomips\t: 1\n"
+
+
+def test_processors_of_two_makers_run_each_others_modules(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has and the other lacks is what compilers do not use unasked, but for avx_vnni."""
+    manifest = stored.with_suffix(".json")
+    content = json.loads(manifest.read_text())
+    machine = modules.cpu_features()[0]
+    for built, here, refused in ((EPYC, XEON, None), ([*XEON[:-9], *XEON[-8:]], EPYC, None), (XEON, EPYC, "avx_vnni")):
+        monkeypatch.setattr(modules, "cpu_features", lambda here=here: (machine, *modules.instruction_sets(cpuinfo(here))))
+        # Whether the builder's list was sifted, or written whole by an earlier version.
+        for flags in (modules.instruction_sets(cpuinfo(built)), built):
+            manifest.write_text(json.dumps({**content, "cpu": [machine, *flags]}))
+            words = modules.refusal(SPEC)
+            assert (words is None) if refused is None else (refused in (words or "") and "amx" not in (words or ""))
+
+
+def test_an_old_processor_is_told_what_it_lacks(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = modules.cpu_features()[0]
+    manifest = stored.with_suffix(".json")
+    content = {**json.loads(manifest.read_text()), "cpu": [machine, *modules.instruction_sets(cpuinfo(EPYC))]}
+    manifest.write_text(json.dumps(content))
+    old = [flag for flag in EPYC if "512" not in flag]
+    monkeypatch.setattr(modules, "cpu_features", lambda: (machine, *modules.instruction_sets(cpuinfo(old))))
+    assert "avx512f" in (modules.refusal(SPEC) or "") and "sse4a" not in (modules.refusal(SPEC) or "")
+    manifest.write_text(json.dumps({**content, "cpu": ["another", "asimd"]}))
+    assert "another" in (modules.refusal(SPEC) or "")
+
+
+def test_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "cannot_load", lambda: None)
+    monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
+    with pytest.raises(RuntimeError, match=r"some_kernel is not built .* cannot be built: the CuTe DSL is not installed"):
+        modules.load(SPEC)
+    monkeypatch.setattr(modules, "cannot_load", lambda: "no runtime here")
+    with pytest.raises(RuntimeError, match="no runtime here"):
+        modules.load(SPEC)
+
+
+def test_specs_travel() -> None:
+    assert modules.from_json(modules.to_json(SPEC)) == SPEC
+
+
+def test_a_worker_builds_and_reports_errors() -> None:
+    with Worker("sm_90a") as worker:
+        with pytest.raises(RuntimeError, match="does not compile: ValueError: width must be at most 9, got 10"):
+            worker.build(replace(SPEC, config=(("width", 10),)))
+        assert worker.build(SPEC)["width"] == 3
+    assert modules.refusal(SPEC) is None
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    with Worker("sm_90a") as worker, pytest.raises(RuntimeError, match="died"):
+        worker.build(replace(SPEC, config=(("width", -1),)))
+
+
+CODE = """
+from warploom.runtime import modules
+from tests.runtime.test_modules import SPEC
+modules.cannot_build = lambda: None
+modules.build(SPEC, "not built")
+"""
+
+
+def builder() -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BUILDER_SECONDS": "1.5"}
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE], env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def test_two_builders_at_once_build_once(cache: Path) -> None:
+    pair = [builder(), builder()]
+    for process in pair:
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+    assert (cache / "log").read_text().count("some_kernel") == 1
+    assert modules.refusal(SPEC) is None
+
+
+def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path) -> None:
+    process = builder()
+    deadline = time.monotonic() + 60
+    while not (cache / "log").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert modules.refusal(SPEC) == "not built"
+    second = builder()
+    _, errors = second.communicate(timeout=90)
+    assert second.returncode == 0, errors
+    assert modules.refusal(SPEC) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [("*v = 13000; return 0;", 13000), ("*v = 12040; return 0;", 12040), ("return 100;", None), (None, None)],
+)
+def test_driver_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str | None, version: int | None) -> None:
+    """Of a driver library made here; None where there is none or it fails."""
+    library = tmp_path / "libcuda.so.1"
+    if body is not None:
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("no C compiler")
+        source = tmp_path / "driver.c"
+        source.write_text(f"int cuDriverGetVersion(int *v) {{ {body} }}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    real = modules.ctypes.CDLL
+    monkeypatch.setattr(modules.ctypes, "CDLL", lambda name, *rest: real(str(library) if "libcuda" in name else name, *rest))
+    modules.driver_version.cache_clear()
+    assert modules.driver_version() == version
+    modules.driver_version.cache_clear()

@@ -1,0 +1,158 @@
+"""Exact attention for Hopper (sm_90a) in the CuTe DSL: TMA, wgmma, warp specialisation; the forward pass.
+
+Modules are compiled ahead of time by `warploom build`, or once at first use. A backward pass goes to the next implementation
+that takes it, with the out and lse of this one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from warploom.attention.hopper.plan import LONG, config, config_for
+from warploom.runtime import dispatch, modules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warploom.attention.problem import AttentionArgs, AttentionProblem
+
+NAME = "hopper"
+MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
+_OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
+
+
+def available() -> str | None:
+    return _examine()
+
+
+@cache
+def _looked_at() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if (9, 0) not in found:
+        names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
+        return f"needs compute capability 9.0 (H100, H200), this machine has {names}"
+    driver = modules.driver_version()
+    if driver is not None and driver < _OLDEST_DRIVER:
+        return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
+    return modules.cannot_load()
+
+
+def _examine() -> str | None:
+    """Why this machine cannot run it, found out once."""
+    return _looked_at()
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if problem.device != "cuda":
+        return f"runs on CUDA tensors, not on {problem.device}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 or bfloat16, not {problem.dtype}"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not 8 <= dim <= 256 or dim % 8:
+            return f"takes {name} from 8 to 256 in steps of 8, not {dim}"
+    if problem.layout == "paged":
+        return "takes no pages"
+    if problem.columns:
+        return "has no column masks yet"
+    if problem.dropout:
+        return "has no dropout"
+    if problem.backward and _next(problem) is None:
+        return "has no backward pass of its own, and no other implementation takes this one"
+    long = False
+    if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
+        long = True
+    return _module_refusal(
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        long,
+        problem.softcap,
+        problem.sink,
+        problem.layout == "varlen",
+    )
+
+
+def _module_refusal(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    long: bool,
+    softcap: bool,
+    sink: bool,
+    varlen: bool,
+) -> str | None:
+    """Why the module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
+    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen)
+    if key in _found or modules.cannot_build() is None:
+        return None
+    spec = config(str(dtype).removeprefix("torch."), *key[1:]).spec
+    missing = modules.refusal(spec)
+    if missing is not None:
+        return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+    _found.add(key)
+    return None
+
+
+_found: set[tuple[object, ...]] = set()
+
+# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
+# import costs a second.
+for _function in (_examine, _module_refusal):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
+    """Queries × keys of a tile, and the state of the module, for explain()."""
+    variant = config_for(problem)
+    missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
+    state = "ready" if missing is None else f"{missing}, compiled at first use"
+    return (variant.tile_m, variant.tile_n), f"module {variant.name} ({state})"
+
+
+def warm(args: AttentionArgs) -> None:
+    """Load or build the call's module and run it once on two tokens, so that a capturing stream finds it ready."""
+    from warploom.attention.hopper.run import warm as run
+
+    run(args)
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS:
+        # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
+        return _fallback(args, backward=False).forward(args)  # type: ignore[no-any-return]
+    from warploom.attention.hopper.run import forward as run
+
+    return run(args)
+
+
+def backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink by the next implementation that takes the call."""
+    return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
+
+
+def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]
+    from warploom.attention.problem import AttentionProblem
+
+    found = _next(AttentionProblem.from_args(args, backward))
+    if found is None:
+        raise NotImplementedError("no other implementation takes this call")
+    return found.module
+
+
+def _next(problem: AttentionProblem) -> dispatch.Implementation | None:
+    """The first implementation after this one that takes the problem."""
+    ordered = dispatch.implementations("attention")
+    after = [i.name for i in ordered].index(NAME) + 1
+    return next((i for i in ordered[after:] if i.refusal(problem) is None), None)

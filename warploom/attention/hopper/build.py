@@ -1,0 +1,79 @@
+"""Compile a forward variant into a shared library, without a GPU. Imports the CuTe DSL."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.forward import DTYPES, HopperForward
+from warploom.runtime.cubin import resources
+
+
+def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
+    """Write ``library``, which exports ``name``; returns registers, stack and shared bytes.
+
+    The arguments are described by fakes: every size and stride is its own symbol, so that one module serves every view,
+    and only what TMA needs is required, 16-byte alignment and a contiguous last dimension.
+    """
+    variant = ForwardConfig(**config)
+    modes = 2 if variant.varlen else 3  # besides head_dim
+    tensors = [_view(DTYPES[variant.dtype], modes) for _ in range(4)]
+    lse = make_fake_tensor(
+        Float32,
+        tuple(cute.sym_int() for _ in range(modes)),
+        stride=(*(cute.sym_int64() for _ in range(modes - 1)), 1),
+        assumed_align=4,
+    )
+    vectors = [
+        make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
+        for dtype, present in (
+            (Float32, variant.sink),
+            (Int32, variant.varlen),
+            (Int32, variant.varlen),
+            (Int32, variant.used),
+            (Int32, variant.varlen),
+        )
+    ]
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}"
+        compiled = cute.compile(HopperForward(variant), *tensors, lse, *vectors, *scalars, stream, options=options)
+        cubins = sorted(Path(folder).glob("*.cubin"))
+        found = resources(cubins[0].read_bytes())[0]
+        kept = os.environ.get("WARPLOOM_KEEP_CUBIN")
+        if kept:
+            shutil.copy(cubins[0], Path(kept) / f"{name}.cubin")
+        objects = Path(folder) / f"{name}.o"
+        compiled.export_to_c(str(objects), function_name=name)
+        link(objects, library)
+    return {"registers": found.registers, "stack": found.stack, "shared": variant.shared_bytes}
+
+
+def _view(dtype: Any, modes: int) -> Any:
+    strides = [cute.sym_int64(divisibility=8) for _ in range(modes)]
+    shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=8))
+    return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
+
+
+def link(objects: Path, library: Path) -> None:
+    """Make a shared library of an object file with whatever linker there is; RuntimeError names what would do."""
+    commands = [[path] for path in map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang", "ld")) if path]
+    if find_spec("ziglang") is not None:
+        commands.append([sys.executable, "-m", "ziglang", "cc"])
+    if not commands:
+        raise RuntimeError("no linker found; install gcc, clang or binutils, or pip install ziglang")
+    run = subprocess.run([*commands[0], "-shared", "-o", str(library), str(objects)], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{commands[0][0]} failed: {run.stderr.strip()}")

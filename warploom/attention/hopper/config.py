@@ -1,0 +1,58 @@
+"""One frozen configuration per compiled forward variant: key, file name, symbol and explain() text come from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from warploom.runtime.modules import ModuleSpec
+
+_HERE = "attention/hopper"
+# What the compiled code is made from.
+SOURCES = tuple(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "primitives", "schedule"))
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """What is fixed when a Hopper forward module is compiled; lengths, strides, scale and window values are not.
+
+    ``head_dim`` and ``head_dim_v`` are the tile's, multiples of 32: smaller ones run in the same module by TMA bounds.
+    """
+
+    dtype: str  # "float16" or "bfloat16"
+    head_dim: int
+    head_dim_v: int
+    tile_n: int
+    warpgroups: int = 2  # consumers; each owns 64 query rows
+    stages: int = 2  # of the K ring and of the V ring
+    right: bool = False  # keys right of p + right are hidden (causal: right = 0)
+    left: bool = False  # keys left of p - left are hidden
+    softcap: bool = False
+    sink: bool = False
+    varlen: bool = False  # packed sequences
+    used: bool = False  # whose keys may end early (seqused_k)
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
+        band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
+        parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
+        parts += [feature for feature in ("softcap", "sink", "varlen", "used") if getattr(self, feature)]
+        return "attn_fwd_sm90_" + "_".join(parts)
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_forward", config, SOURCES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of Q and of the two rings; barriers and the tile ring add less than 512 bytes."""
+        ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        return 2 * (self.tile_m * self.head_dim + ring)

@@ -1,0 +1,105 @@
+"""Which variant serves a call, and the named set that `warploom build` prepares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+from warploom.attention.hopper.config import ForwardConfig
+
+if TYPE_CHECKING:
+    from warploom.attention.problem import AttentionProblem
+
+DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Keys a tile by the kind of call, and how many warpgroups share one; docs/lab-notes.md has the measurements."""
+
+    full: int
+    causal: int  # narrow tiles waste less on the diagonal
+    long: int | None = None  # of full calls with LONG keys and more, where wide tiles synchronise less; None: as others
+    warpgroups: int = 2
+    stages: int = 2
+
+
+LONG = 6144
+# (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
+TILINGS = {
+    (64, 64): Tiling(full=128, causal=128, warpgroups=3),  # 4096 keys: 510 TFLOP/s; 128x128 423, 128x176 428
+    (96, 96): Tiling(full=112, causal=112, warpgroups=3),  # 608; 128x160 560
+    (128, 128): Tiling(full=128, causal=128, long=176),  # 4096 keys 683, 176 columns 647; 16384 keys 660, 176 columns 681
+    (192, 128): Tiling(full=128, causal=128),
+    (192, 192): Tiling(full=112, causal=112),  # as wide as shared memory allows, here and below
+    (256, 256): Tiling(full=80, causal=80),
+}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The smallest tile that holds both head dims: rounded here and nowhere else."""
+    return min(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
+
+
+@cache
+def config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    long: bool,
+    softcap: bool = False,
+    sink: bool = False,
+    varlen: bool = False,
+    used: bool = False,
+) -> ForwardConfig:
+    """The variant for head dims of a call and its features; ``long`` as LONG has it."""
+    dims = tile_dims(head_dim, head_dim_v)
+    tiling = TILINGS[dims]
+    tile_n = tiling.causal if left or right else (tiling.long or tiling.full) if long else tiling.full
+    return ForwardConfig(
+        dtype,
+        *dims,
+        tile_n,
+        # Of the 160 registers that three warpgroups leave a thread, a softcap's constants spill some.
+        warpgroups=min(tiling.warpgroups, 2) if softcap else tiling.warpgroups,
+        stages=tiling.stages,
+        right=right,
+        left=left,
+        softcap=softcap,
+        sink=sink,
+        varlen=varlen,
+        used=used,
+    )
+
+
+def config_for(problem: AttentionProblem, used: bool = False) -> ForwardConfig:
+    """The variant that runs a problem; ``used``: its packed sequences' keys may end early."""
+    return config(
+        str(problem.dtype).removeprefix("torch."),
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        problem.seqlen_k >= LONG,
+        problem.softcap,
+        problem.sink,
+        problem.layout == "varlen",
+        used,
+    )
+
+
+def named_set() -> list[ForwardConfig]:
+    """The variants that `warploom build` prepares: any band, dense or packed, with at most one of softcap and sink.
+
+    Others (both, or seqused_k) are compiled when first called for.
+    """
+    flags = (False, True)
+    extras: tuple[dict[str, bool], ...] = ({}, {"varlen": True}, {"sink": True}, {"softcap": True})
+    found: dict[ForwardConfig, None] = {}
+    for extra, dims, right, left, long, dtype in product(extras, TILINGS, flags, flags, flags, DTYPES):
+        found[config(dtype, *dims, right, left, long, **extra)] = None
+    return list(found)

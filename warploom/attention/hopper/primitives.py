@@ -1,0 +1,70 @@
+"""Instructions that the DSL does not name: packed conversion, fast exp2, a 4 × 4 transpose inside a quad of lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+@dsl_user_op
+def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2^x on the special function unit, subnormals flushed: without .ftz each exponential costs two more instructions."""
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """1 / x on the special function unit, to one unit in the last place."""
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``; the DSL's conversion packs only some widths."""
+    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
+
+
+def _asm(result: Any, values: list[Any], text: str, constraints: str, side_effects: bool = False) -> Any:
+    return llvm.inline_asm(
+        result,
+        values,
+        text,
+        constraints,
+        has_side_effects=side_effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@cute.jit
+def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
+    """Lane t of each quad holds word t of four chunks; it returns with the four words of chunk t."""
+    words = list(words)
+    for bit in (1, 2):
+        odd = lane // bit % 2 == 1
+        for low in [i for i in range(4) if not i & bit]:
+            high = low | bit
+            given = words[low] if odd else words[high]
+            taken = cute.arch.shuffle_sync_bfly(given, offset=bit)
+            words[low] = taken if odd else words[low]
+            words[high] = words[high] if odd else taken
+    return words
+
+
+@dsl_user_op
+def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Keep what follows behind the computation of ``x``, which is not negative: a store to shared memory that never happens.
+
+    ptxas moves a wait for wgmma above arithmetic that does not need it, here above the exponentials that are to run
+    under that very wgmma; it moves none above a store.
+    """
+    text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [$1], $0; }"
+    values = [Float32(x).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)]
+    _asm(None, values, text, "f,r", side_effects=True)

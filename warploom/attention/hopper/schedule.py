@@ -1,0 +1,62 @@
+"""Which tile a persistent block computes when: integer arithmetic, so that the kernel and the tests run the same lines.
+
+In the kernel the integers are run-time values, which Python cannot branch on: ``choose(condition, a, b)`` is a if condition
+else b there as here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# No tile: the other half of the pair that a head with an odd number of query tiles has in its middle.
+NOTHING = -1
+
+
+def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any) -> tuple[Any, Any]:
+    """(m_block, head) of a block's ``turn``-th tile when all cost the same: heads one after the other.
+
+    Tiles that run at one time share their K and V in L2. A head past the last one ends the block's work.
+    """
+    index = turn * blocks + block
+    return index % m_blocks, index // m_blocks
+
+
+def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:
+    """(m_block, head) of a block's ``turn``-th tile when later rows see more keys (causal).
+
+    The first ``pair_heads`` heads go as pairs of one long and one short tile, all pairs alike, head after head, so that
+    K and V stay in L2. The other heads end the call: their tiles go longest first, every other round backwards,
+    which evens out what whole pairs cannot. m_block is NOTHING for half a pair; a head past the last one ends the work.
+    """
+    per_head = (m_blocks + 1) // 2
+    pairs = pair_heads * per_head
+    rest = pairs % blocks
+    extra = choose(block < rest, 1, 0)
+    own = 2 * (pairs // blocks + extra)
+
+    # Rounds are turned by one: else a block could always get the same pair of a head, and not all cost quite the same.
+    lap = turn // 2
+    pair = lap * blocks + choose(lap < pairs // blocks, (block + lap) % blocks, block)
+    head = pair // per_head
+    short = pair - head * per_head
+    other = choose(2 * short == m_blocks - 1, NOTHING, short)
+    m_block = choose(turn % 2 == 0, m_blocks - 1 - short, other)
+
+    lap = turn - own + extra  # now lap 0 fills up the last, partial round of pairs
+    along = choose(lap % 2 == 1, blocks - 1 - block, block)
+    index = choose(lap == 0, block, lap * blocks + along) - rest
+    width = heads - pair_heads
+    row = index // choose(width < 1, 1, width)
+    ends = index >= width * m_blocks
+    tail_head = choose(ends, heads, pair_heads + index - row * width)
+
+    in_pairs = turn < own
+    return choose(in_pairs, m_block, choose(ends, 0, m_blocks - 1 - row)), choose(in_pairs, head, tail_head)
+
+
+def heads_in_pairs(m_blocks: int, heads: int, blocks: int) -> int:
+    """How many heads go as pairs: all but what the last, partial round and one more round of pairs hold."""
+    per_head = (m_blocks + 1) // 2
+    pairs = heads * per_head
+    left_over = min(pairs, pairs % blocks + blocks)
+    return heads - min(heads, -(-left_over // per_head))

@@ -1,0 +1,122 @@
+"""`warploom build`: compile the named set of kernels into the cache, ahead of time and without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from warploom.commands.table import table
+from warploom.runtime import modules
+from warploom.runtime.modules import ModuleSpec
+
+EXAMPLES = """examples:
+  warploom build --list                      the named set, and what of it the cache holds
+  warploom build --only '*bfloat16_d128*'    the variants of one head dim
+  warploom build --jobs 8 --out /opt/cache   all of them, into another cache (WARPLOOM_CACHE=/opt/cache to use it)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a"], help="the architecture to compile for")
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="names to build, as a shell pattern")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="compilers at a time")
+    parser.add_argument("--out", metavar="DIR", help="the cache to fill; default: WARPLOOM_CACHE or ~/.cache/warploom")
+    parser.add_argument("--list", action="store_true", help="only say what there is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.out:
+        os.environ["WARPLOOM_CACHE"] = options.out
+    specs = [spec for spec in named_set(options.arch) if fnmatch.fnmatch(spec.name, options.only)]
+    if not specs:
+        raise ValueError(f"--only {options.only!r} matches none of the {len(named_set(options.arch))} names of --list")
+    if options.list:
+        states = [(spec.name, modules.refusal(spec)) for spec in specs]
+        found = [{"name": name, "refused": refused} for name, refused in states]
+        print(json.dumps(found, indent=1) if options.json else table([(name, refused or "built") for name, refused in states]))
+        return 0
+    reason = modules.cannot_build()
+    if reason is not None:
+        raise ValueError(f"nothing can be built here: {reason}")
+    start = time.perf_counter()
+    rows = build_all(specs, options.jobs, quiet=options.json)
+    failed = sum("error" in row for row in rows)
+    if options.json:
+        print(json.dumps({"folder": str(modules.cache_folder()), "modules": rows}, indent=1))
+    else:
+        print(table([(str(row["name"]), _words(row)) for row in rows]))
+        print(f"{len(rows) - failed} of {len(rows)} modules in {modules.cache_folder()}, {time.perf_counter() - start:.0f} s")
+    return int(failed > 0)
+
+
+def named_set(arch: str) -> list[ModuleSpec]:
+    """Every module that warploom can ask for on an architecture."""
+    from warploom.attention.hopper.plan import named_set as forward
+
+    return [config.spec for config in forward() if config.spec.arch == arch]
+
+
+def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[str, Any]]:
+    """Build what the cache lacks with ``jobs`` compilers; a row a module, in order: its facts, or its error."""
+    from warploom.runtime.module_worker import Worker
+
+    specs = list(specs)
+    waiting: SimpleQueue[ModuleSpec] = SimpleQueue()
+    for spec in specs:
+        waiting.put(spec)
+    rows: dict[str, dict[str, Any]] = {}
+
+    def work() -> None:
+        worker: Worker | None = None
+        while True:
+            try:
+                spec = waiting.get_nowait()
+            except Empty:
+                break
+            try:
+                with modules.build_lock(spec):
+                    if modules.refusal(spec) is None:
+                        row = {**modules.facts(spec), "cached": True}
+                    else:
+                        worker = worker or Worker(spec.arch)
+                        row = worker.build(spec)
+            except RuntimeError as error:
+                row, worker = {"error": str(error)}, None
+            rows[spec.name] = {"name": spec.name, **row}
+            if not quiet:
+                _progress(len(rows), len(specs), spec.name)
+        if worker is not None:
+            worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(specs)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not quiet:
+        _progress(len(specs), len(specs), "")
+        print(file=sys.stderr)
+    return [rows[spec.name] for spec in specs]
+
+
+def _progress(done: int, total: int, name: str) -> None:
+    bar = "#" * (30 * done // total)
+    print(f"\r[{bar:<30}] {done}/{total} {name:<70}", end="", file=sys.stderr, flush=True)
+
+
+def _words(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"FAILED: {row['error']}"
+    facts = f"{row.get('registers')} registers, stack {row.get('stack')} B, shared {row.get('shared', 0) / 1024:.0f} KiB"
+    return f"{facts}, {'was there' if row.get('cached') else str(row.get('seconds')) + ' s'}"

@@ -1,0 +1,294 @@
+"""Compiled kernel modules: found in the cache, verified, loaded without their compiler, or built once under a lock.
+
+A module is a shared library with the host launcher and the GPU code of one kernel variant, next to a manifest that says
+what it was made from. The manifest is written last, so a builder that dies leaves nothing that looks whole. Loading
+needs apache-tvm-ffi and the CuTe DSL's runtime library, not the DSL itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1  # of the manifest
+_PACKAGE = Path(__file__).parents[1]
+# Instruction sets that a compiler uses unasked. Others (sse4a, xop, adx, amx) need intrinsics, and the remaining flags of
+# /proc/cpuinfo say nothing about what a library runs on.
+_INSTRUCTIONS = re.compile(r"^(avx|sse(?!4a)|ssse|pni$|cx16|fma$|f16c|bmi|popcnt|lzcnt|abm|movbe|asimd|sve|fp)")
+_MEANINGS = {
+    "format": "written by another version of warploom",
+    "sources": "built from other kernel sources",
+    "config": "built for another configuration",
+    "dsl": "built by another version of nvidia-cutlass-dsl",
+    "tvm_ffi": "built for another version of apache-tvm-ffi",
+}
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """One kernel variant: ``builder`` ("package.module:function") turns ``config`` into a library that exports ``name``."""
+
+    name: str
+    arch: str  # "sm_90a"
+    builder: str
+    config: tuple[tuple[str, Any], ...]
+    sources: tuple[str, ...]  # files of the package that the kernel is made from
+
+    def described(self) -> dict[str, Any]:
+        """What a manifest must agree with for the module to be run."""
+        return {
+            "format": FORMAT,
+            "sources": sources_digest(self.sources),
+            "config": json.dumps([self.arch, self.builder, self.config]),
+            "dsl": dsl_version() or "any",
+            "tvm_ffi": ffi_version() or "any",
+        }
+
+    def library(self) -> Path:
+        """Where the module lies in the cache."""
+        return cache_folder() / f"{self.name}.so"
+
+
+def cache_folder() -> Path:
+    """WARPLOOM_CACHE, or ~/.cache/warploom."""
+    return Path(os.environ.get("WARPLOOM_CACHE") or Path.home() / ".cache" / "warploom") / "modules"
+
+
+@cache
+def sources_digest(sources: tuple[str, ...]) -> str:
+    """SHA-256 of the files' contents, in order."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update((_PACKAGE / source).read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def dsl_version() -> str | None:
+    """The installed CuTe DSL's version, from metadata."""
+    return _version("nvidia-cutlass-dsl")
+
+
+@cache
+def ffi_version() -> str | None:
+    """The installed apache-tvm-ffi's major and minor version: its binary interface may change between those."""
+    found = _version("apache-tvm-ffi")
+    return ".".join(found.split(".")[:2]) if found else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def cpu_features() -> tuple[str, ...]:
+    """The machine's architecture and instruction sets; a module's host code may use those of the machine that built it."""
+    description = Path("/proc/cpuinfo")
+    return (platform.machine(), *instruction_sets(description.read_text() if description.exists() else ""))
+
+
+def instruction_sets(description: str) -> list[str]:
+    """Of the first processor of /proc/cpuinfo."""
+    for line in description.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return sorted({flag for flag in value.split() if _INSTRUCTIONS.match(flag)})
+    return []
+
+
+@cache
+def runtime_library() -> Path | None:
+    """The CuTe DSL's runtime for CUDA 13, which modules are linked against; found without importing the DSL."""
+    spec = find_spec("nvidia_cutlass_dsl")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        library = Path(folder) / "cu13" / "lib" / "libcute_dsl_runtime.so"
+        if library.exists():
+            return library
+    return None
+
+
+@cache
+def driver_version() -> int | None:
+    """The CUDA version that the installed driver serves, 13000 for 13.0; None without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        status: int = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value if status == 0 else None
+
+
+@cache
+def cannot_load() -> str | None:
+    """Why no module can be loaded here, or None."""
+    if find_spec("tvm_ffi") is None:
+        return "the apache-tvm-ffi package is not installed (pip install 'warploom[hopper]')"
+    if runtime_library() is None:
+        return "nvidia-cutlass-dsl with its CUDA 13 libraries is not installed (pip install 'warploom[hopper]')"
+    return None
+
+
+@cache
+def cannot_build() -> str | None:
+    """Why no module can be built here, or None."""
+    if find_spec("cutlass") is None:
+        return "the CuTe DSL is not installed (pip install 'warploom[hopper]')"
+    if find_spec("tvm_ffi") is None:
+        return "the apache-tvm-ffi package is not installed (pip install 'warploom[hopper]')"
+    return None
+
+
+def refusal(spec: ModuleSpec) -> str | None:
+    """Why the cache's module of ``spec`` is missing or must not be run, or None."""
+    library = spec.library()
+    try:
+        manifest = json.loads(library.with_suffix(".json").read_text())
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return "not built"
+    except (OSError, ValueError) as error:
+        return f"unreadable ({error})"
+    if not isinstance(manifest, dict) or manifest.get("sha256") != hashlib.sha256(content).hexdigest():
+        return "truncated or corrupted"
+    for key, value in spec.described().items():
+        if manifest.get(key) != value and not (key == "dsl" and value == "any"):
+            return _MEANINGS[key]
+    machine, *used = manifest.get("cpu") or ["?"]
+    missing = [] if machine == platform.machine() else [machine]
+    missing += [flag for flag in used if _INSTRUCTIONS.match(flag) and flag not in cpu_features()]
+    if missing:
+        return f"built on a machine whose processor has {', '.join(missing)}, which this one lacks"
+    return None
+
+
+def store(spec: ModuleSpec, library: Path, facts: dict[str, Any]) -> None:
+    """Put a built library and its manifest into the cache, each in one step, the manifest last."""
+    target = spec.library()
+    content = library.read_bytes()
+    manifest = {
+        **spec.described(),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "cpu": list(cpu_features()),
+        "facts": facts,
+    }
+    target.with_suffix(".json").unlink(missing_ok=True)
+    _write(target, content)
+    _write(target.with_suffix(".json"), json.dumps(manifest, indent=1).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
+
+
+def facts(spec: ModuleSpec) -> dict[str, Any]:
+    """What the builder measured: registers, stack, shared, seconds; empty for a module that is not there."""
+    try:
+        found: dict[str, Any] = json.loads(spec.library().with_suffix(".json").read_text())["facts"]
+        return found
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+@contextlib.contextmanager
+def build_lock(spec: ModuleSpec) -> Iterator[None]:
+    """One builder of a module at a time, across processes; a builder that dies lets go."""
+    import fcntl
+
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with open(cache_folder() / f"{spec.name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+_loaded: dict[ModuleSpec, Callable[..., None]] = {}
+_loading = threading.Lock()
+
+
+def loaded(spec: ModuleSpec) -> Callable[..., None] | None:
+    """The module's function if this process has it already."""
+    return _loaded.get(spec)
+
+
+def load(spec: ModuleSpec) -> Callable[..., None]:
+    """The module's function: from the cache in about a millisecond, else built first, which is said on stderr.
+
+    Raises:
+        RuntimeError: it can be neither loaded nor built here; the message says why.
+    """
+    function = _loaded.get(spec)
+    if function is not None:
+        return function
+    with _loading:
+        function = _loaded.get(spec)
+        if function is None:
+            function = _loaded[spec] = _load(spec)
+    return function
+
+
+def _load(spec: ModuleSpec) -> Callable[..., None]:
+    reason = cannot_load()
+    if reason is not None:
+        raise RuntimeError(f"{spec.name} cannot be loaded: {reason}")
+    missing = refusal(spec)
+    if missing is not None:
+        build(spec, missing)
+    _load_runtime()
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(str(spec.library()))
+    function: Callable[..., None] = getattr(module, spec.name)
+    return function
+
+
+@cache
+def _load_runtime() -> None:
+    ctypes.CDLL(str(runtime_library()), ctypes.RTLD_GLOBAL)
+
+
+def build(spec: ModuleSpec, why: str) -> None:
+    """Compile a module into the cache in a process of its own; another builder's result is taken instead of waiting twice."""
+    reason = cannot_build()
+    if reason is not None:
+        raise RuntimeError(f"{spec.name} is {why} in {cache_folder()} and cannot be built: {reason}")
+    from warploom.runtime.module_worker import Worker
+
+    with build_lock(spec):
+        if refusal(spec) is None:
+            return
+        print(f"warploom: compiling {spec.name} ({why}; once, about 10 s)", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        with Worker(spec.arch) as worker:
+            worker.build(spec)
+        print(f"warploom: compiled {spec.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def to_json(spec: ModuleSpec) -> str:
+    """A spec as the worker process reads it."""
+    return json.dumps(asdict(spec))
+
+
+def from_json(text: str) -> ModuleSpec:
+    """The inverse of ``to_json``."""
+    fields = json.loads(text)
+    fields["config"] = tuple((key, value) for key, value in fields["config"])
+    return ModuleSpec(**{**fields, "sources": tuple(fields["sources"])})
