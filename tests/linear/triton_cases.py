@@ -76,6 +76,30 @@ class Case:
         return call, dout, draw(*s.shape), draw(*z.shape)
 
 
+# Every kind of call; those of WHOLE are not cut into segments, or always.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"batch": 2, "heads": 2},
+    "unnormalized": {"normalize": False, "scale": 0.3, "map_q": "identity", "map_k": "identity"},
+    "blocks of keys as they are": {"map_k": "identity", "e": 32, "m": 32},
+    "relu": {"map_k": "relu", "scale": 0.3},
+    "blocks": {"state": True, "e": 32, "m": 48},
+    "odd dims": {"e": 20, "m": 7},
+    "grouped": {"heads": 3, "heads_kv": 1, "state": True},
+    "fewer queries": {"rows": 21, "keys": 40, "state": True},
+    "fewer keys": {"rows": 40, "keys": 21, "state": True},
+    "lengths": {"batch": 3, "lengths": (40, 17, 0), "state": True, "normalize": False, "map_k": "identity"},
+    "packed": {"sequences": (0, 21, 1, 16, 0), "heads": 2, "heads_kv": 1, "state": True},
+    "half precision": {"dtype": torch.float16, "state": True},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "packed without a tail": {"sequences": (19, 21)},
+    "bidirectional": {"causal": False, "rows": 21, "keys": 40, "heads": 2, "heads_kv": 1, "state": True},
+    "bidirectional lengths": {"causal": False, "batch": 2, "lengths": (40, 17), "normalize": False},
+    "bidirectional packed": {"causal": False, "sequences": (0, 21, 1, 16, 0)},
+    "one token": {"rows": 1},
+}
+
+
 def computed(call: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None) -> dict[str, Tensor]:
     """Everything that forward and backward return, by the names of `Results`."""
     assert triton.supports(call) is None, triton.supports(call)

@@ -1,7 +1,8 @@
 """What the Triton kernels compute, chunk by chunk in torch: in fp64 the truth, in the inputs' dtype a correct kernel's model.
 
-The model rounds to the inputs' dtype what a tensor core takes as operands: mapped queries and keys, products within a chunk,
-and the states; sums are fp32. `test_triton_model.py` holds the fp64 form against autograd through the score matrix.
+The model rounds to the inputs' dtype (fp32: to two TF32 numbers) what a tensor core takes as operands: mapped queries and
+keys, products within a chunk, f = scale / norm * phi(q) and delta * f, and the states; sums are fp32.
+`test_triton_model.py` holds the fp64 form against autograd through the score matrix.
 """
 
 from __future__ import annotations
@@ -41,12 +42,21 @@ class Rounding:
     narrow: torch.dtype
 
     def __call__(self, t: Tensor) -> Tensor:
-        if self.narrow != torch.float16:
+        if self.narrow == torch.float32:
+            # Two TF32 numbers, as three products of them take it.
+            high = _tf32(t)
+            return high + _tf32(t - high)
+        if self.narrow != torch.float16 or not t.numel():
             return t.to(self.narrow).to(self.wide)
         # Past fp16's range kernels keep a power of two apart.
         top = t.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)
         factor = torch.exp2(torch.floor(torch.log2(top)))
         return (t / factor).to(self.narrow).to(self.wide) * factor
+
+
+def _tf32(t: Tensor) -> Tensor:
+    """The upper ten bits of fp32's mantissa."""
+    return (t.view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *, exact: bool) -> Results:
@@ -92,30 +102,31 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
         norm[:, :, span] = (c.scale * total + c.eps) if c.normalize else one
         factor = (c.scale / norm[:, :, span])[..., None]
         out[:, :, span] = (r(p) @ x + a @ r(s)) * factor
-        w = y @ x.mT * seen(span)
-        inter = y @ r(s).mT
+        gradient = r(y @ x.mT * seen(span)) @ b + y @ r(s).mT
         if c.normalize:
-            # Kernels sum this before P and W are rounded.
-            delta[:, :, span] = ((a * inter).sum(-1) + (p * w).sum(-1)) * factor[..., 0]
-        d = delta[:, :, span, None]
-        dfq[:, :, span] = (r((w - d) * seen(span)) @ b + inter - d * z[:, :, None]) * factor
+            delta[:, :, span] = (a * gradient).sum(-1) * factor[..., 0]
+        sums = z[:, :, None] + seen(span) @ b
+        dfq[:, :, span] = (gradient - delta[:, :, span, None] * sums) * factor
         if c.causal:
             s, z = s + b.mT @ x, z + b.sum(2)
     f = r(fq * (c.scale / norm)[..., None])
+    df = r(fq * (c.scale / norm * delta)[..., None])
     dfk, dv = torch.zeros_like(fk), torch.zeros_like(v)
     ds_now, dz_now = last_ds, last_dz
     if not c.causal:
-        ds_now, dz_now = ds_now + f.mT @ g, dz_now - (f * delta[..., None]).sum(2)
+        ds_now, dz_now = ds_now + f.mT @ g, dz_now - df.sum(2)
     for span in reversed(spans):
-        a, b, x, y, d = f[:, :, span], fk[:, :, span], v[:, :, span], g[:, :, span], delta[:, :, span, None]
+        a, b, x, y, d = f[:, :, span], fk[:, :, span], v[:, :, span], g[:, :, span], df[:, :, span]
         dv[:, :, span] = r(a @ b.mT * seen(span)).mT @ y + b @ r(ds_now)
-        dfk[:, :, span] = r((y @ x.mT - d) * seen(span)).mT @ a + x @ r(ds_now).mT + dz_now[:, :, None]
+        sums = dz_now[:, :, None] - seen(span).mT @ d
+        dfk[:, :, span] = r(y @ x.mT * seen(span)).mT @ a + x @ r(ds_now).mT + sums
         if c.causal:
-            ds_now, dz_now = ds_now + a.mT @ y, dz_now - (a * d).sum(2)
+            ds_now, dz_now = ds_now + a.mT @ y, dz_now - d.sum(2)
 
-    def through(gradient: Tensor, x: Tensor, name: str) -> Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(NAMED[name](x), x, gradient)[0] if x.numel() else gradient
+    def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
+        """The slope of a map by its value, which kernels have as an operand."""
+        slopes = {"elu+1": mapped.clamp_max(1.0), "relu": (mapped > 0).to(r.wide)}
+        return gradient * slopes[name] if name in slopes else gradient
 
     def lower(t: Tensor, heads: int) -> Tensor:
         t = t.unflatten(1, (heads, -1)).sum(2)
@@ -129,8 +140,8 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
         norm=norm,
         s=state(s) / group,
         z=state(z) / group,
-        dq=lower(through(dfq, q, c.map_q), heads),
-        dk=lower(through(dfk, k, c.map_k), c.k.shape[2]),
+        dq=lower(through(dfq, fq, c.map_q), heads),
+        dk=lower(through(dfk, fk, c.map_k), c.k.shape[2]),
         dv=lower(dv, c.k.shape[2]),
         ds0=state(ds_now),
         dz0=state(dz_now),

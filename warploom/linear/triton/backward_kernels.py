@@ -3,7 +3,7 @@
 With W = tril(dO v^T), f = scale / norm * phi(q), S and z the sums before a chunk, dS and dz those after it:
 
     g = W phi(k) + dO S^T,  delta = f.g  (= dO.out, by row),  dphi(q) = scale / norm * (g - delta (z + tril(1) phi(k)))
-    dphi(k) = (W - tril(delta))^T f + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
+    dphi(k) = W^T f - tril(1)^T (delta f) + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
     dS += f^T dO,  dz -= f^T delta
 
 so no output is read, and delta, one number a row, is all that dQ leaves to dK. States are held transposed, (M, E), so that
@@ -22,9 +22,9 @@ from warploom.linear.triton.device import (
     dot,
     head_base,
     load_chunk,
+    load_keys,
+    load_queries,
     load_state,
-    mapped,
-    mapped_keys,
     operand,
     place,
     power_of_two,
@@ -130,24 +130,23 @@ def dq_kernel(
             delta_base += block.to(tl.int64) * batches * heads * seqlen_q
 
     s = tl.zeros([DM, BE], tl.float32)
-    z = tl.zeros([BE], tl.float32)
+    # Equal rows, as its products come.
+    z = tl.zeros([C, BE], tl.float32)
     if s_ptr is not None:
         lives = at.sequence < sequences
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
     see = n[:, None] >= n[None, :]
-    ones = tl.where(see, 1.0, 0.0).to(dtype)
+    ones = tl.full([C, C], 1.0, dtype)
+    below = tl.where(see, 1.0, 0.0).to(dtype)
 
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
-            k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = mapped_keys(k, t, n, at.len_k, e, E, E % BE == 0, MAP_K)
-            added = tl.sum(fk, 0)
-            fk = fk.to(dtype)
+            fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
             w = dot(dout, tl.trans(v), None)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
@@ -155,8 +154,8 @@ def dq_kernel(
         if CAUSAL:
             g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE or MAP_Q != IDENTITY:
-            q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
-            fq = mapped(q, e, E, E % BE == 0, MAP_Q)
+            # Rounded as in the forward pass: delta then cancels what it must.
+            fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q).to(dtype).to(tl.float32)
         if NORMALIZE:
             live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
@@ -165,11 +164,10 @@ def dq_kernel(
             else:
                 delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
+            sums = z
             if CAUSAL:
-                sums = dot(ones, fk, None) + z[None, :]
-                z += added
-            else:
-                sums = z[None, :]
+                sums = dot(below, fk, z)
+                z = dot(ones, fk, z)
             g = (g - delta[:, None] * sums) * factor[:, None]
         else:
             g *= scale
@@ -264,78 +262,95 @@ def dkdv_kernel(
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
-    dz = tl.zeros([BE], tl.float32)
+    # The negative of dz, in equal rows, as its products come.
+    dz = tl.zeros([C, BE], tl.float32)
     if s_ptr is not None:
         ds = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
     if z_ptr is not None:
-        dz = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        dz -= tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
+    above = tl.where(n[:, None] <= n[None, :], 1.0, 0.0).to(dtype)
+    ones = tl.full([C, C], 1.0, dtype)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
-    if WITH_DV:
-        # Carried as in the forward kernel.
-        fk = _mapped_keys(k_base, at, at.first + (chunks - 1) * C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
+    # A left factor of dv, so carried as in the forward kernel.
+    CARRIED: tl.constexpr = WITH_DV and MAP_K != IDENTITY
+    if CARRIED:
+        t = at.first + tl.maximum(chunks - 1, 0) * C
+        fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
-        if not WITH_DV:
-            fk = _mapped_keys(k_base, at, t, rows, e, stride_ks, E, BE, MAP_K, UNIT)
+        if not CARRIED:
+            fk = None
+            if WITH_DV:
+                fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
+            elif MAP_K != IDENTITY:
+                fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K)
         v = None
         if WITH_DK:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
-        later_dz = dz
-        # Of this chunk's queries, negative.
+        # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
-        if CAUSAL:
-            if GROUP == 1:
-                dk, dv, ds, dz = _queries(
-                    dk, dv, ds, dz, fk, v, at, head_kv, heads_kv, t, rows, e, m,
-                    q_ptr, dout_ptr, norm_ptr, delta_ptr,
-                    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
-                    E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
+        # Of all queries from each key on, negative.
+        sums = dz
+        if CAUSAL and GROUP > 1:
+            next_ds = ds
+            for g in tl.range(0, GROUP, num_stages=STAGES):
+                head = head_kv * GROUP + g
+                f, df, dout, common = _weights(
+                    at, head, heads_kv * GROUP, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
+                    stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
                 )  # fmt: skip
-            else:
-                for g in tl.range(0, GROUP, num_stages=STAGES):
-                    dk, dv, ds, dz = _queries(
-                        dk, dv, ds, dz, fk, v, at, head_kv * GROUP + g, heads_kv * GROUP, t, rows, e, m,
-                        q_ptr, dout_ptr, norm_ptr, delta_ptr,
-                        stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale,
-                        E, M, BE, BM, C, MAP_Q, NORMALIZE, WITH_DK, WITH_DV, UNIT,
-                    )  # fmt: skip
+                if WITH_DV:
+                    dv = _to_values(dv, fk, f, dout, common, C)
+                if WITH_DK:
+                    dk = _to_keys(dk, v, f, dout, common, C)
+                    if NORMALIZE:
+                        sums = _times_common(above, df, sums, common)
+                        dz = _times_common(ones, df, dz, common)
+                next_ds = _to_state(next_ds, f, dout, common)
+            ds = next_ds
+        if CAUSAL and GROUP == 1:
+            f, df, dout, common = _weights(
+                at, head_kv, heads_kv, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
+                stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
+            )  # fmt: skip
+        # One gradient after the other, so that few accumulators live at once.
         if WITH_DV:
+            if CAUSAL and GROUP == 1:
+                dv = _to_values(dv, fk, f, dout, common, C)
             dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
-            dk = times(dot(v, ds_operand, None), ds_factor, dtype) + later_dz[None, :] - dk
-            dk = through_map(dk, fk, MAP_K)
-            if lengths_ptr is not None and MAP_K == IDENTITY:
+            if CAUSAL and GROUP == 1:
+                dk = _to_keys(dk, v, f, dout, common, C)
+            dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
+            if CAUSAL and GROUP == 1 and NORMALIZE:
+                sums = _times_common(above, df, dz, common)
+                dz = _times_common(ones, df, dz, common)
+            if NORMALIZE or z_ptr is not None:
+                dk -= sums
+            if MAP_K != IDENTITY:
+                dk = through_map(dk, fk, MAP_K)
+            elif lengths_ptr is not None:
                 # Keys that were not read have no gradient; the other maps' slope is 0 there.
                 dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
             store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
-        if WITH_DV:
-            fk = _mapped_keys(k_base, at, t - C, rows, e, stride_ks, E, BE, MAP_K, UNIT).to(dtype)
+        if CAUSAL and GROUP == 1:
+            ds = _to_state(ds, f, dout, common)
+        if CARRIED:
+            # The first chunk again in the end, so that nothing before the segment is read.
+            t = tl.maximum(t - C, at.first)
+            fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
 
     if s_out_ptr is not None:
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
-        tl.store(z_out_ptr + state_index * E + e, dz, mask=(e < E) & lives)
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(dz, 0) * (-1.0 / C), mask=(e < E) & lives)
 
 
 @triton.jit
-def _mapped_keys(k_base, at, t, rows, e, stride_ks, E: tl.constexpr, BE: tl.constexpr, MAP_K: tl.constexpr, UNIT: tl.constexpr):
-    """phi(k) of tokens t + rows, in fp32; nothing is read of a chunk before the segment."""
-    length = tl.where(t >= at.first, at.len_k, -(2**30))
-    k = load_chunk(k_base, t, rows, e, stride_ks * UNIT, length, E, E % BE == 0)
-    return mapped_keys(k, t, rows, length, e, E, E % BE == 0, MAP_K)
-
-
-@triton.jit
-def _queries(
-    dk,
-    dv,
-    ds,
-    dz,
-    fk,
-    v,
+def _weights(
     at,
     head,
     heads,
@@ -362,41 +377,59 @@ def _queries(
     C: tl.constexpr,
     MAP_Q: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    WITH_DK: tl.constexpr,
-    WITH_DV: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Subtract from dk and dv what the chunk's queries of one head give to its keys; add it to the sums for keys before."""
+    """f and delta * f over a power of two, dO and the power, of a chunk's queries of one head.
+
+    Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
+    """
+    dtype: tl.constexpr = dout_ptr.dtype.element_ty
     n = tl.arange(0, C)
-    dtype = dout_ptr.dtype.element_ty
     q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
     do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
-    q = load_chunk(q_base, t, rows, e, stride_qs * UNIT, at.len_q, E, E % BE == 0)
+    fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q)
     dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
     live = t + n < at.len_q
     factor = tl.full([C], 1.0, tl.float32) * scale
     if NORMALIZE:
         factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
-    # Quotients by large norms would vanish in fp16: their common power of two stays outside.
-    common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
-    f = mapped(q, e, E, E % BE == 0, MAP_Q) * (factor / common)[:, None]
-    if WITH_DK and NORMALIZE:
+    common = 1.0
+    if dtype == tl.float16:
+        common = power_of_two(tl.max(tl.abs(factor), 0))
+        factor = factor / common
+    f = fq * factor[:, None]
+    df = f
+    if NORMALIZE:
         delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-        dz -= tl.sum(f * delta[:, None], 0) * common
-    f = f.to(dtype)
-    see = n[:, None] <= n[None, :]
-    if dtype == tl.float16:
-        dk, dv, ds = dk / common, dv / common, ds / common
-    if WITH_DV:
-        p = tl.where(see, dot(fk, tl.trans(f), None) * -1.0, 0.0)
-        dv = dot(p.to(dtype), dout, dv)
-    if WITH_DK:
-        w = dot(v, tl.trans(dout), None)
-        if NORMALIZE:
-            w -= delta[None, :]
-        w *= -1.0
-        dk = dot(tl.where(see, w, 0.0).to(dtype), f, dk)
-    ds = dot(tl.trans(dout), f, ds)
-    if dtype == tl.float16:
-        dk, dv, ds = dk * common, dv * common, ds * common
-    return dk, dv, ds, dz
+        df = f * delta[:, None]
+    return f.to(dtype), df.to(dtype), dout, common
+
+
+@triton.jit
+def _to_values(dv, fk, f, dout, common, C: tl.constexpr):
+    """dv, negative, with what the chunk's queries of one head give."""
+    n = tl.arange(0, C)
+    p = tl.where(n[:, None] <= n[None, :], dot(fk, tl.trans(f), None) * -1.0, 0.0)
+    return _times_common(p.to(f.dtype), dout, dv, common)
+
+
+@triton.jit
+def _to_keys(dk, v, f, dout, common, C: tl.constexpr):
+    """dk, negative, with what the chunk's queries of one head give without delta."""
+    n = tl.arange(0, C)
+    w = tl.where(n[:, None] <= n[None, :], dot(v, tl.trans(dout), None) * -1.0, 0.0)
+    return _times_common(w.to(f.dtype), f, dk, common)
+
+
+@triton.jit
+def _to_state(ds, f, dout, common):
+    return _times_common(tl.trans(dout), f, ds, common)
+
+
+@triton.jit
+def _times_common(a, b, acc, common):
+    """acc + a @ b * common, which is 1 unless in fp16."""
+    if a.dtype == tl.float16:
+        return dot(a, b, acc / common) * common
+    else:
+        return dot(a, b, acc)

@@ -87,7 +87,7 @@ class Call:
         dout = None if dout is None else _rows_contiguous(dout)
         inputs = [t for t in (q, k, v, dout) if t is not None]
         s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
-        tiling = config(v.dtype, q.shape[3], v.shape[3], _capability(q.device))
+        tiling = config(v.dtype, q.shape[3], v.shape[3], _capability(q.device), c.normalize)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:
@@ -149,8 +149,10 @@ class Call:
 
     def crowded(self, programs: int) -> bool:
         """Whether so many programs, walking whole sequences, fill the device; packed lengths may differ, so those need more."""
-        enough = self.config.fill * _processors(self.q.device)
-        return programs >= (enough if self.cu is None else 4 * enough)
+        enough, tokens = self.config.fill * _processors(self.q.device), max(self.seqlen_q, self.seqlen_k)
+        if self.cu is not None:
+            enough, tokens = 4 * enough, tokens // max(self.sequences, 1)
+        return programs >= enough and tokens <= self.config.longest
 
     def numbers(self, cut: Cut) -> tuple[int, ...]:
         return (self.sequences, cut.segments, cut.segment, self.seqlen_q, self.seqlen_k)

@@ -131,9 +131,15 @@ def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def mapped_keys(k, t, n, length, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
-    """phi(k) in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
-    fk = mapped(k, dims, DIM, WHOLE, MAP)
+def load_queries(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi of rows t + n in fp32."""
+    return mapped(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE), dims, DIM, WHOLE, MAP)
+
+
+@triton.jit
+def load_keys(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
+    """phi of rows t + n in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
+    fk = load_queries(base, t, n, length, dims, stride, DIM, WHOLE, MAP)
     if MAP == ELU_PLUS_ONE:
         fk = tl.where((t + n < length)[:, None], fk, 0.0)
     return fk
@@ -191,17 +197,20 @@ def times(product, factor, dtype: tl.constexpr):
 
 
 @triton.jit
-def times_vector(a, z, dtype: tl.constexpr):
-    """a @ z for an fp32 vector, on tensor cores: z as the sum of two numbers of a's dtype, eight columns of each."""
+def columns_operand(z, dtype: tl.constexpr):
+    """Sixteen equal columns of an fp32 vector as a right factor, and the factor to be multiplied by.
+
+    The vector is given as the sum of two numbers of the dtype, eight columns each: a product's columns add up to eight times
+    the vector's.
+    """
     factor = 1.0
     if dtype == tl.float16:
-        factor = power_of_two(tl.max(tl.abs(z), 0))
+        factor = power_of_two(tl.max(tl.max(tl.abs(z), 1), 0))
         z = z / factor
     high = z.to(dtype)
     low = (z - high.to(tl.float32)).to(dtype)
     columns = tl.arange(0, 16)[None, :]
-    b = tl.where(columns < 8, high[:, None], low[:, None])
-    return tl.sum(dot(a, b, None), 1) * (factor / 8)
+    return tl.where(columns < 8, high, low), factor
 
 
 @triton.jit

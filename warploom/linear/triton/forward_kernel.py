@@ -13,19 +13,20 @@ import triton
 import triton.language as tl
 
 from warploom.linear.triton.device import (
+    IDENTITY,
+    columns_operand,
     dot,
     head_base,
     load_chunk,
+    load_keys,
+    load_queries,
     load_state,
-    mapped,
-    mapped_keys,
     operand,
     place,
     row_base,
     store_chunk,
     store_state,
     times,
-    times_vector,
 )
 
 _PLAIN = [
@@ -115,54 +116,55 @@ def forward_kernel(
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
     s = tl.zeros([BM, DE], tl.float32)
-    z = tl.zeros([DE], tl.float32)
+    # Sixteen equal columns: the narrowest right factor of a tensor core.
+    z = tl.zeros([DE, 16], tl.float32)
+    ones = tl.full([C, 16], 1.0, dtype)
     # Rows past the last sequence get 0 / 1.
     eps = tl.where(lives, eps, 1.0)
     if s_ptr is not None:
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[:, None]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
 
     # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
-    # memory, and one computed on the spot from registers, mapped anew by every warpgroup.
+    # memory, and one computed on the spot from registers, mapped anew by every warpgroup. Unmapped ones are used as loaded.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
-    q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, len_q, E, E == DE)
-    fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
-    if CAUSAL:
-        k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, len_k, E, E == DE)
-        fk = mapped_keys(k, at.first, n, len_k, e, E, E == DE, MAP_K)
-        added = tl.sum(fk, 0)
-        fk = fk.to(dtype)
+    if MAP_Q != IDENTITY:
+        fq = load_queries(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q).to(dtype)
+    if CAUSAL and MAP_K != IDENTITY:
+        fk = load_keys(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K).to(dtype)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
+        if MAP_Q == IDENTITY:
+            fq = load_chunk(q_base, t, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         if CAUSAL:
+            if MAP_K == IDENTITY:
+                fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, len_k, E, E == DE)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
             p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
-        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype)
         factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
-            norm = times_vector(fq, z, dtype)
+            z_operand, z_factor = columns_operand(z, dtype)
+            norm = tl.sum(times(dot(fq, z_operand, None), z_factor, dtype), 1) / 8
             if CAUSAL:
                 norm += tl.sum(p, 1)
             norm = norm * scale + eps
             tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
             factor = scale / norm
-        out = out * factor[:, None]
+        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype) * factor[:, None]
         if CAUSAL:
-            out += dot(p.to(dtype), v, None) * factor[:, None]
+            out -= dot((p * (factor * -1.0)[:, None]).to(dtype), v, None)
+            if NORMALIZE or s_out_ptr is not None:
+                z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
-        q = load_chunk(q_base, t + C, rows, e, stride_qs * UNIT, len_q, E, E == DE)
-        fq = mapped(q, e, E, E == DE, MAP_Q).to(dtype)
-        if CAUSAL:
-            z += added
-            k = load_chunk(k_base, t + C, rows, e, stride_ks * UNIT, len_k, E, E == DE)
-            fk = mapped_keys(k, t + C, n, len_k, e, E, E == DE, MAP_K)
-            added = tl.sum(fk, 0)
-            fk = fk.to(dtype)
+        if MAP_Q != IDENTITY:
+            fq = load_queries(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q).to(dtype)
+        if CAUSAL and MAP_K != IDENTITY:
+            fk = load_keys(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K).to(dtype)
 
     if s_out_ptr is not None:
         lives = lives & (head % group == 0)
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
-        tl.store(z_out_ptr + state_index * E + e, z, mask=(e < E) & lives & (block == 0))
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / 16, mask=(e < E) & lives & (block == 0))

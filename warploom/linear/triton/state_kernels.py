@@ -10,8 +10,8 @@ from warploom.linear.triton.device import (
     dot,
     head_base,
     load_chunk,
-    mapped,
-    mapped_keys,
+    load_keys,
+    load_queries,
     place,
     power_of_two,
     row_base,
@@ -88,16 +88,16 @@ def state_kernel(
     rows = n.to(tl.int64) if WIDE else n
     dtype = y_ptr.dtype.element_ty
     s = tl.zeros([BM, DE], tl.float32)
-    z = tl.zeros([DE], tl.float32)
+    # Summed over rows at the end: a sum over rows takes two barriers.
+    z = tl.zeros([C, DE], tl.float32)
     for i in tl.range(0, tl.cdiv(tokens, C) * GROUP, num_stages=STAGES):
         t = at.first + i // GROUP * C
         head = head_kv * GROUP + i % GROUP
         x_base = head_base(x_ptr, at, head, stride_xb, stride_xs, stride_xh, UNIT)
         y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
-        x = load_chunk(x_base, t, rows, e, stride_xs * UNIT, length, E, E == DE)
         y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
         if BACKWARD:
-            fx = mapped(x, e, E, E == DE, MAP)
+            fx = load_queries(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
             live = t + n < length
             heads = heads_kv * GROUP
             factor = tl.full([C], 1.0, tl.float32) * scale
@@ -109,18 +109,18 @@ def state_kernel(
             fx *= (factor / common)[:, None]
             if NORMALIZE:
                 delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-                z -= tl.sum(fx * delta[:, None], 0) * common
+                z -= fx * (delta * common)[:, None]
             if dtype == tl.float16:
                 s = dot(tl.trans(y), fx.to(dtype), s / common) * common
             else:
                 s = dot(tl.trans(y), fx.to(dtype), s)
         else:
-            fx = mapped_keys(x, t, n, length, e, E, E == DE, MAP)
+            fx = load_keys(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
             s = dot(tl.trans(y), fx.to(dtype), s)
-            z += tl.sum(fx, 0)
+            z += fx
     index = slot.to(tl.int64) * heads_kv + head_kv
     store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
-    tl.store(z_ptr + index * E + e, z, mask=(e < E) & (block == 0))
+    tl.store(z_ptr + index * E + e, tl.sum(z, 0), mask=(e < E) & (block == 0))
 
 
 @triton.jit(

@@ -1,0 +1,183 @@
+"""Linear attention's Triton kernels on a CUDA device: every case in every dtype, long sequences, bits, graphs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.linear.triton_cases import CASES, WHOLE, Case, check, computed
+from warploom.linear.triton import backward, forward, step
+from warploom.linear.triton import call as call_module
+from warploom.linear.triton.config import config
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, yes: bool, segment: int = 128) -> None:
+    """Segments of so many tokens, or whole sequences, in the tilings of the device."""
+    chosen = {"fill": 1e9 if yes else 0.0, "segment": segment}
+    monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), **chosen))
+
+
+def wide(name: str, **changes: Any) -> dict[str, Any]:
+    """A case with seven times the tokens: whole chunks and a short one, several segments."""
+    options = {"rows": 40, **(CASES | WHOLE)[name], **changes}
+    for length in ("rows", "keys"):
+        if options.get(length, 1) > 1:
+            options[length] *= 7
+    for lengths in ("lengths", "sequences"):
+        if options.get(lengths) is not None:
+            options[lengths] = tuple(7 * n for n in options[lengths])
+    return options
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", CASES | WHOLE)
+def test_case(name: str, cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, cuts)
+    check(Case(seed(), device="cuda", **wide(name, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (24, 40), (64, 64), (72, 72), (33, 17), (64, 128), (128, 128), (192, 128), (256, 256)], ids=str
+)
+def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every configuration, with a mean that makes sums grow."""
+    cut(monkeypatch, cuts)
+    check(Case(seed(), rows=333, batch=2, heads=2, e=dims[0], m=dims[1], mean=0.5, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+def test_kinds(kind: str, dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, cuts)
+    maps = {"map_q": kind, "map_k": kind} if kind != "unnormalized" else {"normalize": False}
+    if kind == "relu":
+        maps["map_q"] = "elu+1"
+    shape = {"rows": 333, "heads": 4, "heads_kv": 2, "e": dim, "m": dim, "state": True}
+    check(Case(seed(), dtype=torch.bfloat16, device="cuda", **shape, **maps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+def test_64k_tokens(cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors do not grow with the length: sums pass 256, bf16's last whole number, and 65504, fp16's largest."""
+    cut(monkeypatch, cuts, 1024)
+    check(Case(seed(), rows=65536, heads=2, e=64, m=64, mean=1.0, state=True, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+def test_twenty_repeats(dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, cuts)
+    shape = {"rows": 1500, "batch": 2, "heads": 8, "heads_kv": 4, "e": dim, "m": dim, "state": True}
+    call, dout, ds, dz = Case(seed(), dtype=torch.bfloat16, device="cuda", **shape).call()
+    first = computed(call, dout, ds, dz)
+    for _ in range(20):
+        for name, t in computed(call, dout, ds, dz).items():
+            assert torch.equal(t, first[name]), name
+
+
+def test_real_threshold() -> None:
+    """Few heads and many, as the configuration itself decides."""
+    for batch, heads in ((1, 2), (8, 16)):
+        check(Case(seed(), rows=2050, batch=batch, heads=heads, e=64, m=64, dtype=torch.bfloat16, device="cuda"))
+
+
+def test_strides() -> None:
+    call, dout, *_ = Case(seed(), rows=300, heads=2, batch=2, e=64, m=64, dtype=torch.bfloat16, device="cuda").call()
+    out, norm, *_ = forward(call, False)
+    want = (out, *backward(call, dout, norm, None, None)[:3])
+    odd = replace(
+        call,
+        q=torch.cat([call.q, call.q[..., :3]], -1)[..., :64],
+        k=call.k.transpose(1, 2).contiguous().transpose(1, 2),
+        v=call.v.transpose(1, 3).contiguous().transpose(1, 3),
+    )
+    out, norm, *_ = forward(odd, False)
+    got = (out, *backward(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), norm, None, None)[:3])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_hidden_nan_changes_nothing() -> None:
+    shape = {"rows": 333, "keys": 400, "e": 64, "m": 64, "lengths": (400, 77)}
+    call, dout, *_ = Case(seed(), batch=2, dtype=torch.bfloat16, device="cuda", **shape).call()
+    out, norm, *_ = forward(call, False)
+    want = (out, *backward(call, dout, norm, None, None)[:3])
+    k, v = call.k.clone(), call.v.clone()
+    k[1, 77:], v[1, 77:] = NAN, NAN
+    poisoned = replace(call, k=k, v=v)
+    out, norm, *_ = forward(poisoned, False)
+    for a, b in zip((out, *backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (20, 7), (256, 256)], ids=str)
+def test_steps_continue_a_prefill(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    shape = {"rows": 300, "heads": 4, "heads_kv": 2, "e": dims[0], "m": dims[1], "batch": 2, "scale": 0.4}
+    call, *_ = Case(seed(), dtype=dtype, device="cuda", **shape).call()
+    full, _, s_full, z_full = forward(call, True)
+    _, _, s, z = forward(replace(call, **{n: getattr(call, n)[:, :290] for n in ("q", "k", "v")}), True)
+    options = {"map_q": call.map_q, "map_k": call.map_k, "normalize": True, "eps": call.eps, "scale": call.scale}
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for t in range(290, 300):
+        out, s, z = step(call.q[:, t], call.k[:, t], call.v[:, t], s, z, **options)
+        torch.testing.assert_close(out, full[:, t], **tolerance)
+    torch.testing.assert_close((s, z), (s_full, z_full), rtol=1e-2, atol=1e-1)
+
+
+def test_graph_of_a_step() -> None:
+    q, k, v = (torch.randn(8, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    s, z = torch.randn(8, 4, 64, 64, device="cuda"), torch.rand(8, 4, 64, device="cuda")
+    options = {"map_q": "elu+1", "map_k": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0}
+    step(q, k, v, s, z, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(q, k, v, s, z, **options)
+    for _ in range(3):
+        for t in (q, k, v, s):
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        for a, b in zip(captured, step(q, k, v, s, z, **options), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_graph_of_a_packed_call() -> None:
+    """Lengths are read by the device when the graph runs."""
+    shape = {"rows": 1200, "heads": 2, "e": 64, "m": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    call, *_ = Case(seed(), sequences=(500, 0, 700), **shape).call()
+    assert call.cu_seqlens is not None
+    forward(call, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(call, True)
+    call.cu_seqlens.copy_(torch.tensor([0, 3, 900, 1100]))
+    graph.replay()
+    for a, b in zip(captured, forward(call, True), strict=True):
+        assert torch.equal(a, b)
