@@ -68,3 +68,35 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
     text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [$1], $0; }"
     values = [Float32(x).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)]
     _asm(None, values, text, "f,r", side_effects=True)
+
+
+@dsl_user_op
+def store_transposed(target: Any, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """stmatrix of four 8 × 8 tiles of 16-bit elements, each transposed; lane l gives the address of row l % 8 of tile l // 8."""
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
+    _asm(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def transpose_tile(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """An 8 × 8 tile of 16-bit elements spread over a warp, two a lane, transposed."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return Int32(_asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=r,r"))
+
+
+@dsl_user_op
+def bulk_load(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread copies ``size`` bytes from global to shared memory; the barrier counts them as they land."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
+    values = [*pointers, Int32(size).ir_value(loc=loc, ip=ip), barrier.to_llvm_ptr(loc=loc, ip=ip)]
+    _asm(None, values, text, "r,l,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def bulk_add(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread adds ``size`` bytes of fp32 in shared memory to those in global memory, as part of its bulk group."""
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
+    _asm(None, [*pointers, Int32(size).ir_value(loc=loc, ip=ip)], text, "l,r,r,~{memory}", side_effects=True)

@@ -60,3 +60,17 @@ def heads_in_pairs(m_blocks: int, heads: int, blocks: int) -> int:
     pairs = heads * per_head
     left_over = min(pairs, pairs % blocks + blocks)
     return heads - min(heads, -(-left_over // per_head))
+
+
+def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -> tuple[Any, Any]:
+    """(n_block, head) of a backward block: ``section`` heads at a time, so that what they share stays in L2.
+
+    Inside of a section key blocks come in order, each for all heads: under a causal mask the longest first.
+    """
+    size = section * n_blocks
+    at = index // size
+    inside = index - at * size
+    rest = heads - at * section
+    width = choose(rest < section, rest, section)
+    n_block = inside // width
+    return n_block, at * section + inside - n_block * width
