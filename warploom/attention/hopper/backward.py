@@ -397,9 +397,9 @@ class HopperBackward:
         gv = cute.local_tile(v[None, None, work.head, work.batch], (self.tile_n, config.head_dim_v), (work.n_block, 0))
         tks, tkg = self.tma_views(tma_k, shared.k, gk)
         tvs, tvg = self.tma_views(tma_v, shared.v, gv)
-        self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
-        cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
-        self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+        if first < end:  # else nobody waits for what would still be on its way when the block ends
+            self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+            cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
         stage, phase = Int32(0), Int32(1)
         stats_bytes = 8 * self.tile_m
         for member in cutlass.range(work.group_size, unroll=1):
@@ -417,6 +417,7 @@ class HopperBackward:
                     source = stats.iterator + Int64(tile + m) * (2 * self.tile_m)
                     bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
                 if member == 0 and m == first:
+                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
                     cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
                 cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
                 self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
