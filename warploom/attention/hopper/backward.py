@@ -25,9 +25,11 @@ from warploom.attention.hopper.primitives import (
     bulk_load,
     exp2,
     pack16,
+    pass_on,
+    reciprocal,
     store_transposed,
     transpose_quad,
-    transpose_tile,
+    wait_for,
 )
 
 WARPGROUP = 128
@@ -63,6 +65,11 @@ class HopperBackward:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
+        # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
+        self.by_rows = config.tile_m == 64 * WARPGROUPS
+        self.columns = self.part // 64
+        # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
+        self.lean = config.tile_m == 128
 
     @cute.jit
     def __call__(
@@ -74,12 +81,14 @@ class HopperBackward:
         dout: cute.Tensor,  # as out
         lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
         dlse: cute.Tensor | None,  # as lse
-        dq: cute.Tensor,
+        dq: cute.Tensor,  # gradients: as their tensors
         dk: cute.Tensor,
         dv: cute.Tensor,
         sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
         stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
+        turns: cute.Tensor | None,  # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ
         scale: Float32,
+        softcap: Float32,
         left: Int32,
         right: Int32,
         section: Int32,  # key heads whose blocks are in flight together
@@ -91,7 +100,7 @@ class HopperBackward:
         m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
         n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
         rows = m_blocks * heads_q * batch
-        self.before(out, dout, lse, dlse, sums, stats).launch(
+        self.before(out, dout, lse, dlse, sums, stats, turns).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
 
@@ -111,14 +120,14 @@ class HopperBackward:
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
         values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
-        keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
-        if const_expr(config.swap_dq):
-            queries = self.mma((64, self.tile_m, 16), smem, by_mn, by_k)
+        if const_expr(self.lean):
+            keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
         else:
-            queries = self.mma((64, config.head_dim // WARPGROUPS, 16), smem, by_k, by_mn)
+            keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
+        queries = self.mma((64, self.columns, 16), smem, by_k, by_mn)
         self.kernel(
-            tq, tk, tv, tdo, dk, dv, sums, stats, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
-            layout_q, layout_do, layout_k, layout_v, layout_ds, seqlen_q, scale, left, right, section,
+            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
+            layout_q, layout_do, layout_k, layout_v, layout_ds, seqlen_q, scale, softcap, left, right, section,
         ).launch(
             grid=[n_blocks * k.shape[2] * batch, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -152,6 +161,7 @@ class HopperBackward:
         dlse: cute.Tensor | None,
         sums: cute.Tensor,
         stats: cute.Tensor,
+        turns: cute.Tensor | None,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up.
 
@@ -170,6 +180,9 @@ class HopperBackward:
         for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
             target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
             cute.autovec_copy(zeros, target)
+        if const_expr(turns is not None):
+            if thread < WARPGROUPS:
+                turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
         for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
             in_tile = thread // lanes + i * (ROW_THREADS // lanes)
@@ -184,9 +197,10 @@ class HopperBackward:
                 level = Float32.inf
                 if row < seqlen_q:
                     found = lse[batch, head, row]
-                    level = Float32.inf if found == -Float32.inf else found * LOG2_E
                     if const_expr(dlse is not None):
                         total -= dlse[batch, head, row]  # type: ignore[index]
+                    level = Float32.inf if found == -Float32.inf else found * LOG2_E
+                    total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
                 stats[base + tile_m] = total
@@ -218,28 +232,16 @@ class HopperBackward:
             four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
             cute.autovec_copy(four, values[None, i])
         word = lane % 4
-        if const_expr(config.swap_dq):
-            for pair in cutlass.range_constexpr(count // 2):
-                words = []
-                for i in (2 * pair, 2 * pair + 1):
-                    for half in (0, 2):
-                        packed = pack16(values[half, i] * scale, values[half + 1, i] * scale, self.dtype)
-                        words.append(transpose_tile(packed))
+        first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
+        for r in cutlass.range_constexpr(2):
+            row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
+            for chunk in cutlass.range_constexpr(count // 4):
+                words = [
+                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype)
+                    for i in range(4 * chunk, 4 * chunk + 4)
+                ]
                 words = transpose_quad(words, lane)
-                row = m_block * tile_m + 8 * (2 * pair + word // 2) + lane // 4
-                column = group * 64 + own // 32 * 16 + word % 2 * 8
-                self.store_words(dq, batch, row, head, column, words)
-        else:
-            for r in cutlass.range_constexpr(2):
-                row = m_block * tile_m + own // 32 * 16 + lane // 4 + 8 * r
-                for chunk in cutlass.range_constexpr(count // 4):
-                    words = [
-                        pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype)
-                        for i in range(4 * chunk, 4 * chunk + 4)
-                    ]
-                    words = transpose_quad(words, lane)
-                    column = group * (config.head_dim // WARPGROUPS) + chunk * 32 + word * 8
-                    self.store_words(dq, batch, row, head, column, words)
+                self.store_words(dq, batch, row, head, first_column + chunk * 32 + word * 8, words)
 
     @cute.jit
     def store_words(self, t, batch, row, head, column, words):
@@ -265,6 +267,7 @@ class HopperBackward:
         dv: cute.Tensor,
         sums: cute.Tensor,
         stats: cute.Tensor,
+        turns: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -280,6 +283,7 @@ class HopperBackward:
         layout_ds: cute.ComposedLayout,
         seqlen_q: Int32,
         scale: Float32,
+        softcap: Float32,
         left: Int32,
         right: Int32,
         section: Int32,
@@ -354,10 +358,10 @@ class HopperBackward:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
-                    self.write(work, sums, i)
+                    self.write(work, sums, turns, i, left)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, left, right)
+            self.compute(work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -409,20 +413,28 @@ class HopperBackward:
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
             tile = (work.batch * work.heads_q + head) * work.m_blocks
-            for m in cutlass.range(first, end, unroll=1):
+            for i in cutlass.range(first, end, unroll=1):
+                m = self.in_turn(i, first, end)
                 cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
                 self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
                 cute.copy(tma_q, tqg[None, m], tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
                 with cute.arch.elect_one():
                     source = stats.iterator + Int64(tile + m) * (2 * self.tile_m)
                     bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
-                if member == 0 and m == first:
+                if member == 0 and i == first:
                     self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
                     cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
                 cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
                 self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
                 cute.copy(tma_do, tdg[None, m], tds[None, stage], tma_bar_ptr=shared.do_full + stage)
                 stage, phase = self.advance(stage, phase)
+
+    def in_turn(self, i: Any, first: Any, end: Any) -> Any:
+        """The query tile of step i in [first, end): the last one first where key blocks queue for dQ.
+
+        Under a causal mask they then reach a tile one after the other, and without one none waits for more than its elders.
+        """
+        return first + end - 1 - i if self.config.deterministic else i
 
     @cute.jit
     def expect(self, barrier, size):
@@ -448,22 +460,37 @@ class HopperBackward:
     # The writer warps
 
     @cute.jit
-    def write(self, work, sums, group):
-        """Add dQ of one consumer warpgroup to the accumulator, tile after tile."""
+    def write(self, work, sums, turns, group, left):
+        """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
+
+        When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
+        start in that order, so a block never waits for one that waits for a processor.
+        """
         shared = work.shared
         first, _, _, end = work.bounds
         source = shared.dq + group * self.part
         for member in cutlass.range(work.group_size, unroll=1):
             head = work.head * work.group_size + member
             tile = (work.batch * work.heads_q + head) * work.m_blocks
-            for m in cutlass.range(first, end, unroll=1):
+            for i in cutlass.range(first, end, unroll=1):
+                m = self.in_turn(i, first, end)
                 cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
                 cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
                 if cute.arch.lane_idx() == 0:
-                    target = sums.iterator + Int64(tile + m) * (WARPGROUPS * self.part) + group * self.part
-                    bulk_add(target, source, 4 * self.part)
+                    part = Int64(tile + m) * WARPGROUPS + group
+                    if const_expr(self.config.deterministic):
+                        rank = work.n_block
+                        if const_expr(self.config.left):
+                            shift = work.seqlen_k - work.seqlen_q
+                            rank -= cutlass.max(m * self.tile_m + shift - left, 0) // self.tile_n
+                        wait_for(turns.iterator + part, rank)
+                    bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
                     cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    if const_expr(self.config.deterministic):
+                        cute.arch.cp_async_bulk_wait_group(0, read=False)
+                        pass_on(turns.iterator + part)
+                    else:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -471,14 +498,14 @@ class HopperBackward:
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, left, right):
+    def compute(self, work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right):
         """dK and dV of 64 keys, and a half of every dQ."""
         config, shared = self.config, work.shared
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         own = cute.arch.thread_idx()[0] % WARPGROUP
         row = work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4  # key, and that + 8
         first, whole_first, whole_end, end = work.bounds
-        r = self.registers(shared, mma_scores, mma_values, mma_keys, mma_queries, group, own, scale)
+        r = self.registers(shared, mma_scores, mma_values, mma_keys, mma_queries, group, own, scale, softcap)
         shift = work.seqlen_k - work.seqlen_q
         column = own % 4 * 2
         for i in cutlass.range_constexpr(2):
@@ -496,22 +523,27 @@ class HopperBackward:
         if first < end:
             cute.arch.mbarrier_wait(shared.k_full, 0)
             cute.arch.mbarrier_wait(shared.v_full, 0)
+        parts = [(first, whole_first, True), (whole_first, whole_end, False)]
+        if const_expr(config.left):
+            parts.append((whole_end, end, True))
+        if const_expr(config.deterministic):
+            parts.reverse()
         for _ in cutlass.range(work.group_size, unroll=1):
-            for m in cutlass.range(first, whole_first, unroll=1):
-                stage, phase, slot = self.step(r, m, stage, phase, slot, True)
-            for m in cutlass.range(whole_first, whole_end, unroll=1):
-                stage, phase, slot = self.step(r, m, stage, phase, slot, False)
-            if const_expr(config.left):
-                for m in cutlass.range(whole_end, end, unroll=1):
-                    stage, phase, slot = self.step(r, m, stage, phase, slot, True)
+            for lower, upper, masked in parts:
+                for i in cutlass.range(lower, upper, unroll=1):
+                    m = self.in_turn(i, lower, upper)
+                    stage, phase, slot = self.step(r, m, stage, phase, slot, masked)
         self.epilogue(r.acc_dv, dv, work, row, Float32(1.0), config.head_dim_v)
         self.epilogue(r.acc_dk, dk, work, row, scale, config.head_dim)
 
     def registers(
-        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any, group: Any, own: Any, scale: Any
+        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any, group: Any, own: Any, scale: Any, softcap: Any
     ) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
         config, tile_m = self.config, self.tile_m
+        multiplier, cap_in = scale * LOG2_E, Float32(0.0)
+        if const_expr(config.softcap):
+            multiplier, cap_in = softcap * LOG2_E, 2 * LOG2_E * scale / softcap
         scores, values, keys, queries = (m.get_slice(0) for m in (mma_scores, mma_values, mma_keys, mma_queries))
         turned = [1, 0, 2]
         q_turned, do_turned, k_turned = (
@@ -519,14 +551,16 @@ class HopperBackward:
         )
         acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
         acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
-        if const_expr(config.swap_dq):
-            acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, tile_m)))
-            dq_a = self.rows_of(mma_queries.make_fragment_A(queries.partition_A(k_turned)), group)
-            dq_b = mma_queries.make_fragment_B(queries.partition_B(shared.ds))
+        acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, self.columns)))
+        dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
+        dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
+        dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
+        dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
+        if const_expr(self.lean):
+            ds_turned = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=turned))
+            ds = self.part_of(mma_keys.make_fragment_A(keys.partition_A(ds_turned)), group)
         else:
-            acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, config.head_dim // WARPGROUPS)))
-            dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
-            dq_b = self.rows_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), group)
+            ds = mma_keys.make_fragment_A(keys.partition_shape_A((64, tile_m)))
         # A warp's 16 keys × 16 queries of dS go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8,
         # a query, in the half of the tile whose rows hold this warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
         lane = own % 32
@@ -535,19 +569,20 @@ class HopperBackward:
         return Names(
             shared=shared,
             group=group,
-            multiplier=scale * LOG2_E,
+            multiplier=multiplier,
+            cap_in=cap_in,
             mma_scores=mma_scores,
             mma_values=mma_values,
             mma_keys=mma_keys,
             mma_queries=mma_queries,
-            k=self.rows_of(mma_scores.make_fragment_A(scores.partition_A(shared.k)), group),
-            v=self.rows_of(mma_scores.make_fragment_A(scores.partition_A(shared.v)), group),
+            k=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.k)), group)[None, None, None, 0],
+            v=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.v)), group)[None, None, None, 0],
             q=mma_scores.make_fragment_B(scores.partition_B(shared.q)),
             dout=mma_scores.make_fragment_B(scores.partition_B(shared.dout)),
             q_turned=mma_keys.make_fragment_B(keys.partition_B(q_turned)),
             do_turned=mma_values.make_fragment_B(values.partition_B(do_turned)),
             p=mma_values.make_fragment_A(values.partition_shape_A((64, tile_m))),
-            ds=mma_keys.make_fragment_A(keys.partition_shape_A((64, tile_m))),
+            ds=ds,
             dq_a=dq_a,
             dq_b=dq_b,
             acc_s=acc_s,
@@ -563,10 +598,11 @@ class HopperBackward:
             column=own % 4 * 2,
         )
 
-    def rows_of(self, operand: Any, group: Any) -> Any:
-        """The part of an operand with one stage that belongs to a warpgroup: (element, 1, step)."""
-        own = operand[None, group, None, 0]
-        layout = cute.make_layout((own.shape[0], 1, own.shape[1]), stride=(own.stride[0], 0, own.stride[1]))
+    def part_of(self, operand: Any, index: Any) -> Any:
+        """One of an operand's tiles of rows (A) or columns (B): (element, 1, step, stage)."""
+        own = operand[None, index, None, None]
+        shape, stride = own.shape, own.stride
+        layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
         return cute.make_tensor(own.iterator, layout)
 
     def row_view(self, columns: int) -> Any:
@@ -583,19 +619,22 @@ class HopperBackward:
         self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
         warpgroup.wait_group(1)
         self.probabilities(r, m, stage, masked)
-        self.pack(r.acc_s, r.p)
-        self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-        self.differentiate(r, stage)
-        self.pack(r.acc_dp, r.ds)
-        self.share(r, slot)
+        if const_expr(self.lean):
+            warpgroup.wait_group(0)
+            self.differentiate(r, stage)
+            self.share(r, slot)
+            self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+        else:
+            self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+            warpgroup.wait_group(1)
+            self.differentiate(r, stage)
+            self.pack(r.acc_dp, r.ds)
+            self.share(r, slot)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
-        if const_expr(self.config.swap_dq):
-            self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, slot], False)
-        else:
-            self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, slot], r.dq_b, False)
-        self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
+        self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, slot], r.dq_b, False)
+        ds = r.ds[None, None, None, slot] if const_expr(self.lean) else r.ds
+        self.gemm(r.mma_keys, r.acc_dk, ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.release(shared.do_empty + stage)
         self.hand_over(r)
@@ -625,7 +664,7 @@ class HopperBackward:
 
     @cute.jit
     def probabilities(self, r, m, stage, masked):
-        """P from the raw scores and lse."""
+        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
         level = self.statistics(r, stage, 0)
         for i in cutlass.range_constexpr(2):
             if const_expr(masked):
@@ -636,9 +675,23 @@ class HopperBackward:
                     past = r.limits[i, 1] - m * self.tile_m
                     for c in cutlass.range_constexpr(self.tile_m // 4):
                         r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
-        for c in cutlass.range_constexpr(self.tile_m // 4):
+        words = self.words(r.p)
+        for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
             for i in cutlass.range_constexpr(2):
-                r.rows_s[i, c] = exp2(r.rows_s[i, c] * r.multiplier - level[c])
+                p, slope = [], []
+                for j in (0, 1):
+                    score = r.rows_s[i, c + j] * r.multiplier
+                    if const_expr(self.config.softcap):
+                        # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
+                        rest = 2 * reciprocal(exp2(r.rows_s[i, c + j] * r.cap_in) + 1)
+                        score = r.multiplier - r.multiplier * rest
+                        slope.append(rest * (2 - rest))
+                        if const_expr(masked):
+                            score = -Float32.inf if r.rows_s[i, c + j] == -Float32.inf else score
+                    p.append(exp2(score - level[c + j]))
+                words[i + c] = pack16(p[0], p[1], self.dtype)
+                for j in (0, 1):
+                    r.rows_s[i, c + j] = p[j] * slope[j] if const_expr(self.config.softcap) else p[j]
 
     @cute.jit
     def differentiate(self, r, stage):
@@ -651,17 +704,25 @@ class HopperBackward:
     @cute.jit
     def pack(self, acc, operand):
         """An accumulator in the input dtype: as an A operand it has the same elements in the same order."""
-        words = cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
+        words = self.words(operand)
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = pack16(acc[2 * i], acc[2 * i + 1], self.dtype)
+
+    def words(self, operand: Any) -> Any:
+        """The 32-bit registers of an operand."""
+        return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
 
     @cute.jit
     def share(self, r, slot):
         """dS, rows now queries, where both warpgroups read it."""
-        words = cute.recast_tensor(cute.make_tensor(r.ds.iterator, cute.make_layout(cute.size(r.ds))), Int32)
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
         for i in cutlass.range_constexpr(self.tile_m // 16):
-            store_transposed(target + i * (16 * 64), [words[4 * i + j] for j in range(4)])
+            if const_expr(self.lean):
+                acc = r.acc_dp
+                words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
+            else:
+                words = [self.words(r.ds)[4 * i + j] for j in range(4)]
+            store_transposed(target + i * (16 * 64), words)
 
     @cute.jit
     def hand_over(self, r):

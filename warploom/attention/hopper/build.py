@@ -68,8 +68,9 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     )
     gradients = [_view(dtype, 3) for _ in range(3)]
     workspaces = [make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16) for _ in range(2)]
-    scalars = [Float32(1.0), Int32(0), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)]
-    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, *scalars]
+    turns = make_fake_tensor(Int32, (cute.sym_int64(),), stride=(1,), assumed_align=4) if variant.deterministic else None
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)]
+    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *scalars]
     return {**_compile(HopperBackward(variant), arguments, name, library), "shared": variant.shared_bytes}
 
 

@@ -69,13 +69,14 @@ class BackwardConfig:
     dtype: str
     head_dim: int
     head_dim_v: int
-    tile_m: int = 64  # queries a step
-    tile_n: int = 128  # keys a block, 64 a warpgroup
-    stages: int = 2  # of the Q ring and of the dO ring
+    tile_m: int  # queries a step: 64, or 128 where registers allow
     right: bool = False
     left: bool = False
+    softcap: bool = False
     dlse: bool = False  # a gradient arrives through lse too
-    swap_dq: bool = True  # dQᵀ = Kᵀ dSᵀ, a warpgroup owning 64 rows of head_dim
+    deterministic: bool = False  # key blocks add to dQ in their order
+    tile_n: int = 128  # keys a block, 64 a warpgroup
+    stages: int = 2  # of the Q ring and of the dO ring
 
     @property
     def name(self) -> str:
@@ -83,8 +84,7 @@ class BackwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += ["dlse"] if self.dlse else []
-        parts += [] if self.swap_dq else ["plain"]
+        parts += [feature for feature in ("softcap", "dlse", "deterministic") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

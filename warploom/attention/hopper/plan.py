@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
-from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
@@ -103,3 +103,55 @@ def named_set() -> list[ForwardConfig]:
     for extra, dims, right, left, long, dtype in product(extras, TILINGS, flags, flags, flags, DTYPES):
         found[config(dtype, *dims, right, left, long, **extra)] = None
     return list(found)
+
+
+# Query rows a step of the backward by its tile's head dim, q's and v's alike.
+BACKWARD_ROWS = {64: 128, 128: 64}
+
+
+def backward_refusal(problem: AttentionProblem) -> str | None:
+    """Why the backward kernel does not take a problem, or None; the forward's refusals come first."""
+    most = max(BACKWARD_ROWS)
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        return f"takes head dims up to {most}, not {max(problem.head_dim, problem.head_dim_v)}"
+    if problem.layout != "dense":
+        return f"takes dense calls, not {problem.layout} ones"
+    return None
+
+
+@cache
+def backward_config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    softcap: bool = False,
+    dlse: bool = False,
+    deterministic: bool = False,
+) -> BackwardConfig:
+    """The variant for head dims of a call and its features."""
+    dim = min(d for d in BACKWARD_ROWS if d >= max(head_dim, head_dim_v))
+    return BackwardConfig(dtype, dim, dim, BACKWARD_ROWS[dim], right, left, softcap, dlse, deterministic)
+
+
+def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
+    """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse."""
+    return backward_config(
+        str(problem.dtype).removeprefix("torch."),
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        problem.softcap,
+        dlse,
+        problem.deterministic,
+    )
+
+
+def backward_set() -> list[BackwardConfig]:
+    """The backward variants that `warploom build` prepares: any band, with at most one of the other features."""
+    flags = (False, True)
+    extras: tuple[dict[str, bool], ...] = ({}, {"softcap": True}, {"dlse": True}, {"deterministic": True})
+    found = product(extras, BACKWARD_ROWS, flags, flags, DTYPES)
+    return [backward_config(dtype, dim, dim, right, left, **extra) for extra, dim, right, left, dtype in found]

@@ -74,3 +74,20 @@ def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -
     width = choose(rest < section, rest, section)
     n_block = inside // width
     return n_block, at * section + inside - n_block * width
+
+
+BLOCKS_IN_FLIGHT = 120  # about the processors of a device
+L2_BYTES = 32 << 20  # of the cache, for what the blocks of a section share
+
+
+def section(heads: int, n_blocks: int, shared: int) -> int:
+    """How many heads a section has: enough to keep the device busy, a divisor of all, so that the last is no smaller.
+
+    Twice as many even out the end of the call better, as long as the ``shared`` bytes of a head still fit into L2.
+    """
+    enough = min(heads, -(-BLOCKS_IN_FLIGHT // n_blocks))
+    width = next(w for w in range(enough, heads + 1) if heads % w == 0)
+    width = enough if width >= 4 * enough else width
+    while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
+        width *= 2
+    return width
