@@ -90,7 +90,10 @@ def test_many_blocks(band: str, deterministic: bool, dim: int) -> None:
         found = torch.autograd.grad(out, (q, k, v), dout)
         for head in (0, kv - 1):
             own = slice(head * heads // kv, (head + 1) * heads // kv)
-            part = [t[-1:, :, s].detach().float().requires_grad_() for t, s in ((q, own), *((t, slice(head, head + 1)) for t in (k, v)))]
+            part = [
+                t[-1:, :, s].detach().float().requires_grad_()
+                for t, s in ((q, own), *((t, slice(head, head + 1)) for t in (k, v)))
+            ]
             want = warploom.attention(*part, backend="reference", **BANDS[band])
             wanted = torch.autograd.grad(want, part, dout[-1:, :, own].float())
             for a, b, s in zip(found, wanted, (own, slice(head, head + 1), slice(head, head + 1)), strict=True):

@@ -1,4 +1,4 @@
-"""The barriers of the backward kernel, played through in Python: no order of warps hangs, reads early or overwrites what is read.
+"""The barriers of the backward kernel, played through in Python: no order of warps hangs or races.
 
 Written as the kernel has it, one step of a role for each wait. Warpgroups stand for their four warps, which arrive together.
 """
@@ -176,7 +176,7 @@ def test_blocks_that_start_in_the_wrong_order_hang() -> None:
     """The simulation can fail: with too few processors a block waits for one that has not started."""
     turns = [Turns() for _ in range(WARPGROUPS)]
     blocks = [Block(0, 2, 1, n, turns) for n in (1, 0)]
-    with pytest.raises(AssertionError, match="for ever|hangs"):
+    with pytest.raises(AssertionError, match=r"for ever|hangs"):
         play(blocks, 1, random.Random(0))
 
 

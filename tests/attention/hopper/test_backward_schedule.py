@@ -14,7 +14,7 @@ def choose(condition: bool, a: int, b: int) -> int:
     return a if condition else b
 
 
-@pytest.mark.parametrize(("n_blocks", "heads", "width"), product((1, 3, 32), (1, 5, 12), (1, 2, 5, 12)))
+@pytest.mark.parametrize(("n_blocks", "heads", "width"), list(product((1, 3, 32), (1, 5, 12), (1, 2, 5, 12))))
 def test_every_block_once_and_in_order(n_blocks: int, heads: int, width: int) -> None:
     found = [sections(i, n_blocks, heads, min(width, heads), choose) for i in range(n_blocks * heads)]
     assert set(found) == set(product(range(n_blocks), range(heads)))

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.hopper.plan import LONG, backward_config, backward_config_for, backward_refusal, config, config_for, workspace
+from warploom.attention.hopper.plan import (
+    LONG,
+    backward_config,
+    backward_config_for,
+    backward_refusal,
+    config,
+    config_for,
+    workspace,
+)
 from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
@@ -153,7 +161,10 @@ def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     variant = config_for(problem)
     missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
     state = "ready" if missing is None else f"{missing}, compiled at first use"
-    return (variant.tile_m, variant.tile_n), f"module {variant.name} ({state})"
+    words = f"module {variant.name} ({state})"
+    if problem.backward and backward_refusal(problem) is None:
+        words += f"; backward {backward_config_for(problem).name}, {workspace(problem) / 2**20:.1f} MiB of workspace"
+    return (variant.tile_m, variant.tile_n), words
 
 
 def warm(args: AttentionArgs) -> None:

@@ -180,7 +180,7 @@ class HopperBackward:
         for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
             target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
             cute.autovec_copy(zeros, target)
-        if const_expr(turns is not None):
+        if const_expr(turns is not None):  # noqa: SIM102
             if thread < WARPGROUPS:
                 turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
@@ -350,8 +350,8 @@ class HopperBackward:
             seqlen_k=seqlen_k,
             m_blocks=cute.ceil_div(seqlen_q, tile_m),
             heads_q=q.shape[2],
+            bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, left, right),
         )
-        work.bounds = self.query_tiles(n_block, seqlen_q, seqlen_k, left, right)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
@@ -370,7 +370,7 @@ class HopperBackward:
 
     @cute.jit
     def query_tiles(self, n_block, seqlen_q, seqlen_k, left, right):
-        """Query tiles that some key of the block sees, [first, end), and those [whole_first, whole_end) that all of them see."""
+        """Query tiles [first, end) that some key of the block sees, and [whole_first, whole_end) that all of them see."""
         shift = seqlen_k - seqlen_q
         key, past = n_block * self.tile_n, (n_block + 1) * self.tile_n
         first, end = Int32(0), cute.ceil_div(seqlen_q, self.tile_m)
@@ -537,8 +537,9 @@ class HopperBackward:
         self.epilogue(r.acc_dk, dk, work, row, scale, config.head_dim)
 
     def registers(
-        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any, group: Any, own: Any, scale: Any, softcap: Any
-    ) -> Names:
+        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any,
+        group: Any, own: Any, scale: Any, softcap: Any,
+    ) -> Names:  # fmt: skip
         """Descriptors, accumulators and constants of one warpgroup."""
         config, tile_m = self.config, self.tile_m
         multiplier, cap_in = scale * LOG2_E, Float32(0.0)

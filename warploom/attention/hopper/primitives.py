@@ -72,7 +72,7 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 @dsl_user_op
 def store_transposed(target: Any, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
-    """stmatrix of four 8 × 8 tiles of 16-bit elements, each transposed; lane l gives the address of row l % 8 of tile l // 8."""
+    """stmatrix of four 8 × 8 tiles of 16-bit elements, each transposed; lane l addresses row l % 8 of tile l // 8."""
     text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
     values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
     _asm(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)

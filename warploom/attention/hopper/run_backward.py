@@ -20,10 +20,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
     q, k, v = args.q, args.k, args.v
-    batch, seqlen_q, heads, head_dim = q.shape
+    batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    gradients = dq, dk, dv
+    gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
     first, end = 0, seqlen_k
     if left is not None or right is not None:
