@@ -64,10 +64,11 @@ def named_set(arch: str) -> list[ModuleSpec]:
     """Every module that warploom can ask for on an architecture."""
     from warploom.attention.ampere.plan import ARCHS
     from warploom.attention.ampere.plan import named_set as ampere
+    from warploom.attention.hopper.plan import backward_set
     from warploom.attention.hopper.plan import named_set as hopper
 
     if arch == "sm_90a":
-        return [config.spec for config in hopper()]
+        return [*(config.spec for config in hopper()), *(config.spec for config in backward_set())]
     found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]
     return list(dict.fromkeys(found))
 
