@@ -1,4 +1,4 @@
-"""Which key tiles a warpgroup computes and masks, as forward.py has it, in plain integers: all that a row sees, nothing twice."""
+"""Which key tiles a warpgroup computes and masks, as forward.py has it, in plain integers: all that a row sees."""
 
 from __future__ import annotations
 
