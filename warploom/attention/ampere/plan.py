@@ -34,6 +34,7 @@ class Tiling:
 # of four warps run a multiprocessor's tensor cores and special function units at once better than one of eight.
 TILINGS = {
     "sm_80": {64: Tiling(64, 64, q_registers=True), 128: Tiling(48, 32)},  # two blocks of 80 KiB fit 164
+    # Reasoned, not measured.
     "small": {64: Tiling(64, 64, q_registers=True), 128: Tiling(48, 48, warps=8, atoms=1, blocks=1, q_registers=True)},
     "sm_90a": {64: Tiling(64, 64, q_registers=True), 128: Tiling(48, 32)},
 }
