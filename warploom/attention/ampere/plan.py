@@ -23,6 +23,7 @@ class Tiling:
     """Shape of the work of a block; docs/smem.md has the measurements."""
 
     tile_n: int
+    softcap: int  # tile_n under a softcap, which costs registers
     warps: int = 4
     atoms: int = 2
     blocks: int = 2
@@ -32,9 +33,10 @@ class Tiling:
 # head_dim of the tile -> tiling: of 32 rows a warp, as 16 would read K and V from shared memory twice as often. Two blocks
 # of four warps run a multiprocessor's tensor cores and special function units at once better than one of eight.
 TILINGS = {
-    "sm_80": {64: Tiling(64, q_registers=True), 128: Tiling(48)},  # two blocks of 80 KiB fit 164
-    "small": {64: Tiling(64, q_registers=True), 128: Tiling(48, warps=8, atoms=1, blocks=1, q_registers=True)},
-    "sm_90a": {64: Tiling(64, q_registers=True), 128: Tiling(48)},
+    "sm_80": {64: Tiling(64, 64, q_registers=True), 128: Tiling(48, 32)},  # two blocks of 80 KiB fit 164
+    # Reasoned, not measured.
+    "small": {64: Tiling(64, 64, q_registers=True), 128: Tiling(48, 48, warps=8, atoms=1, blocks=1, q_registers=True)},
+    "sm_90a": {64: Tiling(64, 64, q_registers=True), 128: Tiling(48, 32)},
 }
 
 
@@ -61,7 +63,7 @@ def config(
     return ForwardConfig(
         dtype,
         dim,
-        tiling.tile_n,
+        tiling.softcap if softcap else tiling.tile_n,
         warps=tiling.warps,
         atoms=tiling.atoms,
         blocks=tiling.blocks,
