@@ -1,6 +1,6 @@
 """The implementations of exact attention, fastest first."""
 
-from warploom.attention import cpu, hopper, reference, triton
+from warploom.attention import ampere, cpu, hopper, reference, triton
 from warploom.runtime import dispatch
 from warploom.runtime.dispatch import Implementation
 
@@ -8,6 +8,7 @@ dispatch.register(
     "attention",
     Implementation("cpu", cpu),
     Implementation("hopper", hopper),
+    Implementation("ampere", ampere),
     Implementation("triton", triton),
     Implementation("reference", reference),
 )

@@ -25,7 +25,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a"], help="the architecture to compile for")
+    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a", "sm_80"], help="sm_90a: Hopper; sm_80: Ampere, Ada")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="names to build, as a shell pattern")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="compilers at a time")
     parser.add_argument("--out", metavar="DIR", help="the cache to fill; default: WARPLOOM_CACHE or ~/.cache/warploom")
@@ -62,9 +62,15 @@ def run(options: argparse.Namespace) -> int:
 
 def named_set(arch: str) -> list[ModuleSpec]:
     """Every module that warploom can ask for on an architecture."""
-    from warploom.attention.hopper.plan import named_set as forward
+    from warploom.attention.ampere.plan import ARCHS
+    from warploom.attention.ampere.plan import named_set as ampere
+    from warploom.attention.hopper.plan import backward_set
+    from warploom.attention.hopper.plan import named_set as hopper
 
-    return [config.spec for config in forward() if config.spec.arch == arch]
+    if arch == "sm_90a":
+        return [*(config.spec for config in hopper()), *(config.spec for config in backward_set())]
+    found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]
+    return list(dict.fromkeys(found))
 
 
 def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[str, Any]]:

@@ -39,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="L[,R]",
         help="keys before and after the position; 'none' is unlimited",
     )
-    features.add_argument(
-        "--mask", metavar="EXPRESSION", help=f"one of {', '.join(builders())}, or several with &"
-    )
+    features.add_argument("--mask", metavar="EXPRESSION", help=f"one of {', '.join(builders())}, or several with &")
     features.add_argument("--softcap", type=float, default=0.0, metavar="C")
     features.add_argument("--sink", action="store_true", help="a sink logit for each head")
     features.add_argument("--dropout", type=float, default=0.0, metavar="P")
@@ -61,9 +59,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """What `warploom.explain()` says of tensors of these shapes."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device cuda: torch sees no CUDA device here, and a plan holds for the machine it is made on"
-        )
+        raise ValueError("--device cuda: torch sees no CUDA device here, and a plan holds for the machine it is made on")
 
     def tensor(seqlen: int, heads: int, dim: int) -> torch.Tensor:
         # One row seen everywhere by strides of 0: the shape of the call without its memory.

@@ -127,9 +127,7 @@ def run_case(names: list[str], device: str, case: Case, dtype: torch.dtype, seed
             got = call.results(implementation, dtype)
         except Exception as error:  # whatever goes wrong here is what the user asked to see
             return Row(*place, "FAILED", detail=f"{type(error).__name__}: {error}")
-        worst = max(
-            (judge(part, got[part], wanted[part], model[part], dtype) for part in wanted), key=_badness
-        )
+        worst = max((judge(part, got[part], wanted[part], model[part], dtype) for part in wanted), key=_badness)
         if worst.passed:
             return Row(*place, "ok", worst.ratio)
         return Row(*place, "FAILED", worst.ratio, str(worst))

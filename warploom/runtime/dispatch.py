@@ -13,8 +13,9 @@ class Implementation:
     """One way to compute a family's problems.
 
     The module defines ``available() -> str | None`` (None: can run on this machine, else why not) and
-    ``supports(problem) -> str | None`` (None: takes the problem, else the refusal in words). It imports optional
-    dependencies only when it runs.
+    ``supports(problem) -> str | None`` (None: takes the problem, else the refusal in words). One that runs here, but that is
+    meant for other machines, says so by ``declines() -> str | None`` and runs when it is asked for by name. It imports
+    optional dependencies only when it runs.
     """
 
     name: str
@@ -28,9 +29,14 @@ class Implementation:
         reason: str | None = self.module.supports(problem)
         return reason
 
-    def refusal(self, problem: Any) -> str | None:
-        """Why this implementation does not run the problem, or None."""
-        return self.available() or self.supports(problem)
+    def declines(self) -> str | None:
+        declines = getattr(self.module, "declines", None)
+        reason: str | None = declines() if declines is not None else None
+        return reason
+
+    def refusal(self, problem: Any, by_name: bool = False) -> str | None:
+        """Why this implementation does not run the problem, unasked or ``by_name``, or None."""
+        return self.available() or (None if by_name else self.declines()) or self.supports(problem)
 
 
 _families: dict[str, tuple[Implementation, ...]] = {}
@@ -77,13 +83,13 @@ def choose(problem: Any, backend: str | None = None, family: str = "attention") 
     """
     if backend is not None:
         forced = find(backend, family)
-        reason = forced.refusal(problem)
+        reason = forced.refusal(problem, by_name=True)
         if reason is not None:
             raise ValueError(f"backend={backend!r} cannot run this call: {reason}")
         return forced.name
     refusals: list[tuple[str, str]] = []
     for implementation in _families[family]:
-        unavailable = implementation.available()
+        unavailable = implementation.available() or implementation.declines()
         reason = unavailable or implementation.supports(problem)
         if reason is None:
             if problem.device != "cpu":

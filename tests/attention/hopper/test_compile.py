@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import config
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.hopper.plan import backward_config, config
 from warploom.runtime import modules
 from warploom.runtime.module_worker import Worker
 
@@ -65,3 +65,36 @@ def test_machine_code(name: str, built: dict[str, tuple[ForwardConfig, dict[str,
 def test_description_is_the_module(built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
     variant, _, _ = built["head_dim 128"]
     assert ForwardConfig(**asdict(variant)) == variant
+
+
+BACKWARD = {
+    "head_dim 128, causal, deterministic": backward_config("bfloat16", 128, 128, True, False, deterministic=True),
+    "head_dim 64": backward_config("bfloat16", 64, 64, False, False),
+}
+
+
+@pytest.fixture(scope="module")
+def built_backward(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[BackwardConfig, dict[str, int], Path]]:
+    folder = tmp_path_factory.mktemp("backward")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARPLOOM_CACHE", str(folder))
+        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
+        with Worker("sm_90a") as worker:
+            (folder / "modules").mkdir()
+            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in BACKWARD.items()}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dict[str, int], Path]]) -> None:
+    """No spills; TMA in and TMA adding out; five GEMMs a step and no wait between those that are issued together."""
+    variant, facts, cubin = built_backward[name]
+    assert facts["stack"] == 0 and facts["registers"] <= 65536 // 384 and facts["shared"] <= 227 * 1024
+    triton = find_spec("triton")
+    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
+    if not tool.is_file():
+        pytest.skip("nvdisasm is not here")
+    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    loops = 3 if variant.left else 2
+    assert len(re.findall(r"HGMMA", listing)) == loops * (2 * variant.head_dim + 2 * variant.tile_m + variant.tile_n) // 16
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == 4 * loops  # more would mean that ptxas serialised wgmma

@@ -1,7 +1,7 @@
-"""Exact attention for Hopper (sm_90a) in the CuTe DSL: TMA, wgmma, warp specialisation; the forward pass.
+"""Exact attention for Hopper (sm_90a) in the CuTe DSL: TMA, wgmma, warp specialisation; forward and backward.
 
-Modules are compiled ahead of time by `warploom build`, or once at first use. A backward pass goes to the next implementation
-that takes it, with the out and lse of this one.
+Modules are compiled ahead of time by `warploom build`, or once at first use. A backward pass that has no kernel here goes to
+the next implementation that takes it, with the out and lse of this one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.hopper.plan import LONG, config, config_for
+from warploom.attention.hopper.plan import (
+    LONG,
+    backward_config,
+    backward_config_for,
+    backward_refusal,
+    config,
+    config_for,
+    workspace,
+)
 from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
@@ -62,7 +70,9 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.dropout:
         return "has no dropout"
     if problem.backward and _next(problem) is None:
-        return "has no backward pass of its own, and no other implementation takes this one"
+        refused = _no_backward(problem)
+        if refused is not None:
+            return f"its backward pass {refused}, and no other implementation takes this one"
     long = False
     if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
         long = True
@@ -102,11 +112,47 @@ def _module_refusal(
     return None
 
 
+def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
+    """Why another implementation has to run the backward pass, or None."""
+    return backward_refusal(problem, dlse) or _backward_module_refusal(
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        problem.softcap,
+        dlse,
+        problem.deterministic,
+    )
+
+
+def _backward_module_refusal(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    softcap: bool,
+    dlse: bool,
+    deterministic: bool,
+) -> str | None:
+    """As ``_module_refusal``, of the backward's module."""
+    key = (dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic)
+    if key in _found or modules.cannot_build() is None:
+        return None
+    spec = backward_config(str(dtype).removeprefix("torch."), *key[1:]).spec
+    missing = modules.refusal(spec)
+    if missing is not None:
+        return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+    _found.add(key)
+    return None
+
+
 _found: set[tuple[object, ...]] = set()
 
 # torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
 # import costs a second.
-for _function in (_examine, _module_refusal):
+for _function in (_examine, _module_refusal, _backward_module_refusal):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -115,7 +161,10 @@ def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     variant = config_for(problem)
     missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
     state = "ready" if missing is None else f"{missing}, compiled at first use"
-    return (variant.tile_m, variant.tile_n), f"module {variant.name} ({state})"
+    words = f"module {variant.name} ({state})"
+    if problem.backward and backward_refusal(problem) is None:
+        words += f"; backward {backward_config_for(problem).name}, {workspace(problem) / 2**20:.1f} MiB of workspace"
+    return (variant.tile_m, variant.tile_n), words
 
 
 def warm(args: AttentionArgs) -> None:
@@ -138,7 +187,14 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink by the next implementation that takes the call."""
+    """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
+    from warploom.attention.problem import AttentionProblem
+
+    # The mask is an infinite score, which only a positive scale keeps at the right end.
+    if args.scale > 0.0 and _no_backward(AttentionProblem.from_args(args, True), dlse is not None) is None:
+        from warploom.attention.hopper.run_backward import backward as run
+
+        return run(args, dout, dlse, out, lse)
     return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import DTYPES, HopperForward
 from warploom.runtime.cubin import resources
 
@@ -47,18 +48,46 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     ]
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    arguments = [*tensors, lse, *vectors, *scalars, stream]
+    return {**_compile(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
+
+
+def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
+    """As ``compile_forward``; registers and stack are the largest of the three kernels."""
+    variant = BackwardConfig(**config)
+    dtype = DTYPES[variant.dtype]
+    inputs = [_view(dtype, 3) for _ in range(5)]
+    lse, dlse = (
+        make_fake_tensor(
+            Float32,
+            tuple(cute.sym_int() for _ in range(3)),
+            stride=(cute.sym_int64(), cute.sym_int64(), last),
+            assumed_align=4,
+        )
+        for last in (1, cute.sym_int64())
+    )
+    gradients = [_view(dtype, 3) for _ in range(3)]
+    workspaces = [make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16) for _ in range(2)]
+    turns = make_fake_tensor(Int32, (cute.sym_int64(),), stride=(1,), assumed_align=4) if variant.deterministic else None
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)]
+    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *scalars]
+    return {**_compile(HopperBackward(variant), arguments, name, library), "shared": variant.shared_bytes}
+
+
+def _compile(kernel: Any, arguments: list[Any], name: str, library: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}"
-        compiled = cute.compile(HopperForward(variant), *tensors, lse, *vectors, *scalars, stream, options=options)
-        cubins = sorted(Path(folder).glob("*.cubin"))
-        found = resources(cubins[0].read_bytes())[0]
         kept = os.environ.get("WARPLOOM_KEEP_CUBIN")
+        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}" + (" --keep-ptx" if kept else "")
+        compiled = cute.compile(kernel, *arguments, options=options)
+        cubins = sorted(Path(folder).glob("*.cubin"))
+        found = [kernel for cubin in cubins for kernel in resources(cubin.read_bytes())]
         if kept:
-            shutil.copy(cubins[0], Path(kept) / f"{name}.cubin")
+            for suffix in ("cubin", "ptx"):
+                shutil.copy(min(Path(folder).glob(f"*.{suffix}")), Path(kept) / f"{name}.{suffix}")
         objects = Path(folder) / f"{name}.o"
         compiled.export_to_c(str(objects), function_name=name)
         link(objects, library)
-    return {"registers": found.registers, "stack": found.stack, "shared": variant.shared_bytes}
+    return {"registers": max(f.registers for f in found), "stack": max(f.stack for f in found)}
 
 
 def _view(dtype: Any, modes: int) -> Any:

@@ -1,4 +1,4 @@
-"""One frozen configuration per compiled forward variant: key, file name, symbol and explain() text come from it."""
+"""One frozen configuration per compiled variant: key, file name, symbol and explain() text come from it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from warploom.runtime.modules import ModuleSpec
 _HERE = "attention/hopper"
 # What the compiled code is made from.
 SOURCES = tuple(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "primitives", "schedule"))
+BACKWARD_SOURCES = tuple(f"{_HERE}/{file}.py" for file in ("build", "config", "backward", "primitives", "schedule"))
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,45 @@ class ForwardConfig:
         """Shared memory of Q and of the two rings; barriers and the tile ring add less than 512 bytes."""
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
         return 2 * (self.tile_m * self.head_dim + ring)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What is fixed when a Hopper backward module is compiled.
+
+    ``head_dim`` and ``head_dim_v`` are the tile's; smaller ones run in the same module by TMA bounds.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile_m: int  # queries a step: 64, or 128 where registers allow
+    right: bool = False
+    left: bool = False
+    softcap: bool = False
+    dlse: bool = False  # a gradient arrives through lse too
+    deterministic: bool = False  # key blocks add to dQ in their order
+    tile_n: int = 128  # keys a block, 64 a warpgroup
+    stages: int = 2  # of the Q ring and of the dO ring
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
+        band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
+        parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
+        parts += [feature for feature in ("softcap", "dlse", "deterministic") if getattr(self, feature)]
+        return "attn_bwd_sm90_" + "_".join(parts)
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_backward", config, BACKWARD_SOURCES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, and dQ on its way out."""
+        dims = self.head_dim + self.head_dim_v
+        rings = self.stages * self.tile_m * (2 * dims + 8)
+        return 2 * self.tile_n * dims + rings + 2 * 2 * self.tile_m * self.tile_n + 4 * self.tile_m * self.head_dim

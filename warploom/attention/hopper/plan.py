@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
-from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
@@ -103,3 +103,78 @@ def named_set() -> list[ForwardConfig]:
     for extra, dims, right, left, long, dtype in product(extras, TILINGS, flags, flags, flags, DTYPES):
         found[config(dtype, *dims, right, left, long, **extra)] = None
     return list(found)
+
+
+# Query rows a step of the backward by its tile's head dim, q's and v's alike; smaller ones run in it by TMA bounds.
+BACKWARD_ROWS = {64: 128, 128: 64}
+
+
+def backward_refusal(problem: AttentionProblem, dlse: bool = False) -> str | None:
+    """Why the backward kernel does not take a problem, or None; the forward's refusals come first.
+
+    Past head dims and packed sequences these are what it could do, but no test on a GPU has confirmed yet.
+    """
+    dim = max(problem.head_dim, problem.head_dim_v)
+    if dim > max(BACKWARD_ROWS):
+        return f"takes head dims up to {max(BACKWARD_ROWS)}, not {dim}"
+    if problem.layout != "dense":
+        return f"takes dense calls, not {problem.layout} ones"
+    if problem.left is not None and problem.right is None:
+        return "takes no window without a limit on the right"
+    if dim > min(BACKWARD_ROWS) and (problem.softcap or dlse):
+        what = "softcap" if problem.softcap else "a gradient through lse"
+        return f"takes {what} up to head dim {min(BACKWARD_ROWS)}, not {dim}"
+    return None
+
+
+@cache
+def backward_config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    right: bool,
+    left: bool,
+    softcap: bool = False,
+    dlse: bool = False,
+    deterministic: bool = False,
+) -> BackwardConfig:
+    """The variant for head dims of a call and its features."""
+    dim = min(d for d in BACKWARD_ROWS if d >= max(head_dim, head_dim_v))
+    return BackwardConfig(dtype, dim, dim, BACKWARD_ROWS[dim], right, left, softcap, dlse, deterministic)
+
+
+def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
+    """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse."""
+    return backward_config(
+        str(problem.dtype).removeprefix("torch."),
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.right is not None,
+        problem.left is not None,
+        problem.softcap,
+        dlse,
+        problem.deterministic,
+    )
+
+
+def workspace(problem: AttentionProblem) -> int:
+    """Bytes that the backward allocates besides gradients: dQ in fp32, lse and rowsum(dO∘O), counters."""
+    variant = backward_config_for(problem)
+    tiles = -(-problem.seqlen_q // variant.tile_m) * problem.batch * problem.heads_q
+    return tiles * (4 * variant.tile_m * (variant.head_dim + 2) + 8 * problem.deterministic)
+
+
+BACKWARD_BANDS = ((False, False), (True, False), (True, True))  # (right, left)
+
+
+def backward_set() -> list[BackwardConfig]:
+    """The backward variants that `warploom build` prepares: any band, deterministic or not; softcap, a gradient of lse."""
+    flags = (False, True)
+    found = [
+        backward_config(dtype, dim, dim, *band, deterministic=deterministic)
+        for dim, band, deterministic, dtype in product(BACKWARD_ROWS, BACKWARD_BANDS, flags, DTYPES)
+    ]
+    least = min(BACKWARD_ROWS)
+    for extra, band, dtype in product(({"softcap": True}, {"dlse": True}), BACKWARD_BANDS, DTYPES):
+        found.append(backward_config(dtype, least, least, *band, **extra))
+    return found

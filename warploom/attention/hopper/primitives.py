@@ -68,3 +68,50 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
     text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [$1], $0; }"
     values = [Float32(x).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)]
     _asm(None, values, text, "f,r", side_effects=True)
+
+
+@dsl_user_op
+def store_transposed(target: Any, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """stmatrix of four 8 × 8 tiles of 16-bit elements, each transposed; lane l addresses row l % 8 of tile l // 8."""
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
+    _asm(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def bulk_load(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread copies ``size`` bytes from global to shared memory; the barrier counts them as they land."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
+    values = [*pointers, Int32(size).ir_value(loc=loc, ip=ip), barrier.to_llvm_ptr(loc=loc, ip=ip)]
+    _asm(None, values, text, "r,l,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def bulk_add(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread adds ``size`` bytes of fp32 in shared memory to those in global memory, as part of its bulk group."""
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
+    _asm(None, [*pointers, Int32(size).ir_value(loc=loc, ip=ip)], text, "l,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def _load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    text = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), [address.to_llvm_ptr(loc=loc, ip=ip)], text, "=r,l,~{memory}", side_effects=True))
+
+
+@cute.jit
+def wait_for(counter, value):
+    """One thread waits until a counter in global memory has a value; what was added before it got there is visible."""
+    found = _load_acquire(counter)
+    while found != value:
+        found = _load_acquire(counter)
+    cute.arch.fence_proxy("async.global")
+
+
+@dsl_user_op
+def pass_on(counter: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread counts up, after all that it wrote or had written by bulk copies it waited for."""
+    text = "fence.proxy.async.global; fence.acq_rel.gpu; red.release.gpu.global.add.s32 [$0], 1;"
+    _asm(None, [counter.to_llvm_ptr(loc=loc, ip=ip)], text, "l,~{memory}", side_effects=True)

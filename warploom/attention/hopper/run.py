@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -14,8 +15,8 @@ from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 
 # Bands reach at most this far, so that sums with row and column numbers stay in 32 bits.
-_FAR = 1 << 29
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+FAR = 1 << 29
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, 
 def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], int]:
     """The compiled variant and its query tile."""
     key = (
-        _DTYPES[args.q.dtype],
+        DTYPES[args.q.dtype],
         args.q.shape[-1],
         args.v.shape[-1],
         args.right is not None,
@@ -118,13 +119,15 @@ def _launch(
 ) -> None:
     q, k, v, out, lse = tensors
     sink = None if args.sink is None else args.sink.float().contiguous()
-    left, right = (0 if reach is None else max(-_FAR, min(reach, _FAR)) for reach in band)
+    left, right = (0 if reach is None else max(-FAR, min(reach, FAR)) for reach in band)
     inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
-    if q.device.index == torch._C._cuda_getDevice():
+    with on_device(q):
         function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
-    else:
-        with torch.cuda.device(q.device):
-            function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
+
+
+def on_device(t: Tensor) -> AbstractContextManager[object]:
+    """The tensor's device as the current one; nothing to do where it is."""
+    return nullcontext() if t.device.index == torch._C._cuda_getDevice() else torch.cuda.device(t.device)
 
 
 def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, int]:

@@ -60,3 +60,34 @@ def heads_in_pairs(m_blocks: int, heads: int, blocks: int) -> int:
     pairs = heads * per_head
     left_over = min(pairs, pairs % blocks + blocks)
     return heads - min(heads, -(-left_over // per_head))
+
+
+def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -> tuple[Any, Any]:
+    """(n_block, head) of a backward block: ``section`` heads at a time, so that what they share stays in L2.
+
+    Inside of a section key blocks come in order, each for all heads: under a causal mask the longest first.
+    """
+    size = section * n_blocks
+    at = index // size
+    inside = index - at * size
+    rest = heads - at * section
+    width = choose(rest < section, rest, section)
+    n_block = inside // width
+    return n_block, at * section + inside - n_block * width
+
+
+BLOCKS_IN_FLIGHT = 120  # about the processors of a device
+L2_BYTES = 32 << 20  # of the cache, for what the blocks of a section share
+
+
+def section(heads: int, n_blocks: int, shared: int) -> int:
+    """How many heads a section has: enough to keep the device busy, a divisor of all, so that the last is no smaller.
+
+    Twice as many even out the end of the call better, as long as the ``shared`` bytes of a head still fit into L2.
+    """
+    enough = min(heads, -(-BLOCKS_IN_FLIGHT // n_blocks))
+    width = next(w for w in range(enough, heads + 1) if heads % w == 0)
+    width = enough if width >= 4 * enough else width
+    while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
+        width *= 2
+    return width

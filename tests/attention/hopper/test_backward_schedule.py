@@ -1,0 +1,44 @@
+"""The order of backward blocks: each once, older key blocks of a head first, busy processors to the end."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import product
+
+import pytest
+
+from warploom.attention.hopper.schedule import section, sections
+
+
+def choose(condition: bool, a: int, b: int) -> int:
+    return a if condition else b
+
+
+@pytest.mark.parametrize(("n_blocks", "heads", "width"), list(product((1, 3, 32), (1, 5, 12), (1, 2, 5, 12))))
+def test_every_block_once_and_in_order(n_blocks: int, heads: int, width: int) -> None:
+    found = [sections(i, n_blocks, heads, min(width, heads), choose) for i in range(n_blocks * heads)]
+    assert set(found) == set(product(range(n_blocks), range(heads)))
+    for head in range(heads):  # deterministic blocks wait for those before them
+        assert [n for n, h in found if h == head] == list(range(n_blocks))
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "heads"), [(1024, 256), (2048, 128), (4096, 64), (4096, 16), (8192, 16), (8192, 8), (16384, 16), (32768, 8)]
+)
+def test_causal_blocks_keep_132_processors_busy(seqlen: int, heads: int) -> None:
+    n_blocks, m_blocks, prologue = seqlen // 128, seqlen // 64, 6
+    width = section(heads, n_blocks, seqlen * 4 * 256)
+    busy = [0] * 132
+    total = 0
+    for i in range(n_blocks * heads):
+        n, _ = sections(i, n_blocks, heads, width, choose)
+        cost = m_blocks - 2 * n + prologue
+        total += cost
+        heapq.heapreplace(busy, busy[0] + cost)
+    assert total / 132 / max(busy) > 0.95
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 16, 131, 300])
+def test_a_section_is_no_larger_than_all_heads(heads: int) -> None:
+    for n_blocks, shared in product((1, 8, 32, 500), (1, 1 << 22, 1 << 30)):
+        assert 1 <= section(heads, n_blocks, shared) <= heads

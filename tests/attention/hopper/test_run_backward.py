@@ -1,0 +1,153 @@
+"""What the host does before a backward launch, with a kernel in Python that computes what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from tests.attention.cases import CASES, case
+from warploom.attention import hopper
+from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.hopper import run, run_backward
+from warploom.attention.hopper.plan import backward_set
+from warploom.runtime import modules
+from warploom.runtime.modules import ModuleSpec
+
+DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "192", "256", "scale"))]
+NAN = float("nan")
+
+
+def kernel(spec: ModuleSpec) -> Callable[..., None]:
+    """The formulas in the kernel's place, held to the kernel's signature and to what it can read."""
+    variant = dict(spec.config)
+
+    def one(
+        q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+        scale: float, softcap: float, left: int, right: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of (batch, seqlen, heads, dim) in fp64, given lse and delta (batch, heads, seqlen)."""
+        group = q.shape[2] // k.shape[2]
+        q, k, v, dout = (t.double().transpose(1, 2) for t in (q, k, v, dout))
+        keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
+        s = q @ keys.transpose(-1, -2) * scale
+        slope = torch.ones_like(s)
+        if variant["softcap"]:
+            bent = torch.tanh(s / softcap)
+            s, slope = softcap * bent, 1 - bent.square()
+        distance = torch.arange(s.shape[2])[:, None] + s.shape[3] - s.shape[2] - torch.arange(s.shape[3])
+        hidden = (distance < -right) & variant["right"] | (distance > left) & variant["left"]
+        p = (s - lse[..., None]).masked_fill(hidden | (lse == -torch.inf)[..., None], -torch.inf).exp()
+        ds = p * (dout @ values.transpose(-1, -2) - delta[..., None]) * slope * scale
+        parts = ds @ keys, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+        dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
+        return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, turns: Tensor | None,
+        scale: float, softcap: float, left: int, right: int, section: int,
+    ) -> None:  # fmt: skip
+        assert section >= 1 and (dlse is not None) == variant["dlse"] and (turns is not None) == variant["deterministic"]
+        assert (softcap != 0.0) == variant["softcap"]
+        assert all(s % 8 == 0 for t in (q, k, v, out, dout) for s in t.stride()[:-1]) and lse.is_contiguous()
+        tile_m, dim = variant["tile_m"], variant["head_dim"]
+        assert max(q.shape[-1], v.shape[-1]) <= dim
+        delta = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
+        if dlse is not None:
+            delta = delta - dlse
+        options = (scale, softcap, left, right)
+        tiles = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
+        for a, b in zip((dq, dk, dv), one(q, k, v, dout, lse.double(), delta, *options), strict=True):
+            a.copy_(b)
+        rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
+        padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
+        padded[..., : q.shape[1]] = delta
+        rows.copy_(padded.view(rows.shape))
+        assert sums.numel() == tiles * tile_m * dim and stats.numel() == tiles * 2 * tile_m
+        assert turns is None or turns.numel() == 2 * tiles
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_backward, "_ready", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(modules, "load", kernel)
+
+
+def compare(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name: str, deterministic: bool) -> None:
+    call = case(name, 3, dtype=torch.float16)
+    q, k, v, sink = call.tensors()
+    leaves = [t.double().requires_grad_() for t in (q, k, v, *([] if sink is None else [sink]))]
+    options = {"sink": leaves[3] if sink is not None else None, "return_lse": True, "backend": "reference"}
+    out, lse = warploom.attention(*leaves[:3], **options, **call.keywords)
+    dout, dlse = call.upstream(out.half(), lse.float())
+    given = dlse if call.lse_gradient else None
+    seen = ~torch.isinf(lse)
+    total = (out * dout.double()).sum() + (0 if given is None else (torch.where(seen, lse, 0.0) * dlse).sum())
+    want = torch.autograd.grad(total, leaves)
+    args = dense_args(q, k, v, sink=sink, deterministic=deterministic, **call.keywords)
+    if given is not None:
+        given = torch.where(seen, given, 0.0)
+    found = run_backward.backward(args, dout, given, out.detach().half(), lse.detach().float())
+    compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, -7), (-3, 40), (0, 0)])
+def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, int]) -> None:
+    q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
+    out, lse = warploom.attention(q, k, v, window=window, return_lse=True, backend="reference")
+    want = run_backward.backward(dense_args(q, k, v, window=window), torch.ones_like(out), None, out, lse)
+    first, end = run.seen(40, 100, *window)
+    for t in (k, v):
+        t[:, :first] = NAN
+        t[:, end:] = NAN
+    found = run_backward.backward(dense_args(q, k, v, window=window), torch.ones_like(out), None, out, lse)
+    assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(found, want, strict=True))
+
+
+def test_what_the_kernel_does_not_take_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(Exception):
+        pass
+
+    def elsewhere(*_: object, **__: object) -> None:
+        raise Elsewhere
+
+    monkeypatch.setattr(hopper, "_fallback", elsewhere)
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+
+    def dense(dim: int, dlse: bool = False, **options: Any) -> None:
+        q, lse = torch.zeros(1, 20, 2, dim, dtype=torch.float16), torch.zeros(1, 2, 20)
+        hopper.backward(dense_args(q, q, q, **options), q, lse if dlse else None, q, lse)
+
+    for dim, options in (
+        (64, {"scale": -1.0}), (64, {"scale": 0.0}), (136, {}), (64, {"window": (3, None)}),
+        (72, {"softcap": 2.0}), (72, {"dlse": True}),
+    ):  # fmt: skip
+        with pytest.raises(Elsewhere):
+            dense(dim, **options)  # type: ignore[arg-type]
+    for dim, options in ((64, {"softcap": 2.0, "dlse": True}), (128, {"window": (3, 3)}), (128, {"causal": True})):
+        dense(dim, **options)  # type: ignore[arg-type]
+    q, cu = torch.zeros(20, 2, 64, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
+    with pytest.raises(Elsewhere):
+        hopper.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
+
+
+def test_names_are_unique_and_memory_fits() -> None:
+    found = backward_set()
+    assert len({c.name for c in found}) == len(found) <= 100
+    assert all(c.name.isidentifier() and c.shared_bytes + 2048 <= 227 * 1024 for c in found)

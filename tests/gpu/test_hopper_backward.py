@@ -1,0 +1,192 @@
+"""The Hopper backward on an H100 or H200: the criterion over the grid, bits, NaN, graphs, sizes past 32 bits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from tests.attention.cases import CASES, case
+from tests.attention.harness import Call, check
+from warploom.attention import hopper
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper.available() is not None, reason=f"the hopper backend cannot run: {hopper.available()}"),
+]
+
+HALVES = [torch.float16, torch.bfloat16]
+NAN = float("nan")
+# Not here: what goes to the next implementation.
+DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "192", "256", "scale"))]
+BANDS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 30)}}
+
+
+@pytest.fixture(autouse=True)
+def here_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.empty hands out NaN, and nothing goes to another implementation."""
+
+    def elsewhere(*_: object, **__: object) -> None:
+        raise AssertionError("went to another implementation")
+
+    monkeypatch.setattr(hopper, "_fallback", elsewhere)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", DENSE)
+def test_case(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+    call = case(name, seed(), dtype=dtype, device="cuda")
+    call.keywords = {**call.keywords, "deterministic": deterministic}
+    check(call, "hopper")
+
+
+@pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_odd_lengths(seqlen: int, band: str, dim: int) -> None:
+    for seqlen_k, deterministic in ((seqlen, False), (300, True)):
+        shape = {"seqlen_q": seqlen, "seqlen_k": seqlen_k, "head_dim": dim, "batch": 1}
+        keywords = {**BANDS[band], "deterministic": deterministic}
+        check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords=keywords, **shape), "hopper")
+
+
+@pytest.mark.parametrize("heads", [(5, 5), (6, 2), (7, 1), (16, 2)])
+@pytest.mark.parametrize("dim", [64, 104, 128])
+def test_groups(heads: tuple[int, int], dim: int) -> None:
+    shape = {"seqlen_q": 333, "seqlen_k": 417, "heads_q": heads[0], "heads_kv": heads[1], "head_dim": dim}
+    check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords={"causal": True}, **shape), "hopper")
+
+
+def drawn(batch: int, seqlen: int, heads: int, kv: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(batch, seqlen, h, dim, device="cuda", dtype=dtype).requires_grad_() for h in (heads, kv, kv)]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return warploom.attention(q, k, v, backend="hopper", **options)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_blocks(band: str, deterministic: bool, dim: int) -> None:
+    """More blocks than processors, against the reference on some heads."""
+    for batch, seqlen, heads, kv in ((3, 1500, 24, 8), (1, 7000, 6, 2)):
+        q, k, v = drawn(batch, seqlen, heads, kv, dim)
+        out = attend(q, k, v, deterministic=deterministic, **BANDS[band])
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        for head in (0, kv - 1):
+            own = slice(head * heads // kv, (head + 1) * heads // kv)
+            part = [
+                t[-1:, :, s].detach().float().requires_grad_()
+                for t, s in ((q, own), *((t, slice(head, head + 1)) for t in (k, v)))
+            ]
+            want = warploom.attention(*part, backend="reference", **BANDS[band])
+            wanted = torch.autograd.grad(want, part, dout[-1:, :, own].float())
+            for a, b, s in zip(found, wanted, (own, slice(head, head + 1), slice(head, head + 1)), strict=True):
+                assert ((a[-1:, :, s].float() - b).norm() / b.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_a_thousand_equal_runs(band: str) -> None:
+    """dk and dv always; dq when deterministic; while another stream keeps the device busy."""
+    q, k, v = drawn(2, 1000, 8, 2, 128)
+    stream, busy = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for deterministic, runs in ((True, 1000), (False, 100)):
+        out = attend(q, k, v, deterministic=deterministic, **BANDS[band])
+        dout = torch.randn_like(out)
+        want = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        for i in range(runs):
+            if i % 10 == 0:
+                with torch.cuda.stream(stream):
+                    busy @ busy
+            found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            assert torch.equal(found[1], want[1]) and torch.equal(found[2], want[2]), i
+            assert not deterministic or torch.equal(found[0], want[0]), i
+
+
+@pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, 0)])
+def test_hidden_nan_changes_nothing(window: tuple[int | None, int]) -> None:
+    q, k, v = (t.detach() for t in drawn(1, 400, 2, 2, 128))
+    q = q[:, :100]
+    first, end = 0 if window[0] is None else 300 - window[0], 400 + window[1]
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(attend(*leaves, window=window, deterministic=True).float().square().sum(), leaves)
+
+    want = gradients()
+    for t in (k, v):
+        t[:, :first] = NAN
+        t[:, end:] = NAN
+    for a, b in zip(gradients(), want, strict=True):
+        assert torch.equal(a, b) and not a.isnan().any()
+
+
+def test_upstream_views() -> None:
+    """Expanded, transposed and offset gradients."""
+    q, k, v = drawn(2, 300, 4, 2, 128)
+    out = attend(q, k, v, causal=True, deterministic=True)
+    for dout in (
+        torch.ones((), device="cuda", dtype=out.dtype).expand(out.shape),
+        torch.randn(2, 1, 4, 128, device="cuda", dtype=out.dtype).expand(out.shape),
+        torch.randn(2, 4, 300, 128, device="cuda", dtype=out.dtype).transpose(1, 2),
+        torch.randn(2, 300, 4, 129, device="cuda", dtype=out.dtype)[..., 1:],
+    ):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        want = torch.autograd.grad(out, (q, k, v), dout.contiguous(), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    batch, seqlen, heads, dim = 34, 16384, 32, 128
+    q = torch.empty(batch, seqlen, heads, dim, device="cuda", dtype=torch.float16)
+    for b in range(batch):
+        q[b].normal_()
+    k, v = (torch.randn(batch, 128, heads, dim, device="cuda", dtype=torch.float16) for _ in range(2))
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = attend(*leaves, deterministic=True)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    found = [t[-1:].clone() for t in gradients(q, k, v)]
+    for a, b in zip(found, gradients(*(t[-1:].clone() for t in (q, k, v))), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_graph_replays() -> None:
+    q, k, v = drawn(2, 512, 4, 2, 128)
+    dout = torch.randn(2, 512, 4, 128, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(q, k, v, causal=True, deterministic=True), (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for t in (q, k, v, dout):
+                t.normal_()
+        graph.replay()
+        for a, b in zip(found, step(), strict=True):
+            assert torch.equal(a, b)

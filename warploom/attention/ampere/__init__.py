@@ -1,0 +1,114 @@
+"""Exact attention for Ampere and Ada (sm_80 to sm_89) in the CuTe DSL: cp.async, ldmatrix, mma.sync; the forward pass.
+
+Modules are compiled ahead of time by `warploom build`, or once at first use. A backward pass goes to the next implementation
+that takes it, with the out and lse of this one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from warploom.attention.ampere.plan import ARCHS, config_for
+from warploom.runtime import dispatch, modules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warploom.attention.problem import AttentionArgs, AttentionProblem
+
+NAME = "ampere"
+MEANT_FOR = ((8, 0), (8, 6), (8, 7), (8, 9))
+_OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
+
+
+def available() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    return _device_refusal() or modules.cannot_load()
+
+
+def _device_refusal() -> str | None:
+    strangers = sorted(set(_capabilities()) - set(ARCHS))
+    if strangers:
+        return f"is for compute capability 8.0 to 8.9, this machine has {_words(strangers)}"
+    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    if driver < _OLDEST_DRIVER:
+        return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
+    return None
+
+
+def declines() -> str | None:
+    others = sorted(set(_capabilities()) - set(MEANT_FOR))
+    if others:
+        return f"is for compute capability 8.0 to 8.9; on {_words(others)} it runs for backend={NAME!r} only"
+    return None
+
+
+def _words(capabilities: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+
+
+@cache
+def _capabilities() -> tuple[tuple[int, int], ...]:
+    return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if problem.device != "cuda":
+        return f"runs on CUDA tensors, not on {problem.device}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 or bfloat16, not {problem.dtype}"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not 8 <= dim <= 128 or dim % 8:
+            return f"takes {name} from 8 to 128 in steps of 8, not {dim}"
+    if problem.layout != "dense":
+        return "takes no packed sequences" if problem.layout == "varlen" else "takes no pages"
+    if problem.columns:
+        return "has no column masks"
+    if problem.dropout:
+        return "has no dropout"
+    if problem.backward and _next(problem) is None:
+        return "has no backward pass of its own, and no other implementation takes this one"
+    if modules.cannot_build() is not None:
+        # Devices of one machine may differ; what their modules need does not, but for the tiling.
+        spec = config_for(problem, _capabilities()[0]).spec
+        missing = None if modules.loaded(spec) is not None else modules.refusal(spec)
+        if missing is not None:
+            return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+    return None
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""
+    if args.scale <= 0.0:
+        # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
+        return _fallback(args, backward=False).forward(args)  # type: ignore[no-any-return]
+    from warploom.attention.ampere.run import forward as run
+
+    return run(args)
+
+
+def backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink by the next implementation that takes the call."""
+    return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
+
+
+def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]
+    from warploom.attention.problem import AttentionProblem
+
+    found = _next(AttentionProblem.from_args(args, backward))
+    if found is None:
+        raise NotImplementedError("no other implementation takes this call")
+    return found.module
+
+
+def _next(problem: AttentionProblem) -> dispatch.Implementation | None:
+    """The first implementation after this one that takes the problem."""
+    ordered = dispatch.implementations("attention")
+    after = [i.name for i in ordered].index(NAME) + 1
+    return next((i for i in ordered[after:] if i.refusal(problem) is None), None)

@@ -1,0 +1,757 @@
+"""The backward kernels: a block owns 128 keys of one key head and walks the queries of that head's whole group.
+
+Scores are kept transposed, keys down and queries across, so that P and dS leave the accumulators of their GEMMs as the left
+operands of dV += Pᵀ dO and dK += dSᵀ Q without passing through shared memory. Only dQ needs dS of both warpgroups, and sums
+over key blocks: its tiles are added to an fp32 accumulator in global memory by TMA. A kernel before prepares the row
+statistics and zeroes that accumulator, a kernel after rounds it (Shah et al., FlashAttention-3, arXiv 2407.08608).
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.config import BackwardConfig
+from warploom.attention.hopper.primitives import (
+    bulk_add,
+    bulk_load,
+    exp2,
+    pack16,
+    pass_on,
+    reciprocal,
+    store_transposed,
+    transpose_quad,
+    wait_for,
+)
+
+WARPGROUP = 128
+WARPGROUPS = 2  # consumers
+LOG2_E = math.log2(math.e)
+DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+# Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
+LOADER, WRITERS = 0, (1, 2)
+# Named barriers; 0 is the block's.
+DS_READY = 1  # both warpgroups have written their dS
+DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
+ROW_THREADS = 256  # of the kernels before and after
+
+
+class Names:
+    """What a role of the kernel works on. A plain class: the DSL would carry the fields of a namespace through every loop."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class HopperBackward:
+    """dq, dk and dv of softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.stages = config.stages
+        self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
+        # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
+        self.by_rows = config.tile_m == 64 * WARPGROUPS
+        self.columns = self.part // 64
+        # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
+        self.lean = config.tile_m == 128
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
+        out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        dout: cute.Tensor,  # as out
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
+        dlse: cute.Tensor | None,  # as lse
+        dq: cute.Tensor,  # gradients: as their tensors
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
+        stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
+        turns: cute.Tensor | None,  # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ
+        scale: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        section: Int32,  # key heads whose blocks are in flight together
+        stream: Any,
+    ):
+        """Lay out shared memory, describe the TMA copies and launch the three kernels."""
+        config = self.config
+        batch, heads_q, seqlen_q = lse.shape
+        m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+        n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
+        rows = m_blocks * heads_q * batch
+        self.before(out, dout, lse, dlse, sums, stats, turns).launch(
+            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )  # fmt: skip
+
+        # (seqlen, head_dim, heads, batch): a tile is the first two modes.
+        modes = [1, 3, 2, 0]
+        tq, tk, tv, tdo = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
+        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages)
+        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages)
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), 2)
+        tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
+        tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
+        tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
+        tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
+        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
+        scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
+        values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
+        if const_expr(self.lean):
+            keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
+        else:
+            keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
+        queries = self.mma((64, self.columns, 16), smem, by_k, by_mn)
+        self.kernel(
+            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
+            layout_q, layout_do, layout_k, layout_v, layout_ds, seqlen_q, scale, softcap, left, right, section,
+        ).launch(
+            grid=[n_blocks * k.shape[2] * batch, 1, 1],
+            block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        self.after(dq, sums, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
+
+    def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
+        return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
+
+    def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
+        """Row-major tiles with the widest swizzle that the row allows, one after the other."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+
+    def tma(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
+        """The TMA load of one tile, and the tensor of its coordinates."""
+        one_stage = cute.select(layout, mode=[0, 1])
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, one_stage, tile)
+
+    # Before
+
+    @cute.kernel
+    def before(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        sums: cute.Tensor,
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,
+    ):
+        """Row statistics of a query tile, and zeros where its dQ will be summed up.
+
+        A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0.
+        """
+        tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
+        thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        _, heads_q, seqlen_q = lse.shape
+        m_blocks = cute.ceil_div(seqlen_q, tile_m)
+        slice_, m_block = index // m_blocks, index % m_blocks
+        batch, head = slice_ // heads_q, slice_ % heads_q
+        size = tile_m * self.config.head_dim
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        into = sums.iterator + Int64(index) * size
+        for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
+            target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
+            cute.autovec_copy(zeros, target)
+        if const_expr(turns is not None):  # noqa: SIM102
+            if thread < WARPGROUPS:
+                turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
+        column = thread % lanes * 8
+        for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
+            in_tile = thread // lanes + i * (ROW_THREADS // lanes)
+            row = m_block * tile_m + in_tile
+            total = Float32(0.0)
+            if row < seqlen_q and column < out.shape[3]:
+                a, b = self.eight(out, batch, row, head, column), self.eight(dout, batch, row, head, column)
+                for j in cutlass.range_constexpr(8):
+                    total += a[j].to(Float32) * b[j].to(Float32)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if column == 0:
+                level = Float32.inf
+                if row < seqlen_q:
+                    found = lse[batch, head, row]
+                    if const_expr(dlse is not None):
+                        total -= dlse[batch, head, row]  # type: ignore[index]
+                    level = Float32.inf if found == -Float32.inf else found * LOG2_E
+                    total = Float32(0.0) if found == -Float32.inf else total
+                base = Int64(index) * (2 * tile_m) + in_tile
+                stats[base] = level
+                stats[base + tile_m] = total
+
+    def eight(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
+        """Eight elements of a row in registers, by one load."""
+        offset = Int64(batch) * t.stride[0] + Int64(row) * t.stride[1] + Int64(head) * t.stride[2] + column
+        source = cute.make_tensor((t.iterator + offset).align(16), cute.make_layout(8))
+        values = cute.make_rmem_tensor(8, self.dtype)
+        cute.autovec_copy(source, values)
+        return values
+
+    # After
+
+    @cute.kernel
+    def after(self, dq: cute.Tensor, sums: cute.Tensor, scale: Float32):
+        """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers."""
+        config, tile_m = self.config, self.tile_m
+        thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        seqlen_q, heads_q = dq.shape[1], dq.shape[2]
+        m_blocks = cute.ceil_div(seqlen_q, tile_m)
+        slice_, m_block = index // m_blocks, index % m_blocks
+        batch, head = slice_ // heads_q, slice_ % heads_q
+        group, own, lane = thread // WARPGROUP, thread % WARPGROUP, thread % 32
+        source = sums.iterator + Int64(index) * (tile_m * config.head_dim) + group * self.part + own * 4
+        count = self.part // (4 * WARPGROUP)
+        values = cute.make_rmem_tensor((4, count), Float32)
+        for i in cutlass.range_constexpr(count):
+            four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
+            cute.autovec_copy(four, values[None, i])
+        word = lane % 4
+        first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
+        for r in cutlass.range_constexpr(2):
+            row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
+            for chunk in cutlass.range_constexpr(count // 4):
+                words = [
+                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype)
+                    for i in range(4 * chunk, 4 * chunk + 4)
+                ]
+                words = transpose_quad(words, lane)
+                self.store_words(dq, batch, row, head, first_column + chunk * 32 + word * 8, words)
+
+    @cute.jit
+    def store_words(self, t, batch, row, head, column, words):
+        """Eight 16-bit elements to a row, by one store, where there is such a row and column."""
+        if row < t.shape[1] and column < t.shape[3]:
+            four = cute.make_rmem_tensor(4, Int32)
+            for i in cutlass.range_constexpr(4):
+                four[i] = words[i]
+            offset = Int64(batch) * t.stride[0] + Int64(row) * t.stride[1] + Int64(head) * t.stride[2] + column
+            target = cute.make_tensor((t.iterator + offset).align(16), cute.make_layout(8))
+            cute.autovec_copy(four, cute.recast_tensor(target, Int32))
+
+    # The kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        sums: cute.Tensor,
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_do: cute.CopyAtom,
+        mma_scores: cute.TiledMma,
+        mma_values: cute.TiledMma,
+        mma_keys: cute.TiledMma,
+        mma_queries: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_do: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+        layout_ds: cute.ComposedLayout,
+        seqlen_q: Int32,
+        scale: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        section: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOADER:
+            for atom in (tma_q, tma_k, tma_v, tma_do):
+                cpasync.prefetch_descriptor(atom)
+        stages, tile_m = self.stages, self.tile_m
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 4 * stages + 2]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
+            dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.part], 128]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        barriers = storage.barriers.data_ptr()
+        shared = Names(
+            q_full=barriers,
+            q_empty=barriers + stages,
+            do_full=barriers + 2 * stages,
+            do_empty=barriers + 3 * stages,
+            k_full=barriers + 4 * stages,
+            v_full=barriers + 4 * stages + 1,
+            stats=storage.stats.data_ptr(),
+            ds_start=storage.ds.data_ptr(),
+            dq=storage.dq.data_ptr(),
+            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            dout=storage.dout.get_tensor(layout_do.outer, swizzle=layout_do.inner),
+            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
+            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
+            ds=storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner),
+        )
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(stages):
+                    for full, empty in ((shared.q_full, shared.q_empty), (shared.do_full, shared.do_empty)):
+                        cute.arch.mbarrier_init(full + i, 1)
+                        cute.arch.mbarrier_init(empty + i, 4 * WARPGROUPS)
+                cute.arch.mbarrier_init(shared.k_full, 1)
+                cute.arch.mbarrier_init(shared.v_full, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        seqlen_k, heads_kv, batches = k.shape[0], k.shape[2], k.shape[3]
+        n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
+        n_block, slice_ = schedule.sections(
+            cute.arch.block_idx()[0], n_blocks, heads_kv * batches, section, self.choose
+        )  # fmt: skip
+        batch, head = slice_ // heads_kv, slice_ % heads_kv
+        work = Names(
+            shared=shared,
+            group_size=q.shape[2] // heads_kv,
+            batch=batch,
+            head=head,
+            n_block=n_block,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            m_blocks=cute.ceil_div(seqlen_q, tile_m),
+            heads_q=q.shape[2],
+            bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, left, right),
+        )
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOADER:
+                self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write(work, sums, turns, i, left)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.compute(work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right)
+
+    @cute.jit
+    def choose(self, condition, a, b):
+        """a if condition else b, of run-time values."""
+        return Int32(a) if condition else Int32(b)
+
+    @cute.jit
+    def query_tiles(self, n_block, seqlen_q, seqlen_k, left, right):
+        """Query tiles [first, end) that some key of the block sees, and [whole_first, whole_end) that all of them see."""
+        shift = seqlen_k - seqlen_q
+        key, past = n_block * self.tile_n, (n_block + 1) * self.tile_n
+        first, end = Int32(0), cute.ceil_div(seqlen_q, self.tile_m)
+        if const_expr(self.config.left):
+            last_row = cutlass.min(past, seqlen_k) - 1 + left - shift
+            end = cutlass.min(end, cutlass.max(last_row + self.tile_m, 0) // self.tile_m)
+        if const_expr(self.config.right):
+            first = cutlass.min(cutlass.max(key - shift - right, 0) // self.tile_m, end)
+        whole_first, whole_end = first, end
+        if const_expr(self.config.right):
+            whole_first = cute.ceil_div(cutlass.max(past - 1 - shift - right, 0), self.tile_m)
+            whole_first = cutlass.min(cutlass.max(whole_first, first), end)
+        if const_expr(self.config.left):
+            whole_end = cutlass.max(key + left - shift + 1, 0) // self.tile_m
+            whole_end = cutlass.max(cutlass.min(whole_end, end), whole_first)
+        if past > seqlen_k:  # keys past the last one are masked in every tile
+            whole_first, whole_end = end, end
+        return first, whole_first, whole_end, end
+
+    # The loader warp
+
+    @cute.jit
+    def load(self, work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do):
+        """K and V once; Q with the row statistics, and dO, for every query tile."""
+        shared, config = work.shared, self.config
+        first, _, _, end = work.bounds
+        gk = cute.local_tile(k[None, None, work.head, work.batch], (self.tile_n, config.head_dim), (work.n_block, 0))
+        gv = cute.local_tile(v[None, None, work.head, work.batch], (self.tile_n, config.head_dim_v), (work.n_block, 0))
+        tks, tkg = self.tma_views(tma_k, shared.k, gk)
+        tvs, tvg = self.tma_views(tma_v, shared.v, gv)
+        if first < end:  # else nobody waits for what would still be on its way when the block ends
+            self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+            cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
+        stage, phase = Int32(0), Int32(1)
+        stats_bytes = 8 * self.tile_m
+        for member in cutlass.range(work.group_size, unroll=1):
+            head = work.head * work.group_size + member
+            gq = cute.local_tile(q[None, None, head, work.batch], (self.tile_m, config.head_dim), (None, 0))
+            gdo = cute.local_tile(dout[None, None, head, work.batch], (self.tile_m, config.head_dim_v), (None, 0))
+            tqs, tqg = self.tma_views(tma_q, shared.q, gq)
+            tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
+            tile = (work.batch * work.heads_q + head) * work.m_blocks
+            for i in cutlass.range(first, end, unroll=1):
+                m = self.in_turn(i, first, end)
+                cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+                self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+                cute.copy(tma_q, tqg[None, m], tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
+                with cute.arch.elect_one():
+                    source = stats.iterator + Int64(tile + m) * (2 * self.tile_m)
+                    bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
+                if member == 0 and i == first:
+                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                    cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+                cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
+                self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
+                cute.copy(tma_do, tdg[None, m], tds[None, stage], tma_bar_ptr=shared.do_full + stage)
+                stage, phase = self.advance(stage, phase)
+
+    def in_turn(self, i: Any, first: Any, end: Any) -> Any:
+        """The query tile of step i in [first, end): the last one first where key blocks queue for dQ.
+
+        Under a causal mask they then reach a tile one after the other, and without one none waits for more than its elders.
+        """
+        return first + end - 1 - i if self.config.deterministic else i
+
+    @cute.jit
+    def expect(self, barrier, size):
+        """The barrier's phase ends once so many bytes have landed."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+    def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
+        """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    @cute.jit
+    def advance(self, stage, phase):
+        """The next stage of the rings; the phase flips when they wrap."""
+        stage += 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    # The writer warps
+
+    @cute.jit
+    def write(self, work, sums, turns, group, left):
+        """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
+
+        When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
+        start in that order, so a block never waits for one that waits for a processor.
+        """
+        shared = work.shared
+        first, _, _, end = work.bounds
+        source = shared.dq + group * self.part
+        for member in cutlass.range(work.group_size, unroll=1):
+            head = work.head * work.group_size + member
+            tile = (work.batch * work.heads_q + head) * work.m_blocks
+            for i in cutlass.range(first, end, unroll=1):
+                m = self.in_turn(i, first, end)
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    part = Int64(tile + m) * WARPGROUPS + group
+                    if const_expr(self.config.deterministic):
+                        rank = work.n_block
+                        if const_expr(self.config.left):
+                            shift = work.seqlen_k - work.seqlen_q
+                            rank -= cutlass.max(m * self.tile_m + shift - left, 0) // self.tile_n
+                        wait_for(turns.iterator + part, rank)
+                    bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
+                    cute.arch.cp_async_bulk_commit_group()
+                    if const_expr(self.config.deterministic):
+                        cute.arch.cp_async_bulk_wait_group(0, read=False)
+                        pass_on(turns.iterator + part)
+                    else:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    # The consumer warpgroups
+
+    @cute.jit
+    def compute(self, work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right):
+        """dK and dV of 64 keys, and a half of every dQ."""
+        config, shared = self.config, work.shared
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        row = work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4  # key, and that + 8
+        first, whole_first, whole_end, end = work.bounds
+        r = self.registers(shared, mma_scores, mma_values, mma_keys, mma_queries, group, own, scale, softcap)
+        shift = work.seqlen_k - work.seqlen_q
+        column = own % 4 * 2
+        for i in cutlass.range_constexpr(2):
+            key = row + 8 * i
+            # This thread's first visible query row, and the one past the last.
+            visible = Int32(0)
+            if const_expr(config.right):
+                visible = key - shift - right - column
+            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
+            if const_expr(config.left):
+                r.limits[i, 1] = key + left - shift + 1 - column
+        r.acc_dk.fill(0.0)
+        r.acc_dv.fill(0.0)
+        stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        if first < end:
+            cute.arch.mbarrier_wait(shared.k_full, 0)
+            cute.arch.mbarrier_wait(shared.v_full, 0)
+        parts = [(first, whole_first, True), (whole_first, whole_end, False)]
+        if const_expr(config.left):
+            parts.append((whole_end, end, True))
+        if const_expr(config.deterministic):
+            parts.reverse()
+        for _ in cutlass.range(work.group_size, unroll=1):
+            for lower, upper, masked in parts:
+                for i in cutlass.range(lower, upper, unroll=1):
+                    m = self.in_turn(i, lower, upper)
+                    stage, phase, slot = self.step(r, m, stage, phase, slot, masked)
+        self.epilogue(r.acc_dv, dv, work, row, Float32(1.0), config.head_dim_v)
+        self.epilogue(r.acc_dk, dk, work, row, scale, config.head_dim)
+
+    def registers(
+        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any,
+        group: Any, own: Any, scale: Any, softcap: Any,
+    ) -> Names:  # fmt: skip
+        """Descriptors, accumulators and constants of one warpgroup."""
+        config, tile_m = self.config, self.tile_m
+        multiplier, cap_in = scale * LOG2_E, Float32(0.0)
+        if const_expr(config.softcap):
+            multiplier, cap_in = softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+        scores, values, keys, queries = (m.get_slice(0) for m in (mma_scores, mma_values, mma_keys, mma_queries))
+        turned = [1, 0, 2]
+        q_turned, do_turned, k_turned = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=turned)) for t in (shared.q, shared.dout, shared.k)
+        )
+        acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
+        acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
+        acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, self.columns)))
+        dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
+        dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
+        dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
+        dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
+        if const_expr(self.lean):
+            ds_turned = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=turned))
+            ds = self.part_of(mma_keys.make_fragment_A(keys.partition_A(ds_turned)), group)
+        else:
+            ds = mma_keys.make_fragment_A(keys.partition_shape_A((64, tile_m)))
+        # A warp's 16 keys × 16 queries of dS go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8,
+        # a query, in the half of the tile whose rows hold this warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
+        lane = own % 32
+        chunk = own // 32 * 2 + lane // 8 % 2
+        ds_target = shared.ds_start + group * (tile_m * 64) + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8
+        return Names(
+            shared=shared,
+            group=group,
+            multiplier=multiplier,
+            cap_in=cap_in,
+            mma_scores=mma_scores,
+            mma_values=mma_values,
+            mma_keys=mma_keys,
+            mma_queries=mma_queries,
+            k=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.k)), group)[None, None, None, 0],
+            v=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.v)), group)[None, None, None, 0],
+            q=mma_scores.make_fragment_B(scores.partition_B(shared.q)),
+            dout=mma_scores.make_fragment_B(scores.partition_B(shared.dout)),
+            q_turned=mma_keys.make_fragment_B(keys.partition_B(q_turned)),
+            do_turned=mma_values.make_fragment_B(values.partition_B(do_turned)),
+            p=mma_values.make_fragment_A(values.partition_shape_A((64, tile_m))),
+            ds=ds,
+            dq_a=dq_a,
+            dq_b=dq_b,
+            acc_s=acc_s,
+            acc_dp=acc_dp,
+            acc_dq=acc_dq,
+            acc_dk=mma_keys.make_fragment_C(keys.partition_shape_C((64, config.head_dim))),
+            acc_dv=mma_values.make_fragment_C(values.partition_shape_C((64, config.head_dim_v))),
+            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(tile_m)),
+            rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
+            limits=cute.make_rmem_tensor((2, 2), Int32),
+            ds_target=ds_target,
+            dq_target=shared.dq + group * self.part + own * 4,
+            column=own % 4 * 2,
+        )
+
+    def part_of(self, operand: Any, index: Any) -> Any:
+        """One of an operand's tiles of rows (A) or columns (B): (element, 1, step, stage)."""
+        own = operand[None, index, None, None]
+        shape, stride = own.shape, own.stride
+        layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
+        return cute.make_tensor(own.iterator, layout)
+
+    def row_view(self, columns: int) -> Any:
+        """An accumulator as (row, (column pair, group of 8 columns)): rows 0 and 1 are 8 apart."""
+        return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
+
+    @cute.jit
+    def step(self, r, m, stage, phase, slot, masked):
+        """One query tile: five GEMMs, each elementwise part under the GEMM before."""
+        shared = r.shared
+        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
+        cute.arch.mbarrier_wait(shared.do_full + stage, phase)
+        self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
+        warpgroup.wait_group(1)
+        self.probabilities(r, m, stage, masked)
+        if const_expr(self.lean):
+            warpgroup.wait_group(0)
+            self.differentiate(r, stage)
+            self.share(r, slot)
+            self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+        else:
+            self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+            warpgroup.wait_group(1)
+            self.differentiate(r, stage)
+            self.pack(r.acc_dp, r.ds)
+            self.share(r, slot)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
+        self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, slot], r.dq_b, False)
+        ds = r.ds[None, None, None, slot] if const_expr(self.lean) else r.ds
+        self.gemm(r.mma_keys, r.acc_dk, ds, r.q_turned[None, None, None, stage], True)
+        warpgroup.wait_group(1)
+        self.release(shared.do_empty + stage)
+        self.hand_over(r)
+        warpgroup.wait_group(0)
+        self.release(shared.q_empty + stage)
+        stage, phase = self.advance(stage, phase)
+        return stage, phase, slot ^ 1
+
+    @cute.jit
+    def gemm(self, mma, acc, a, b, accumulate):
+        """Issue acc = a b, or acc += a b, as one group."""
+        atom = cute.make_mma_atom(mma.op)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def statistics(self, r, stage, which):
+        """A row statistic of this thread's queries, in the order of an accumulator's columns."""
+        groups = self.tile_m // 8
+        source = (r.shared.stats + stage * (2 * self.tile_m) + which * self.tile_m + r.column).align(8)
+        values = cute.make_rmem_tensor((2, groups), Float32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, groups), stride=(1, 8))), values)
+        return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
+
+    @cute.jit
+    def probabilities(self, r, m, stage, masked):
+        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
+        level = self.statistics(r, stage, 0)
+        for i in cutlass.range_constexpr(2):
+            if const_expr(masked):
+                first = r.limits[i, 0] - m * self.tile_m
+                for c in cutlass.range_constexpr(self.tile_m // 4):
+                    r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
+                if const_expr(self.config.left):
+                    past = r.limits[i, 1] - m * self.tile_m
+                    for c in cutlass.range_constexpr(self.tile_m // 4):
+                        r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
+        words = self.words(r.p)
+        for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
+            for i in cutlass.range_constexpr(2):
+                p, slope = [], []
+                for j in (0, 1):
+                    score = r.rows_s[i, c + j] * r.multiplier
+                    if const_expr(self.config.softcap):
+                        # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
+                        rest = 2 * reciprocal(exp2(r.rows_s[i, c + j] * r.cap_in) + 1)
+                        score = r.multiplier - r.multiplier * rest
+                        slope.append(rest * (2 - rest))
+                        if const_expr(masked):
+                            score = -Float32.inf if r.rows_s[i, c + j] == -Float32.inf else score
+                    p.append(exp2(score - level[c + j]))
+                words[i + c] = pack16(p[0], p[1], self.dtype)
+                for j in (0, 1):
+                    r.rows_s[i, c + j] = p[j] * slope[j] if const_expr(self.config.softcap) else p[j]
+
+    @cute.jit
+    def differentiate(self, r, stage):
+        """dS / scale from P and dP, in dP's place."""
+        mean = self.statistics(r, stage, 1)
+        for c in cutlass.range_constexpr(self.tile_m // 4):
+            for i in cutlass.range_constexpr(2):
+                r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
+
+    @cute.jit
+    def pack(self, acc, operand):
+        """An accumulator in the input dtype: as an A operand it has the same elements in the same order."""
+        words = self.words(operand)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = pack16(acc[2 * i], acc[2 * i + 1], self.dtype)
+
+    def words(self, operand: Any) -> Any:
+        """The 32-bit registers of an operand."""
+        return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
+
+    @cute.jit
+    def share(self, r, slot):
+        """dS, rows now queries, where both warpgroups read it."""
+        target = r.ds_target + slot * (self.tile_m * self.tile_n)
+        for i in cutlass.range_constexpr(self.tile_m // 16):
+            if const_expr(self.lean):
+                acc = r.acc_dp
+                words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
+            else:
+                words = [self.words(r.ds)[4 * i + j] for j in range(4)]
+            store_transposed(target + i * (16 * 64), words)
+
+    @cute.jit
+    def hand_over(self, r):
+        """dQ to the writer warp, in accumulator order."""
+        id_ = r.group
+        cute.arch.barrier(barrier_id=DQ_EMPTY + id_, number_of_threads=WARPGROUP + 32)
+        for i in cutlass.range_constexpr(self.part // (4 * WARPGROUP)):
+            four = cute.make_tensor(r.acc_dq.iterator + 4 * i, cute.make_layout(4))
+            target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
+            cute.autovec_copy(four, target)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=DQ_FULL + id_, number_of_threads=WARPGROUP + 32)
+
+    @cute.jit
+    def release(self, barrier):
+        """This warp has read what the barrier guards."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def epilogue(self, acc, target, work, row, factor, head_dim):
+        """Store rows of dK or dV: quads transpose their columns, so that each lane writes 16 bytes of a row."""
+        lane = cute.arch.lane_idx()
+        word = lane % 4
+        rows = cute.make_tensor(acc.iterator, self.row_view(head_dim))
+        for i in cutlass.range_constexpr(2):
+            for chunk in cutlass.range_constexpr(head_dim // 32):
+                pairs = [(rows[i, chunk * 8 + j], rows[i, chunk * 8 + j + 1]) for j in range(0, 8, 2)]
+                words = [pack16(low * factor, high * factor, self.dtype) for low, high in pairs]
+                words = transpose_quad(words, lane)
+                self.store_words(target, work.batch, row + 8 * i, work.head, chunk * 32 + word * 8, words)

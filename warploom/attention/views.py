@@ -1,0 +1,30 @@
+"""What a compiled kernel is given of a call's tensors: views that it can read, and only the keys that some query sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bands reach at most this far, so that sums with row and column numbers stay in 32 bits.
+FAR = 1 << 29
+
+
+def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, int]:
+    """Keys [first, end) that some query's band holds."""
+    shift = seqlen_k - seqlen_q
+    first = 0 if left is None else max(0, shift - left)
+    end = seqlen_k if right is None else min(seqlen_k, seqlen_k + right)
+    return first, end
+
+
+def reach(distance: int | None) -> int:
+    """One side of a band as a 32-bit number; 0 where a kernel has no such side."""
+    return 0 if distance is None else max(-FAR, min(distance, FAR))
+
+
+def aligned(t: Tensor) -> Tensor:
+    """``t``, or a copy where it cannot be read by 16 bytes: rows of contiguous elements, every one from a 16-byte boundary."""
+    *strides, one = t.stride()
+    if one == 1 and not any([stride & 7 for stride in strides]) and not t.data_ptr() & 15:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)

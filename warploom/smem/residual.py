@@ -1,0 +1,93 @@
+"""Shared-memory wavefronts of a kernel by machine instruction: what each access costs, and which ones conflict.
+
+Reads the source page of Nsight Compute, in which wavefronts are counted for every instruction by its address in the code, so
+that delays by other traffic of the same pipe, which the counters of a whole kernel include, are left out:
+
+    ncu --section SourceCounters --page source --print-source sass --csv PROGRAM
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_COLUMNS = ("Source", "Instructions Executed", "L1 Wavefronts Shared", "L1 Wavefronts Shared Ideal")
+_MATRIX = re.compile(r"(LDSM|STSM)\.16\.M(T?)88(?:\.([24]))?$")
+_PLAIN = re.compile(r"(LDS|STS)(?:\.[US](8|16)|\.(64|128))?$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One shared-memory instruction of a kernel, over all warps that executed it."""
+
+    address: int  # bytes from the start of the kernel's code
+    sass: str
+    access: str  # in the laboratory's words; cp.async stores like sts.128
+    executed: int
+    wavefronts: int
+    ideal: int
+
+    @property
+    def excess(self) -> int:
+        return self.wavefronts - self.ideal
+
+
+def access_of(sass: str) -> str | None:
+    """The access that a machine instruction makes to shared memory, or None: LDSM.16.MT88.4 is ldmatrix.x4.trans."""
+    words = re.sub(r"^@!?U?P\w+\s+", "", sass.strip()).split()
+    name = words[0].rstrip(";") if words else ""
+    if name.startswith("LDGSTS"):
+        bits = next((part for part in name.split(".") if part in ("64", "128")), "32")
+        return f"cp.async.{bits}"
+    if found := _MATRIX.match(name):
+        family = "ldmatrix" if found[1] == "LDSM" else "stmatrix"
+        return f"{family}.x{found[3] or 1}{'.trans' if found[2] else ''}"
+    if found := _PLAIN.match(name):
+        return f"{found[1].lower()}.{found[2] or found[3] or 32}"
+    return None
+
+
+def parse_source(text: str) -> list[Instruction]:
+    """The shared-memory instructions of the first kernel in a source page that moved anything; RuntimeError if it is none."""
+    lines = text.splitlines()
+    start = next((n for n, line in enumerate(lines) if '"Source"' in line and '"Address"' in line), None)
+    if start is None:
+        raise RuntimeError("no source page:\n" + "\n".join(lines[-12:]))
+    rows = csv.DictReader(lines[start:])
+    absent = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
+    if absent:
+        raise RuntimeError(f"the source page lacks {', '.join(absent)}")
+    found, addresses = [], set()
+    for position, row in enumerate(rows):
+        if not row["Source"] or row["Address"] in addresses:
+            break  # what follows the table, or the next kernel
+        addresses.add(row["Address"])
+        access = access_of(row["Source"])
+        executed, wavefronts, ideal = (_number(row[name]) for name in _COLUMNS[1:])
+        if access is not None and wavefronts:
+            # 16 bytes an instruction on every architecture from Volta on.
+            found.append(Instruction(16 * position, row["Source"].strip(), access, executed, wavefronts, ideal))
+    return found
+
+
+def by_access(instructions: Iterable[Instruction]) -> dict[str, tuple[int, int]]:
+    """(wavefronts, ideal) of each access."""
+    sums: dict[str, tuple[int, int]] = {}
+    for one in instructions:
+        wavefronts, ideal = sums.get(one.access, (0, 0))
+        sums[one.access] = wavefronts + one.wavefronts, ideal + one.ideal
+    return sums
+
+
+def residuals(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """The instructions that conflict, worst first."""
+    return sorted((one for one in instructions if one.excess), key=lambda one: -one.excess)
+
+
+def _number(text: str | None) -> int:
+    try:
+        return int(float((text or "0").replace(",", "")))
+    except ValueError:
+        return 0
