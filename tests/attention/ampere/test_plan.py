@@ -94,7 +94,7 @@ def test_where_it_runs(
 ) -> None:
     """Chosen on 8.x; on Hopper for backend='ampere' only; elsewhere never."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(modules, "driver_version", lambda: 13000)
     monkeypatch.setattr(ampere, "_capabilities", lambda: (capability,))
     monkeypatch.setattr(modules, "cannot_load", lambda: None)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
@@ -105,6 +105,6 @@ def test_where_it_runs(
 
 def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    monkeypatch.setattr(modules, "driver_version", lambda: 12080)
     monkeypatch.setattr(ampere, "_capabilities", lambda: ((8, 0),))
     assert "12.8" in (ampere.available() or "")

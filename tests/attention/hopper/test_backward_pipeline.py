@@ -10,9 +10,29 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.attention.hopper.test_pipeline import Barrier, NamedBarrier, Wait, advance
+from tests.attention.hopper.test_pipeline import Barrier, advance
 
 WARPGROUPS, STAGES, SLOTS = 2, 2, 2
+
+
+class NamedBarrier:
+    """bar.sync and bar.arrive of two warpgroups: opens once both have come, then starts over."""
+
+    def __init__(self) -> None:
+        self.arrived, self.opened = 0, 0
+
+    def passed(self, opened: int) -> bool:
+        return self.opened > opened
+
+    def arrive(self) -> None:
+        self.arrived += 1
+        assert self.arrived <= 2
+        if self.arrived == 2:
+            self.arrived, self.opened = 0, self.opened + 1
+
+
+# What a role waits for; None: nothing, but others may run.
+Wait = tuple[Barrier | NamedBarrier, int] | None
 
 
 class Turns:

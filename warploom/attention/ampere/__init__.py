@@ -25,6 +25,11 @@ _OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the drive
 
 
 def available() -> str | None:
+    return _examine()
+
+
+def _examine() -> str | None:
+    """Why this machine cannot run it."""
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
     return _device_refusal() or modules.cannot_load()
@@ -34,13 +39,20 @@ def _device_refusal() -> str | None:
     strangers = sorted(set(_capabilities()) - set(ARCHS))
     if strangers:
         return f"is for compute capability 8.0 to 8.9, this machine has {_words(strangers)}"
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    if driver < _OLDEST_DRIVER:
+    driver = modules.driver_version()
+    if driver is not None and driver < _OLDEST_DRIVER:
         return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
     return None
 
 
 def declines() -> str | None:
+    return _others()
+
+
+def _others() -> str | None:
+    """Why it does not run unasked here."""
+    if not modules.UNCONFIRMED:
+        return f"has not passed its GPU tests since the last change: it runs for backend={NAME!r} only ({modules.ALLOW})"
     others = sorted(set(_capabilities()) - set(MEANT_FOR))
     if others:
         return f"is for compute capability 8.0 to 8.9; on {_words(others)} it runs for backend={NAME!r} only"
@@ -54,6 +66,11 @@ def _words(capabilities: list[tuple[int, int]]) -> str:
 @cache
 def _capabilities() -> tuple[tuple[int, int], ...]:
     return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+
+
+# torch.compile runs these while it traces and keeps their answers; see warploom.attention.hopper.
+for _function in (_examine, _others):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def supports(problem: AttentionProblem) -> str | None:
