@@ -28,4 +28,4 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     packed, training = (dataclasses.replace(p, device="cuda") for p in problems().values())
     words = [hopper.supports(packed), hopper._no_backward(training), ampere.declines()]
     for said in words:
-        assert said is None if allowed else "has" in str(said) and "WARPLOOM_UNCONFIRMED=1" in str(said)
+        assert said is None if allowed else "WARPLOOM_UNCONFIRMED=1" in str(said)
