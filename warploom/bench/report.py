@@ -29,8 +29,13 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
             pictures += drawn
         elif "processor" in run:
             sections.append(_cpu_run(path, run))
-        elif "kernels" in run:
+        elif "agree" in run:
             sections.append(_banks_run(path, run))
+        elif "kernels" in run:
+            sections.append(
+                f"## Bank conflicts of an attention kernel\n\nThe wavefronts of every shared-memory instruction of the Ampere forward, "
+                f"predicted and counted, are in `{path}`; [Shared memory](smem.md) has their sums.\n"
+            )
         else:
             raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_*.py or `warploom banks --verify`")
     if not any("roofs" in run and "CPU" not in run["device"] for _, run in runs):
@@ -73,7 +78,8 @@ def _device_run(path: Path, run: dict[str, Any], docs: Path) -> tuple[str, list[
         # What a mask costs before its first use differs in kind, not only in time.
         lines.append(_table(chosen, compared=measure != "mask"))
         if any("tflops" in found for row in chosen for found in row["contenders"].values()):
-            picture = docs / "images" / f"performance-{suite}-{measure}.svg"
+            name = path.stem if path.stem.startswith(suite) else f"{path.stem}-{suite}"
+            picture = docs / "images" / f"performance-{name}-{measure}.svg"
             draw(chosen, picture, f"{suite}, {measure}: {run['device']}", run["roofs"]["gemm_tflops"])
             lines.append(f"![TFLOP/s by case](images/{picture.name})\n")
             drawn.append(picture)
