@@ -33,8 +33,9 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
             sections.append(_banks_run(path, run))
         elif "kernels" in run:
             sections.append(
-                f"## Bank conflicts of an attention kernel\n\nThe wavefronts of every shared-memory instruction of the Ampere forward, "
-                f"predicted and counted, are in `{path}`; [Shared memory](smem.md) has their sums.\n"
+                "## Bank conflicts of an attention kernel\n\n"
+                "The wavefronts of every shared-memory instruction of the Ampere forward, predicted and counted, are in "
+                f"`{path}`; [Shared memory](smem.md) has their sums.\n"
             )
         else:
             raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_*.py or `warploom banks --verify`")
