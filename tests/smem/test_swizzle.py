@@ -193,12 +193,12 @@ def test_words_of_small_and_uneven_tiles(tile: Tile, pattern: str, phrase: str) 
     ids=str,
 )
 def test_large_tiles_in_two_seconds(tile: Tile, patterns: list[str]) -> None:
-    """Of the processor's time, the best of two, as other work may share the machine."""
+    """Of this thread's time, the best of two, as other work may share the machine."""
     taken = []
     for _ in range(2):
-        start = time.process_time()
+        start = time.thread_time()
         found = design(tile, patterns)
-        taken.append(time.process_time() - start)
+        taken.append(time.thread_time() - start)
         if taken[-1] < 2:
             break
     assert min(taken) < 2, taken
