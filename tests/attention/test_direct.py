@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +12,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom.attention.arguments import dense_args
-from warploom.runtime import ops
+import warploom
+from warploom.attention import hopper
+from warploom.attention.problem import AttentionArgs
+from warploom.runtime import dispatch, ops
 
 
 def plain() -> Tensor:
     return torch.ones(1, 3, 2, 16)
 
 
-ARGS = dense_args(plain(), plain(), plain())
-
-
 def seen(q: Tensor, sink: Tensor | None = None) -> bool:
-    return ops._nobody_watches(ARGS._replace(q=q, sink=sink))
+    return ops.unobserved(q, plain(), plain(), sink)
 
 
 def test_plain_tensors() -> None:
@@ -82,3 +82,140 @@ def test_subclasses_transforms_and_traces() -> None:
     torch.func.vmap(note)(plain()[None])
     torch.jit.trace(note, (plain(),), check_trace=False)
     assert found == [False, False, False]
+
+
+class Kernel:
+    """In the place of the Hopper implementation: says what reaches it, in which way."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        self.log.append("checked")
+        return self.run(args.scale, args.q)
+
+    def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
+        def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+            self.log.append("bound")
+            return self.run(args.scale, q)
+
+        return launch
+
+    def run(self, scale: float, q: Tensor) -> tuple[Tensor, Tensor]:
+        return q * scale, q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def ways(self) -> list[str]:
+        found, self.log = self.log, []
+        return found
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Every tensor says that it is on a GPU, and that one implementation takes every call."""
+    kernel = Kernel()
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(hopper, "available", lambda: None)
+    monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    monkeypatch.setattr(hopper, "forward", kernel.forward)
+    monkeypatch.setattr(hopper, "bind", kernel.bind)
+    dispatch.strict(False)  # forgets what was bound
+    return kernel
+
+
+def call(q: Tensor, **keywords: Any) -> Any:
+    k = keywords.pop("k", q)
+    return warploom.attention(q, k, k, backend="hopper", **keywords)
+
+
+def test_the_second_call_of_a_kind_only_launches(kernel: Kernel) -> None:
+    q = torch.randn(2, 3, 2, 16)
+    first, second = call(q), call(q + 1)
+    assert kernel.ways() == ["checked", "bound"]
+    torch.testing.assert_close((first, second), (q / 4, (q + 1) / 4))
+    out, lse = call(q, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 2, 3) and kernel.ways() == ["bound"]
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "scale": {"scale": 0.5},
+    "softcap": {"softcap": 5.0},
+    "window": {"window": (1, 0)},
+    "other window": {"window": (0, 1)},
+    "one-sided window": {"window": (None, 1)},
+    "sink": {"sink": torch.zeros(2)},
+    "half a sink": {"sink": torch.zeros(2).half()},
+    "deterministic": {"deterministic": True},
+    "k's strides": {"k": torch.zeros(2, 2, 3, 16).transpose(1, 2)},
+    "k's length": {"k": torch.zeros(2, 5, 2, 16)},
+    "fewer heads of k": {"k": torch.zeros(2, 3, 1, 16)},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_is_checked_and_planned_for_itself(name: str, kernel: Kernel) -> None:
+    q = plain().expand(2, 3, 2, 16).contiguous()
+    call(q)
+    assert kernel.ways() == ["checked"]
+    for way in ("checked", "bound"):
+        call(q, **DIFFERENT[name])
+        assert kernel.ways() == [way]
+    call(q)
+    assert kernel.ways() == ["bound"]
+
+
+def test_global_state_is_part_of_the_kind(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    call(plain())
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    call(plain())
+    assert kernel.ways() == ["checked", "checked"]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_bound_call_is_still_seen_by_who_watches(name: str, kernel: Kernel) -> None:
+    call(plain())
+    with MODES[name]():
+        call(plain())
+    call(plain().requires_grad_())
+    call(plain().as_subclass(Sub))
+    with torch.autocast("cpu", torch.bfloat16):
+        call(plain())
+    assert kernel.ways() == ["checked"] * 5
+    call(plain())
+    assert kernel.ways() == ["bound"]
+
+
+def test_wrong_arguments_are_named_as_before(kernel: Kernel) -> None:
+    call(plain(), window=(1, 0))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"window": (True, 0)}, "window's left"),
+        ({"window": (1,)}, "window must be a pair"),
+        ({"window": [[1], 0]}, "window's left"),
+        ({"k": "keys"}, "k must be a torch.Tensor"),
+    ]
+    for keywords, words in wrong:
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=words):
+            call(plain(), **keywords)
+
+
+def test_what_changes_the_choice_forgets_the_launchers(kernel: Kernel) -> None:
+    call(plain())
+    dispatch.strict(False)
+    call(plain())
+    dispatch.register("attention", *dispatch.implementations("attention"))
+    call(plain())
+    assert kernel.ways() == ["checked"] * 3
+
+
+def test_launchers_are_not_kept_without_end(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MOST_KEPT", 3)
+    for length in range(1, 9):
+        call(torch.ones(1, length, 2, 16))
+        assert len(dispatch._bound) <= 4
+
+
+def test_a_tensor_as_scale_is_read_every_time(kernel: Kernel) -> None:
+    scale = torch.tensor(0.5)
+    call(plain(), scale=scale)
+    scale.fill_(2.0)
+    assert call(plain(), scale=scale)[0, 0, 0, 0] == 2.0

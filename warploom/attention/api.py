@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from warploom.attention import reference, registry  # noqa: F401  (registry fill
 from warploom.attention.arguments import Window, dense_args, varlen_args
 from warploom.attention.plan import Plan, plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.masks import Mask, Padding, SlidingWindow
+from warploom.masks import Mask, Padding
 from warploom.runtime import dispatch
-from warploom.runtime.ops import attention_op
+from warploom.runtime.ops import attention_op, unobserved
 
 
 def attention(
@@ -62,6 +63,12 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
+    key = None
+    if mask is None and not dropout_p and not torch.compiler.is_compiling():
+        key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend)
+        if launch is not None:
+            out, lse = launch(q, k, v, sink)
+            return (out, lse) if return_lse else out
     args = dense_args(
         q,
         k,
@@ -76,7 +83,7 @@ def attention(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
     )
-    out, lse = _run(args, backend)
+    out, lse = _run(args, backend, key)
     return (out, lse) if return_lse else out
 
 
@@ -222,7 +229,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None =
     return plan
 
 
-def _run(args: AttentionArgs, backend: str | None) -> tuple[Tensor, Tensor]:
+def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) -> tuple[Tensor, Tensor]:
     key = _key(args, backend) if args.q.is_cuda and not torch.compiler.is_compiling() else None
     chosen = None if key is None else dispatch.settled(key)
     if chosen is None:
@@ -233,8 +240,56 @@ def _run(args: AttentionArgs, backend: str | None) -> tuple[Tensor, Tensor]:
         # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
         out, lse = reference.forward(args)
         return out, lse.float()
-    prepare = getattr(dispatch.find(chosen).module, "prepare", None)
-    return attention_op((args if prepare is None else prepare(args))._replace(backend=chosen))
+    module = dispatch.find(chosen).module
+    prepare = getattr(module, "prepare", None)
+    result = attention_op((args if prepare is None else prepare(args))._replace(backend=chosen))
+    if call_key is not None and hasattr(module, "bind") and dispatch.settled(key) is not None:
+        launch = module.bind(args)
+        if launch is not None:
+            dispatch.bind(call_key, launch)
+    return result
+
+
+_NUMBERS = (float, int, type(None))
+
+
+def _bound(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float,
+    deterministic: bool | None,
+    backend: str | None,
+) -> tuple[Hashable, Callable[..., tuple[Tensor, Tensor]] | None]:
+    """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
+
+    The key holds all that a dense call on a GPU depends on but contents and addresses; None where something would see the op.
+    """
+    try:
+        if (
+            not q.is_cuda
+            or not unobserved(q, k, v, sink)
+            or torch._C._is_any_autocast_enabled()
+            or type(scale) not in _NUMBERS
+            or type(softcap) not in _NUMBERS
+        ):
+            return None, None
+        key: tuple[Any, ...] = (
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
+            *(q.device, k.device, v.device, causal, scale, softcap, deterministic, backend),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        if window is not None:
+            key += (*window, *map(type, window))
+        if sink is not None:
+            key += (sink.shape, sink.stride(), sink.dtype, sink.device)
+        return key, dispatch.bound(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return None, None  # whatever this is, the checks say it in words
 
 
 def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
@@ -292,22 +347,18 @@ def _sdpa_call(
                 f"got shape {tuple(t.shape)}"
             )
     if is_causal and attn_mask is not None:
-        raise ValueError(
-            "attn_mask and is_causal=True together are not allowed, as in torch; use attention(mask=, causal=)"
-        )
+        raise ValueError("attn_mask and is_causal=True together are not allowed, as in torch; use attention(mask=, causal=)")
     if query.ndim == 3:
         query, key, value = (t[None] for t in (query, key, value))
     elif query.ndim > 4:
         query, key, value = (t.flatten(0, -4) for t in (query, key, value))
     if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for grouped heads"
-        )
+        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for grouped heads")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     options: dict[str, Any] = {}
     if is_causal:
         # torch aligns top-left, j <= i: in our coordinates p - j >= seqlen_k - seqlen_q.
-        options["mask"] = SlidingWindow(None, seqlen_q - seqlen_k)
+        options["window"] = (None, seqlen_q - seqlen_k)
     elif isinstance(attn_mask, Tensor):
         keys = attn_mask.reshape(-1, attn_mask.shape[-1])
         options["mask"] = Padding(keys.expand(keys.shape[0], seqlen_k))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,8 +42,10 @@ class Implementation:
 
 _families: dict[str, tuple[Implementation, ...]] = {}
 
-# Choices by a key of the caller's that holds all that a problem does.
+# Choices by a key of the caller's that holds all that a problem does, and launchers by one that holds strides too.
 _settled: dict[Any, str] = {}
+_bound: dict[Any, Callable[..., Any]] = {}
+MOST_KEPT = 4096
 _strict = False
 _warned: set[tuple[str, str]] = set()
 
@@ -51,13 +54,18 @@ def strict(enabled: bool = True) -> None:
     """Make falling to a slower implementation on a GPU an error instead of one warning a process."""
     global _strict
     _strict = enabled
-    _settled.clear()
+    _forget()
 
 
 def register(family: str, *ordered: Implementation) -> None:
     """Set a family's dispatch list, fastest first: the first that does not refuse runs."""
     _families[family] = ordered
+    _forget()
+
+
+def _forget() -> None:
     _settled.clear()
+    _bound.clear()
 
 
 def implementations(family: str = "attention") -> tuple[Implementation, ...]:
@@ -109,12 +117,26 @@ def settle(key: Any, name: str, family: str = "attention") -> None:
     """Remember a choice on a GPU that nothing but strict() or register() can change: no faster implementation can run here."""
     for implementation in _families[family]:
         if implementation.name == name:
-            if len(_settled) > 4096:
-                _settled.clear()
-            _settled[key] = name
+            _keep(_settled, key, name)
             return
         if implementation.name != "cpu" and implementation.available() is None:
             return
+
+
+def bound(key: Any) -> Callable[..., Any] | None:
+    """What an earlier ``bind`` kept for the key."""
+    return _bound.get(key)
+
+
+def bind(key: Any, launch: Callable[..., Any]) -> None:
+    """Keep a settled call's launcher, which takes any tensors of the same shapes, strides, dtypes and device."""
+    _keep(_bound, key, launch)
+
+
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(kept) > MOST_KEPT:
+        kept.clear()
+    kept[key] = value
 
 
 def _report_fallback(chosen: str, refusals: list[tuple[str, str]]) -> None:

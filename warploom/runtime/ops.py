@@ -194,7 +194,7 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Run the op on validated arguments; refuses forward AD in words, where torch would name an internal class."""
     if torch.compiler.is_compiling():
         return _attention(*args)
-    if args.q.is_cuda and _nobody_watches(args):
+    if args.q.is_cuda and unobserved(args.q, args.k, args.v, args.sink):
         return _compute(args)
     if torch._C._are_functorch_transforms_active():
         if torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
@@ -207,15 +207,21 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     return _attention(*args)
 
 
-def _nobody_watches(args: AttentionArgs) -> bool:
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
     """Plain tensors, no gradient, no mode and no transform: nothing would see the op, whose dispatch takes longer than a
     kernel's launch."""
-    tensors = (args.q, args.k, args.v) if args.sink is None else (args.q, args.k, args.v, args.sink)
-    for t in tensors:
-        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
-            return False
     return (
-        not _recorded(tensors)
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and type(sink) in _PLAIN
+        and not (
+            torch.is_grad_enabled()
+            and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))
+        )
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()

@@ -23,6 +23,8 @@ from warploom.attention.hopper.plan import (
 from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
@@ -184,6 +186,15 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
         return _fallback(args, backward=False).forward(args)  # type: ignore[no-any-return]
     from warploom.attention.hopper.run import forward as run
+
+    return run(args)
+
+
+def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse."""
+    if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
+        return None
+    from warploom.attention.hopper.run import bind as run
 
     return run(args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -23,28 +23,57 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     if args.cu_seqlens_q is not None:
         return _packed(args)
+    return bind(args)(args.q, args.k, args.v, args.sink)
+
+
+Launch = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def bind(args: AttentionArgs) -> Launch:
+    """A dense call made ready: takes any q, k, v and sink that differ from these in contents and addresses only."""
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
-    out, lse = _outputs(q, v, (batch, heads, seqlen_q))
+    out_shape, lse_shape = (*q.shape[:-1], v.shape[-1]), (batch, heads, seqlen_q)
+    dtype, device, index = q.dtype, q.device, q.device.index
+    alike = q.shape == out_shape and q.is_contiguous()
     left, right = args.left, args.right
-    if left is not None or right is not None:
-        first, end = seen(seqlen_q, seqlen_k, left, right)
-        if first >= end:
-            out.zero_()
-            lse.fill_(float("-inf")) if args.sink is None else lse.copy_(args.sink[:, None].expand(lse.shape))
-            return out, lse
-        if first > 0 or end < seqlen_k:
-            # Keys that no query sees stay outside of what TMA reads: a NaN among their values would not vanish against P = 0.
-            k, v = k[:, first:end], v[:, first:end]
-            left = None if left is None else left - (seqlen_k - end)
-            right = None if right is None else right + (seqlen_k - end)
+    first, end = seen(seqlen_q, seqlen_k, left, right)
+    if first >= end:
+        return partial(_nothing_seen, lse_shape)
+    # Keys that no query sees stay outside of what TMA reads: a NaN among their values would not vanish against P = 0.
+    cut = first > 0 or end < seqlen_k
+    left = 0 if left is None else max(-FAR, min(left - (seqlen_k - end), FAR))
+    right = 0 if right is None else max(-FAR, min(right + (seqlen_k - end), FAR))
     function, tile_m = _function(args, seqlen_k)
     m_blocks = -(-seqlen_q // tile_m)
-    blocks = min(processors(q.device.index), m_blocks * batch * heads)
-    pair_heads = heads_in_pairs(m_blocks, batch * heads, blocks)
-    _launch(function, args, (q, k, v, out, lse), (None, None, None, None), (left, right), pair_heads, blocks)
-    return out, lse
+    blocks = min(processors(index), m_blocks * batch * heads)
+    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, batch * heads, blocks), blocks)
+    readable = all(map(_readable, (q, k, v)))
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q) if alike else torch.empty(out_shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        if cut:
+            k, v = k[:, first:end], v[:, first:end]
+        if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            q, k, v = aligned(q), aligned(k), aligned(v)
+        if sink is not None:
+            sink = sink.float().contiguous()
+        if index == torch._C._cuda_getDevice():
+            function(q, k, v, out, lse, sink, None, None, None, None, *numbers)
+        else:
+            with torch.cuda.device(index):
+                function(q, k, v, out, lse, sink, None, None, None, None, *numbers)
+        return out, lse
+
+    return launch
+
+
+def _nothing_seen(lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = _outputs(q, v, lse_shape)
+    out.zero_()
+    return out, lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[:, None].expand(lse_shape))
 
 
 def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -140,10 +169,13 @@ def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> t
 
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy where TMA cannot read it: 16-byte steps from a 16-byte boundary, the last dimension contiguous."""
+    return t if _readable(t) and not t.data_ptr() & 15 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _readable(t: Tensor) -> bool:
+    """Whether TMA can take the strides."""
     stride = t.stride()
-    if not (stride[0] | stride[1] | stride[-2]) & 7 and stride[-1] == 1 and not t.data_ptr() & 15:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
+    return not (stride[0] | stride[1] | stride[-2]) & 7 and stride[-1] == 1
 
 
 @cache
