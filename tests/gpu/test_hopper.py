@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -91,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"window": (300, 0)}], ids=["full", "causal", "window"])
 def test_many_tiles_a_block(keywords: dict[str, Any]) -> None:
     """More tiles than blocks, of both causal tile widths, against the reference on some heads."""
-    for shape in ((3, 1500, 24, 8, 128), (1, 7000, 6, 2, 128)):
+    for shape in ((3, 1500, 24, 8, 128), (1, 7000, 6, 2, 128), (3, 1500, 24, 8, 64), (1, 7000, 6, 2, 64)):
         q, k, v = drawn(*shape)
         out, lse = attend(q, k, v, **keywords)
         for head in (0, shape[2] - 1):
@@ -168,6 +169,23 @@ def test_scores_far_below_zero() -> None:
     want = warploom.attention(q.double(), k.double(), v.double(), backend="reference")
     assert lse.max() < -5e4
     torch.testing.assert_close(out.double(), want, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("rise", [0.5, 2.0, 7.5, 8.5, 40.0])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_maxima_that_climb(rise: float, dim: int) -> None:
+    """Scores that grow by so many powers of two each 64 keys, from the first to the last or back: O is rescaled now and then."""
+    q, k, v = drawn(1, 1500, 2, 2, dim, torch.float16)
+    steps = rise * torch.arange(1500, device="cuda").div(64, rounding_mode="floor")
+    for keys in (steps, steps.flip(0)):
+        q[..., 0], k[..., 0] = 1.0, keys[None, :, None].half()
+        q[..., 1:] *= 0.1
+        for causal in (False, True):
+            out, lse = attend(q, k, v, scale=math.log(2), causal=causal)
+            options = {"scale": math.log(2), "causal": causal, "return_lse": True, "backend": "reference"}
+            want, want_lse = warploom.attention(q.double(), k.double(), v.double(), **options)
+            torch.testing.assert_close(out.double(), want, rtol=4e-3, atol=4e-3)
+            torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-5, atol=1e-3)
 
 
 def test_values_of_one_give_one() -> None:

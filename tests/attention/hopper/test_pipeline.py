@@ -92,13 +92,12 @@ class Block:
                 return
             count, _ = tile
             if count:
+                yield self.k_empty[k_at[0]], k_at[1]
+                self.push(self.k, self.k_full, k_at[0], (index, count - 1))
+                k_at = advance(*k_at, self.stages)
                 for i in range(self.warpgroups):
                     yield self.q_empty[i], q_phase
                     self.push(self.q, self.q_full, i, index)
-                    if i == 0:
-                        yield self.k_empty[k_at[0]], k_at[1]
-                        self.push(self.k, self.k_full, k_at[0], (index, count - 1))
-                        k_at = advance(*k_at, self.stages)
                 q_phase ^= 1
                 for n in range(count - 2, -1, -1):
                     yield self.k_empty[k_at[0]], k_at[1]
@@ -129,6 +128,8 @@ class Block:
                     yield self.k_full[at[0]], at[1]
                     assert self.k[at[0]] == (index, end - 1)
                     self.k_empty[at[0]].arrive()
+                    if end - 1 == first:
+                        self.q_empty[group].arrive()
                     for n in range(end - 2, first - 1, -1):
                         v_at, at = at, advance(*at, self.stages)
                         yield self.k_full[at[0]], at[1]
@@ -136,13 +137,17 @@ class Block:
                         yield self.v_full[v_at[0]], v_at[1]
                         assert self.v[v_at[0]] == (index, n + 1)
                         yield None
+                        assert self.q[group] == index
                         self.k_empty[at[0]].arrive()
+                        if n == first:
+                            self.q_empty[group].arrive()
                         yield None
                         assert self.v[v_at[0]] == (index, n + 1)
                         self.v_empty[v_at[0]].arrive()
-                self.q_empty[group].arrive()
                 q_phase ^= 1
-                if first < end:
+                if first >= end:
+                    self.q_empty[group].arrive()
+                else:
                     yield self.v_full[at[0]], at[1]
                     assert self.v[at[0]] == (index, first)
                     self.v_empty[at[0]].arrive()

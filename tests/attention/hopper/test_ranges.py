@@ -53,7 +53,7 @@ def walk(
 def test_every_row_gets_its_keys() -> None:
     draw = random.Random(1)
     for _ in range(4000):
-        tile_n, groups = draw.choice([80, 112, 128, 176]), draw.choice([2, 3])
+        tile_n, groups = draw.choice([64, 80, 112, 128]), draw.choice([2, 3, 4])
         seqlen_q, seqlen_k = draw.randint(1, 700), draw.randint(1, 900)
         left = draw.choice([None, None, -140, -5, 0, 3, 60, 128, 300])
         right = draw.choice([None, 0, 0, -7, 5, 130])
@@ -72,3 +72,18 @@ def test_every_row_gets_its_keys() -> None:
                 seen = range(low // tile_n, (high - 1) // tile_n + 1) if low < high else range(0)
                 assert set(seen) <= {n for n, _ in computed}, (call, row)
                 assert all(low <= n * tile_n and high >= (n + 1) * tile_n for n, masked in computed if not masked), (call, row)
+
+
+def own_columns(limit: int, tile_n: int) -> int:
+    """HopperForward.own_columns."""
+    limit = min(max(limit, 0), tile_n)
+    return (limit >> 3) * 2 + min(limit & 7, 2)
+
+
+def test_bits_of_a_mask_are_the_columns_below_a_limit() -> None:
+    """A thread has columns 8 i and 8 i + 1, counted from its first; words of 24 hold them in order."""
+    for tile_n in (64, 80, 112, 128):
+        columns = [8 * (c // 2) + c % 2 for c in range(tile_n // 4)]
+        for limit in range(-30, tile_n + 30):
+            words = [(1 << max(min(own_columns(limit, tile_n) - start, 24), 0)) - 1 for start in range(0, len(columns), 24)]
+            assert [words[c // 24] >> c % 24 & 1 for c in range(len(columns))] == [int(column < limit) for column in columns]

@@ -33,7 +33,7 @@ def causal(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple
 def full(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple[int, int]]:
     turn = 0
     while True:
-        m_block, head = in_order(turn, block, blocks, m_blocks)
+        m_block, head = in_order(turn, block, blocks, m_blocks, choose)
         if head >= heads:
             return
         yield m_block, head
@@ -71,6 +71,14 @@ def test_causal_load_is_even(seqlen: int, heads: int) -> None:
     m_blocks = seqlen // 128
     loads = [sum(m + 1 + 1.2 for m, _ in causal(b, H100, m_blocks, heads)) for b in range(H100)]
     assert max(loads) <= 1.03 * sum(loads) / H100
+
+
+@pytest.mark.parametrize(("seqlen", "heads"), [(1024, 512), (4096, 128), (500, 528), (1000, 400), (3000, 300)])
+def test_a_short_last_tile_is_spread_without_a_mask(seqlen: int, heads: int) -> None:
+    """Tiles of 192 queries: the blocks that take most short ones take one or two more than those that take fewest."""
+    m_blocks = -(-seqlen // 192)
+    short = [sum(m == m_blocks - 1 for m, _ in full(b, H100, m_blocks, heads)) for b in range(H100)]
+    assert max(short) - min(short) <= 2
 
 
 @pytest.mark.parametrize("seqlen", [1000, 1024, 1100, 2048])

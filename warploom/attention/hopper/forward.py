@@ -3,6 +3,8 @@
 A consumer issues the QKᵀ of the next key tile before the PV of the last one, so that its softmax runs under its own PV and
 under the products of the others (Shah et al., FlashAttention-3, arXiv 2407.08608). Blocks are
 persistent: K, V and Q of the next tile arrive while this one ends. A warp of the producer's decides which tile is next.
+O is rescaled only where a row's maximum has grown by much: on this chip long calls are bound by power, and an instruction less
+is a faster clock.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -26,7 +28,12 @@ WARPGROUP = 128
 LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 # Registers a thread (consumer, producer): a warpgroup's share of 64 Ki, in steps of 8, by number of consumers.
-REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32)}
+REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+# A row is exponentiated against an earlier maximum until its own is past it by so many powers of two: P stays far inside of
+# what 16 bits hold, as precise as at 1, and O and the sums of most tiles need no rescaling.
+HEADROOM = 8.0
+# Columns that a word of a mask covers: of 32, ptxas made no R2P.
+MASK_BITS = 24
 # Warps of the producer warpgroup.
 LOADER, SCHEDULER = 0, 1
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end); for packed
@@ -235,7 +242,7 @@ class HopperForward:
             if const_expr(self.config.right and not self.config.left):
                 m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, self.choose)
             else:
-                m_block, head = schedule.in_order(turn, block, blocks, m_blocks)
+                m_block, head = schedule.in_order(turn, block, blocks, m_blocks, self.choose)
             turn += 1
             if m_block != schedule.NOTHING:
                 first, end = self.key_tiles(
@@ -392,14 +399,13 @@ class HopperForward:
             keys = self.ring(tma_k, shared.k, gk, shared.k_full, shared.k_empty, config.head_dim)
             values = self.ring(tma_v, shared.v, gv, shared.v_full, shared.v_empty, config.head_dim_v)
             if first < end:
+                k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 for i in cutlass.range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, bytes_q)
                     rows = m_block * self.warpgroups + i
                     cute.copy(tma_q, tqg[None, rows], tqs[None, i], tma_bar_ptr=shared.q_full + i)
-                    if const_expr(i == 0):
-                        k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 q_phase ^= 1
                 for j in cutlass.range(end - first - 1, unroll=1):
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
@@ -482,21 +488,26 @@ class HopperForward:
                     self.gemm_qk(work, stage)
                     warpgroup.wait_group(0)
                     self.release(shared.k_empty + stage)
+                    if n == own_first:
+                        self.release(shared.q_empty + group)
                     self.softmax(work, n, True)
+                    self.keep_scale(work)
                     self.convert(work)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, stage, phase, True)
+                        stage, phase = self.step(work, n, own_first, stage, phase, True)
                     for _ in cutlass.range(n - whole_first, unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, stage, phase, False)
+                        stage, phase = self.step(work, n, own_first, stage, phase, False)
                     if const_expr(config.left):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
-                            stage, phase = self.step(work, n, stage, phase, True)
-                self.release(shared.q_empty + group)
+                            stage, phase = self.step(work, n, own_first, stage, phase, True)
                 q_phase ^= 1
-                if own_first < own_end:
+                if own_first >= own_end:
+                    self.release(shared.q_empty + group)
+                else:
+                    self.rescale(work)
                     cute.arch.mbarrier_wait(shared.v_full + stage, phase)
                     self.gemm_pv(work, stage)
                     warpgroup.wait_group(0)
@@ -558,6 +569,7 @@ class HopperForward:
             rows_o=cute.make_tensor(acc_o.iterator, self.row_view(self.config.head_dim_v)),
             row_max=cute.make_rmem_tensor(2, Float32),  # of the raw scores, or of log2 units under a softcap
             row_sum=cute.make_rmem_tensor(2, Float32),  # of this thread's columns
+            correction=cute.make_rmem_tensor(2, Float32),  # what O is still to be multiplied by
             limits=cute.make_rmem_tensor((2, 2), Int32),  # (row, first hidden column on the right / first visible)
         )
 
@@ -591,26 +603,39 @@ class HopperForward:
         return whole_first, whole_end
 
     @cute.jit
-    def step(self, work, n, stage, phase, masked):
+    def step(self, work, n, last, stage, phase, masked):
         """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
         shared = work.shared
         v_stage, v_phase = stage, phase
         stage, phase = self.advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.gemm_qk(work, stage)
+        self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         self.gemm_pv(work, v_stage)
         warpgroup.wait_group(1)
         self.release(shared.k_empty + stage)
-        correction = self.softmax(work, n, masked)
+        if n == last:
+            self.release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
+        self.softmax(work, n, masked)
         pin(work.row_sum[0] + work.row_sum[1], shared.scratch)  # the exponentials belong under this PV
         warpgroup.wait_group(0)
         self.release(shared.v_empty + v_stage)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
-                work.rows_o[r, c] = work.rows_o[r, c] * correction[r]
         self.convert(work)
         return stage, phase
+
+    def keep_scale(self, work: Any) -> None:
+        """O is 0: no new maximum can change it."""
+        work.correction.fill(1.0)
+
+    @cute.jit
+    def rescale(self, work):
+        """Bring O to the maxima of the last softmax, if a row of this warp has a new one."""
+        rows, correction = work.rows_o, work.correction
+        if cute.arch.vote_any_sync((correction[0] != 1.0) | (correction[1] != 1.0)):
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
+                    rows[r, c] = rows[r, c] * correction[r]
 
     @cute.jit
     def gemm_qk(self, work, stage):
@@ -640,10 +665,9 @@ class HopperForward:
 
     @cute.jit
     def softmax(self, work, n, masked):
-        """Exponentiate the scores of key tile ``n`` against the running maximum; what the sums and O so far shrink by."""
+        """Exponentiate the scores of key tile ``n`` against a maximum that leaves them HEADROOM; O is left to ``rescale``."""
         rows, columns = work.rows_s, self.tile_n // 4
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
-        correction = cute.make_rmem_tensor(2, Float32)
         if const_expr(self.config.softcap):
             # softcap · tanh(x / softcap) by exp2, in log2 units: tanh.approx is no better than a 16-bit P.
             for i in cutlass.range_constexpr(2 * columns):
@@ -656,32 +680,49 @@ class HopperForward:
             for c in cutlass.range_constexpr(1, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4)
+            grown = (new - work.row_max[r]) * scale
+            outgrown = grown > HEADROOM  # not where both are -inf
+            new = new if outgrown else work.row_max[r]
+            work.correction[r] = exp2(-grown) if outgrown else 1.0
+            work.row_max[r] = new
             # A row that has seen nothing yet: exponentiate against 0, so that -inf gives 0 and not NaN.
             safe = 0.0 if new == -Float32.inf else new
-            correction[r] = exp2((work.row_max[r] - safe) * scale)
-            work.row_max[r] = new
             offset = safe * scale
-            sums = [work.row_sum[r] * correction[r], Float32(0.0)]
+            sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offset)
                 rows[r, c] = p
                 sums[c % 2] = sums[c % 2] + p
             work.row_sum[r] = sums[0] + sums[1]
-        return correction
 
     @cute.jit
     def mask(self, rows, limits, n):
-        """Hide columns of key tile ``n`` past the keys or outside the band."""
+        """Hide columns of key tile ``n`` past the keys or outside the band.
+
+        A thread's columns of a row are bits of words, of which ptxas makes several predicates in one instruction (R2P); a
+        comparison for each column, and for each side of a window, took a fifth of a masked tile's time.
+        """
+        columns = self.tile_n // 4
         for r in cutlass.range_constexpr(2):
-            hidden = limits[r, 0] - n * self.tile_n
-            for c in cutlass.range_constexpr(self.tile_n // 4):
-                column = c // 2 * 8 + c % 2
-                rows[r, c] = rows[r, c] if column < hidden else -Float32.inf
-            if const_expr(self.config.left):
-                visible = limits[r, 1] - n * self.tile_n
-                for c in cutlass.range_constexpr(self.tile_n // 4):
-                    column = c // 2 * 8 + c % 2
-                    rows[r, c] = rows[r, c] if column >= visible else -Float32.inf
+            hidden = self.own_columns(limits[r, 0] - n * self.tile_n)
+            visible = self.own_columns(limits[r, 1] - n * self.tile_n) if const_expr(self.config.left) else Int32(0)
+            for start in cutlass.range_constexpr(0, columns, MASK_BITS):
+                shown = self.lowest_bits(hidden - start)
+                if const_expr(self.config.left):
+                    shown = shown & ~self.lowest_bits(visible - start)
+                for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
+                    rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+
+    @cute.jit
+    def own_columns(self, limit):
+        """How many of this thread's columns, two in each eight, are below ``limit``, which counts from its first."""
+        limit = cutlass.min(cutlass.max(limit, 0), self.tile_n)
+        return (limit >> 3) * 2 + cutlass.min(limit & 7, 2)
+
+    @cute.jit
+    def lowest_bits(self, count):
+        """A word with its lowest ``count`` bits set, none for a negative one, at most MASK_BITS."""
+        return (Int32(1) << cutlass.max(cutlass.min(count, MASK_BITS), 0)) - 1
 
     @cute.jit
     def convert(self, work):

@@ -16,25 +16,35 @@ DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """Keys a tile by the kind of call, and how many warpgroups share one; docs/lab-notes.md has the measurements."""
+class Tile:
+    """Query rows (64 a warpgroup) by keys, and stages of the K and V rings."""
 
-    full: int
-    causal: int  # narrow tiles waste less on the diagonal
-    long: int | None = None  # of full calls with LONG keys and more, where wide tiles synchronise less; None: as others
-    warpgroups: int = 2
+    warpgroups: int
+    keys: int
     stages: int = 2
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles by the kind of call; docs/lab-notes.md has the measurements. None: as the one before."""
+
+    full: Tile
+    causal: Tile | None = None  # and windows: narrow tiles waste less on the diagonal
+    long: Tile | None = None  # causal calls with LONG keys and more
+    softcap: Tile | None = None  # of the 160 registers that three warpgroups leave a thread, its constants spill some
 
 
 LONG = 6144
 # (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
 TILINGS = {
-    (64, 64): Tiling(full=128, causal=128, warpgroups=3),  # 4096 keys: 510 TFLOP/s; 128x128 423, 128x176 428
-    (96, 96): Tiling(full=112, causal=112, warpgroups=3),  # 608; 128x160 560
-    (128, 128): Tiling(full=128, causal=128, long=176),  # 4096 keys 683, 176 columns 647; 16384 keys 660, 176 columns 681
-    (192, 128): Tiling(full=128, causal=128),
-    (192, 192): Tiling(full=112, causal=112),  # as wide as shared memory allows, here and below
-    (256, 256): Tiling(full=80, causal=80),
+    # 1024 keys: causal 256x64 364 TFLOP/s, 192x128 327; full 449 and 452. 16384 keys: causal 536 and 566.
+    (64, 64): Tiling(Tile(3, 128, 3), causal=Tile(4, 64, 4), long=Tile(3, 128, 3), softcap=Tile(2, 128)),
+    (96, 96): Tiling(Tile(3, 112), softcap=Tile(2, 112)),  # 4096 keys: 650
+    # 4096 keys: full 192x80 728, 128x128 705, 128x176 698; causal 666, 670, 639. 16384 keys: causal 752, 733, 721.
+    (128, 128): Tiling(Tile(3, 80), causal=Tile(2, 128), long=Tile(3, 80), softcap=Tile(2, 128)),
+    (192, 128): Tiling(Tile(2, 128)),
+    (192, 192): Tiling(Tile(2, 112)),  # as wide as shared memory allows, here and below
+    (256, 256): Tiling(Tile(2, 80)),
 }
 
 
@@ -59,14 +69,19 @@ def config(
     """The variant for head dims of a call and its features; ``long`` as LONG has it."""
     dims = tile_dims(head_dim, head_dim_v)
     tiling = TILINGS[dims]
-    tile_n = tiling.causal if left or right else (tiling.long or tiling.full) if long else tiling.full
+    tile = tiling.full
+    if softcap:
+        tile = tiling.softcap or tile
+    elif left or right:
+        tile = tiling.causal or tile
+        if long and not left:
+            tile = tiling.long or tile
     return ForwardConfig(
         dtype,
         *dims,
-        tile_n,
-        # Of the 160 registers that three warpgroups leave a thread, a softcap's constants spill some.
-        warpgroups=min(tiling.warpgroups, 2) if softcap else tiling.warpgroups,
-        stages=tiling.stages,
+        tile.keys,
+        warpgroups=tile.warpgroups,
+        stages=tile.stages,
         right=right,
         left=left,
         softcap=softcap,

@@ -12,13 +12,17 @@ from typing import Any
 NOTHING = -1
 
 
-def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any) -> tuple[Any, Any]:
+def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any, choose: Any) -> tuple[Any, Any]:
     """(m_block, head) of a block's ``turn``-th tile when all cost the same: heads one after the other.
 
-    Tiles that run at one time share their K and V in L2. A head past the last one ends the block's work.
+    Tiles that run at one time share their K and V in L2. The last tile of a head may hold few rows, so heads start at
+    another tile each round: blocks that are a multiple of m_blocks would leave all short tiles to the same few. A head past
+    the last one ends the block's work.
     """
     index = turn * blocks + block
-    return index % m_blocks, index // m_blocks
+    head = index // m_blocks
+    abreast = blocks // m_blocks  # heads in a round
+    return (index + head // choose(abreast < 1, 1, abreast)) % m_blocks, head
 
 
 def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:
