@@ -174,7 +174,7 @@ def test_scores_far_below_zero() -> None:
 @pytest.mark.parametrize("rise", [0.5, 2.0, 7.5, 8.5, 40.0])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_maxima_that_climb(rise: float, dim: int) -> None:
-    """Scores that grow by so many powers of two each 64 keys, from the first to the last or back: O is rescaled now and then."""
+    """Scores that grow by so many powers of two each 64 keys, forwards or backwards: O is rescaled now and then."""
     q, k, v = drawn(1, 1500, 2, 2, dim, torch.float16)
     steps = rise * torch.arange(1500, device="cuda").div(64, rounding_mode="floor")
     for keys in (steps, steps.flip(0)):
