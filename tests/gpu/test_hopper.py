@@ -103,6 +103,22 @@ def test_many_tiles_a_block(keywords: dict[str, Any]) -> None:
             torch.testing.assert_close(lse[-1:, head : head + 1, -700:], want_lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (88, 72), (128, 128), (128, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_split_tiles(dims: tuple[int, int], softcap: float) -> None:
+    """Keys of the last round dealt out over all blocks: alone (fewer tiles than blocks), after whole rounds, with partial tiles."""
+    for batch, seqlen_q, seqlen_k, heads, kv in ((1, 130, 9001, 2, 1), (2, 1, 20000, 3, 1), (1, 3000, 5003, 12, 4)):
+        q = torch.randn(batch, seqlen_q, heads, dims[0], device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, seqlen_k, kv, d, device="cuda", dtype=torch.bfloat16) for d in dims)
+        out, lse = attend(q, k, v, softcap=softcap)
+        for head in (0, heads - 1):
+            part = [q[:, -200:, head : head + 1], *(t[:, :, head * kv // heads][:, :, None] for t in (k, v))]
+            options = {"softcap": softcap, "return_lse": True, "backend": "reference"}
+            want, want_lse = warploom.attention(*(t.double() for t in part), **options)
+            torch.testing.assert_close(out[:, -200:, head : head + 1].double(), want, rtol=2e-2, atol=2e-3)
+            torch.testing.assert_close(lse[:, head : head + 1, -200:].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+
+
 def test_views_are_read_in_place() -> None:
     """Transposed, packed QKV, expanded heads and batch, and what TMA cannot read, which is copied."""
     q, k, v = drawn(2, 300, 4, 4, 128)

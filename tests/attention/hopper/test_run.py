@@ -14,6 +14,7 @@ from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run
+from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.views import seen
 from warploom.runtime import modules
@@ -22,18 +23,25 @@ from warploom.runtime.modules import ModuleSpec
 DENSE = [name for name in CASES if "dropout" not in name and "scale" not in name]
 VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
 NAN = float("nan")
+PROCESSORS = 5  # few, so that small calls have more tiles than blocks
 
 
 def kernel(spec: ModuleSpec) -> Callable[..., None]:
     """The reference in the kernel's place, held to the kernel's signature and to what it can read."""
     variant = dict(spec.config)
+    config = ForwardConfig(**variant)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
-        cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None, counter: Tensor | None,
-        scale: float, softcap: float, left: int, right: int, pair_heads: int, blocks: int,
+        cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None, counter: Tensor | None, parts: Tensor | None,
+        scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
+        assert (parts is not None) == variant["split"] and split >= 0
+        if split:
+            tiles = -(-q.shape[1] // config.tile_m) * q.shape[0] * q.shape[2]
+            assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
+            assert parts.numel() == 2 * blocks * config.piece_floats and (tiles - split) % blocks == 0 and blocks == PROCESSORS
         assert (softcap != 0.0) == variant["softcap"]
         assert all(s % 8 == 0 for t in (q, k, v) for s in t.stride()[:-1])
         assert [t is not None for t in (cu_q, cu_k, used, counter)] == [variant["varlen"]] * 2 + [
@@ -61,8 +69,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of 132 processors that is the CPU."""
-    monkeypatch.setattr(run, "processors", lambda index: 132)
+    """A device of PROCESSORS that is the CPU."""
+    monkeypatch.setattr(run, "processors", lambda index: PROCESSORS)
     monkeypatch.setattr(run, "_ready", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -132,3 +140,24 @@ def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_named_variant_has_the_signature() -> None:
     assert all(len(c.spec.config) == len(named_set()[0].spec.config) for c in named_set())
+
+
+def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven tiles of 192 queries on five blocks: two are left over; short keys are not worth another kernel."""
+    found: list[tuple[int, int]] = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        run_it = kernel(spec)
+
+        def call(*arguments: Any) -> None:
+            found.append(arguments[-2:])
+            run_it(*arguments)
+
+        return call
+
+    monkeypatch.setattr(modules, "load", load)
+    for keys, options in ((2000, {}), (400, {}), (2000, {"causal": True}), (2000, {"window": (5, None)})):
+        q, k = torch.zeros(1, 1300, 1, 16).half(), torch.zeros(1, keys, 1, 16).half()
+        run.forward(dense_args(q, k, k, **options))  # type: ignore[arg-type]
+    run.forward(dense_args(q, k, k, sink=torch.zeros(1)))
+    assert [split for split, _ in found] == [2, 0, 0, 0, 0] and all(blocks == PROCESSORS for _, blocks in found)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warploom.attention.hopper.schedule import NOTHING, heads_in_pairs, in_order, paired
+from warploom.attention.hopper.schedule import NOTHING, heads_in_pairs, in_order, paired, piece, pieces, tiles_to_split
 
 H100 = 132
 
@@ -104,3 +104,35 @@ def test_keys_stay_in_l2(seqlen: int, heads: int) -> None:
     for turn in range(2 * (pair_heads * per_head // H100)):
         spanned = {order[turn][1] for order in orders}
         assert max(spanned) - min(spanned) <= -(-H100 // per_head)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 140), st.integers(1, 140), st.integers(1, 300))
+def test_split_tiles_are_dealt_out_whole(blocks: int, tiles: int, n_blocks: int) -> None:
+    """Every key tile of every tile in one piece, two pieces a block at most, even loads; the merge finds them all, in order."""
+    tiles = min(tiles, blocks)
+    n_blocks = max(n_blocks, -(-blocks // tiles))
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    loads = []
+    for block in range(blocks):
+        parts = [piece(part, block, blocks, tiles, n_blocks, choose) for part in range(3)]
+        assert parts[2][1] == parts[2][2]
+        for part, (tile, first, end) in enumerate(parts[:2]):
+            if first < end:
+                found.setdefault(tile, []).append((first, end, 2 * block + part))
+        loads.append(sum(end - first for _, first, end in parts))
+    assert max(loads) - min(loads) <= 1 and min(loads) >= 1 and sorted(found) == list(range(tiles))
+    for tile, slots in found.items():
+        assert [first for first, _, _ in slots] == [0, *(end for _, end, _ in slots[:-1])] and slots[-1][1] == n_blocks
+        first, last, part = pieces(tile, blocks, tiles, n_blocks)
+        assert [slot for _, _, slot in slots] == [2 * first + part, *(2 * b for b in range(first + 1, last + 1))]
+
+
+def test_what_is_split() -> None:
+    assert tiles_to_split(2048, 128, H100) == 2048 % H100 == 68
+    assert tiles_to_split(2112, 128, H100) == 0  # whole rounds
+    assert tiles_to_split(132 * 3 + 131, 128, H100) == 0  # one block idle
+    assert tiles_to_split(2048, 8, H100) == 0  # short tiles
+    assert tiles_to_split(1, 100, H100) == 0  # fewer key tiles than blocks
+    assert tiles_to_split(16, 128, H100) == 16  # fewer tiles than blocks
+    assert tiles_to_split(68, 2**19, H100) == 0  # past 32 bits

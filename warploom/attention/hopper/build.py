@@ -44,7 +44,14 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
             (Int32, variant.varlen),
         )
     ]
-    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
+    parts = make_fake_tensor(
+        Float32,
+        tuple(cute.sym_int() for _ in range(3)),
+        stride=(cute.sym_int64(divisibility=2), cute.sym_int64(), 1),
+        assumed_align=16,
+    )
+    vectors.append(parts if variant.split else None)
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = [*tensors, lse, *vectors, *scalars, stream]
     return {**_compile(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}

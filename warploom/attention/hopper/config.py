@@ -33,6 +33,7 @@ class ForwardConfig:
     sink: bool = False
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
+    split: bool = False  # may deal out the keys of the last tiles over all blocks
 
     @property
     def tile_m(self) -> int:
@@ -44,7 +45,7 @@ class ForwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += [feature for feature in ("softcap", "sink", "varlen", "used") if getattr(self, feature)]
+        parts += [feature for feature in ("softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -52,6 +53,11 @@ class ForwardConfig:
         """The module that holds this variant."""
         config = tuple(asdict(self).items())
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_forward", config, SOURCES)
+
+    @property
+    def piece_floats(self) -> int:
+        """What a piece of a split tile leaves in the workspace: O in fp32, and each row's maximum and sum."""
+        return self.tile_m * (self.head_dim_v + 2)
 
     @property
     def shared_bytes(self) -> int:

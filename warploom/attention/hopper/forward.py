@@ -34,12 +34,15 @@ REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 HEADROOM = 8.0
 # Columns that a word of a mask covers: of 32, ptxas made no R2P.
 MASK_BITS = 24
+# Rows of split tiles that a block of the merging kernel puts together, one a warp.
+MERGED_ROWS = 8
 # Warps of the producer warpgroup.
 LOADER, SCHEDULER = 0, 1
-# A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end); for packed
-# sequences also where queries and keys start, how many there are, and by how much a query's position is past its row.
+# A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
+# the workspace if those are not all (below 0: they are); for packed sequences also where queries and keys start, how
+# many there are, and by how much a query's position is past its row.
 TILE_STAGES, TILE_WORDS = 2, 12
-DENSE_WORDS, PACKED_WORDS = 5, 10
+DENSE_WORDS, PACKED_WORDS = 6, 11
 # A packed sequence is read by TMA as the end of a dimension of so many rows, past which TMA fills in zeros.
 RAGGED = 1 << 24
 
@@ -79,11 +82,13 @@ class HopperForward:
         cu_k: cute.Tensor | None,
         used_k: cute.Tensor | None,  # (sequences,) int32
         counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call
+        parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         scale: Float32,
         softcap: Float32,
         left: Int32,
         right: Int32,
         pair_heads: Int32,
+        split: Int32,
         blocks: Int32,
         stream: Any,
     ):
@@ -112,10 +117,20 @@ class HopperForward:
             cap_in = 2 * LOG2_E * scale / softcap
             multiplier = softcap * LOG2_E
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts,
             tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
-            layout_q, layout_k, layout_v, multiplier, cap_in, left, right, pair_heads,
+            layout_q, layout_k, layout_v, multiplier, cap_in, left, right, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        if const_expr(config.split):
+            self.launch_merge(parts, out, lse, k.shape[0], split, blocks, stream)
+
+    @cute.jit
+    def launch_merge(self, parts, out, lse, seqlen_k, split, blocks, stream):
+        """Put the pieces of split tiles together, if there are any."""
+        if split > 0:
+            self.merge(parts, out, lse, cute.ceil_div(seqlen_k, self.tile_n), split, blocks).launch(
+                grid=[split * (self.tile_m // MERGED_ROWS), 1, 1], block=[32 * MERGED_ROWS, 1, 1], stream=stream
+            )
 
     def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
         """Row-major tiles with the widest swizzle that the row allows, one after the other."""
@@ -148,6 +163,7 @@ class HopperForward:
         cu_k: cute.Tensor | None,
         used_k: cute.Tensor | None,
         counter: cute.Tensor | None,
+        parts: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -161,6 +177,7 @@ class HopperForward:
         left: Int32,
         right: Int32,
         pair_heads: Int32,
+        split: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
@@ -219,18 +236,18 @@ class HopperForward:
                 if const_expr(self.config.varlen):
                     self.schedule_packed(k.shape[3] - 1, lse.shape, shared, cu_q, cu_k, used_k, counter, left, right)
                 else:
-                    self.schedule(k.shape[0], lse.shape, shared, left, right, pair_heads)
+                    self.schedule(k.shape[0], lse.shape, shared, left, right, pair_heads, split)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1  # type: ignore[union-attr]
             self.compute(
-                out, lse, sink, k.shape[0], sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+                out, lse, sink, parts, k.shape[0], sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
             )  # fmt: skip
 
     # The scheduler warp
 
     @cute.jit
-    def schedule(self, seqlen_k, lse_shape, shared, left, right, pair_heads):
+    def schedule(self, seqlen_k, lse_shape, shared, left, right, pair_heads, split):
         """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work."""
         batch_size, heads_q, seqlen_q = lse_shape
         heads = heads_q * batch_size
@@ -243,15 +260,30 @@ class HopperForward:
                 m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, self.choose)
             else:
                 m_block, head = schedule.in_order(turn, block, blocks, m_blocks, self.choose)
+            slot, piece_first, piece_end = Int32(-1), Int32(0), Int32(0)
+            if const_expr(self.config.split):
+                rounds = self.choose(split > 0, (m_blocks * heads - split) // blocks, 1 << 30)
+                if turn >= rounds:
+                    part = turn - rounds
+                    n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
+                    tile, piece_first, piece_end = schedule.piece(part, block, blocks, split, n_blocks, self.choose)
+                    m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, self.choose)
+                    slot = 2 * block + part
+                    if piece_first == piece_end:
+                        m_block, head = Int32(schedule.NOTHING), Int32(0)
+                    if part == 2:
+                        m_block, head = Int32(0), heads
             turn += 1
             if m_block != schedule.NOTHING:
                 first, end = self.key_tiles(
                     m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right
                 )
+                if slot >= 0:
+                    first, end = piece_first, piece_end
                 batch = head // heads_q
                 head = head - batch * heads_q if batch < batch_size else Int32(-1)
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                self.hand_out(shared, stage, (m_block, head, batch, first, end))
+                self.hand_out(shared, stage, (m_block, head, batch, first, end, slot))
                 stage, phase = self.advance(stage, phase, TILE_STAGES)
 
     @cute.jit
@@ -304,7 +336,7 @@ class HopperForward:
                         shift -= hidden
                     first, end = self.key_tiles(m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, shift, left, right)
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-            words = (m_block, head, sequence, first, end, start, seqlen_q, k_start, seqlen_k, shift)
+            words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
             self.hand_out(shared, stage, words)
             stage, phase = self.advance(stage, phase, TILE_STAGES)
 
@@ -380,7 +412,7 @@ class HopperForward:
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+        m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
             shared, tile_stage, tile_phase, Int32(0), Int32(0)
         )
         while head >= 0:
@@ -412,7 +444,7 @@ class HopperForward:
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)
             tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
-            m_block, head, batch, first, end, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+            m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
                 shared, tile_stage, tile_phase, Int32(0), Int32(0)
             )
 
@@ -450,7 +482,7 @@ class HopperForward:
 
     @cute.jit
     def compute(
-        self, out, lse, sink, dense_seqlen_k, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+        self, out, lse, sink, parts, dense_seqlen_k, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
     ):  # fmt: skip
         """64 rows of every query tile of this block."""
         config = self.config
@@ -463,7 +495,7 @@ class HopperForward:
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+        m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
@@ -516,9 +548,15 @@ class HopperForward:
                 for _ in cutlass.range(own_first - first, unroll=1):
                     stage, phase = self.skip(shared, stage, phase)
             rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
-            self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
+            if const_expr(config.split):
+                if slot >= 0:
+                    self.leave(work, parts, slot, group * 64 + row_in_group)
+                else:
+                    self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
+            else:
+                self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
             tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
-            m_block, head, batch, first, end, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+            m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
 
@@ -730,6 +768,76 @@ class HopperForward:
         packed = cute.recast_tensor(cute.make_tensor(work.p.iterator, cute.make_layout(cute.size(work.p))), Int32)
         for i in cutlass.range_constexpr(cute.size(packed)):
             packed[i] = pack16(work.acc_s[2 * i], work.acc_s[2 * i + 1], self.dtype)
+
+    @cute.jit
+    def leave(self, work, parts, slot, row):
+        """Store a piece in the workspace: O, not normalised, then each row's maximum in log2 units and its sum."""
+        dim = self.config.head_dim_v
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        base = parts.iterator + cutlass.Int64(slot) * self.config.piece_floats
+        word = cute.arch.lane_idx() % 4
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
+            here = row + 8 * r
+            for c in cutlass.range_constexpr(dim // 8):
+                self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
+            if word == 0:
+                self.store_pair(base + (self.tile_m * dim + 2 * here), work.row_max[r] * scale, total)
+
+    @cute.jit
+    def store_pair(self, target, a, b):
+        """Two fp32 to an address of 8-byte steps."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        pair[0], pair[1] = a, b
+        cute.autovec_copy(pair, cute.make_tensor(target.align(8), cute.make_layout(2)))
+
+    @cute.kernel
+    def merge(self, parts: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, n_blocks: Int32, split: Int32, blocks: Int32):
+        """Rows of the split tiles, one a warp: the pieces' O, weighted by what their maxima are from the largest."""
+        dim = self.config.head_dim_v
+        batch_size, heads_q, seqlen_q = lse.shape
+        m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+        lane = cute.arch.lane_idx()
+        row = cute.arch.block_idx()[0] * MERGED_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = row // self.tile_m
+        row = row - tile * self.tile_m
+        rounds = (m_blocks * heads_q * batch_size - split) // blocks
+        m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, self.choose)
+        batch = head // heads_q
+        head = head - batch * heads_q
+        here = m_block * self.tile_m + row
+        if here < seqlen_q:
+            spans = -(-dim // 64)  # a lane has two columns of each 64
+            acc = cute.make_rmem_tensor((2, spans), Float32)
+            acc.fill(0.0)
+            top, total = -Float32.inf, Float32(0.0)
+            block, last, part = schedule.pieces(tile, blocks, split, n_blocks)
+            for b in cutlass.range(block, last + 1, unroll=1):
+                base = parts.iterator + cutlass.Int64(2 * b + part) * self.config.piece_floats
+                part = Int32(0)
+                stats = cute.make_tensor((base + (self.tile_m * dim + 2 * row)).align(8), cute.make_layout(2))
+                new = cute.arch.fmax(top, stats[0])
+                safe = 0.0 if new == -Float32.inf else new
+                kept, weight = exp2(top - safe), exp2(stats[0] - safe)
+                total = total * kept + stats[1] * weight
+                top = new
+                for i in cutlass.range_constexpr(spans):
+                    column = 64 * i + 2 * lane
+                    if column < dim:
+                        source = cute.make_tensor((base + (row * dim + column)).align(8), cute.make_layout(2))
+                        acc[0, i] = acc[0, i] * kept + source[0] * weight
+                        acc[1, i] = acc[1, i] * kept + source[1] * weight
+            empty = total == 0.0
+            inverse = 0.0 if empty else 1.0 / total
+            if lane == 0:
+                lse[batch, head, here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
+            for i in cutlass.range_constexpr(spans):
+                column = 64 * i + 2 * lane
+                if column < out.shape[3]:
+                    word = cute.make_rmem_tensor(1, Int32)
+                    word[0] = pack16(acc[0, i] * inverse, acc[1, i] * inverse, self.dtype)
+                    target = out.iterator + cute.crd2idx((batch, here, head, column), out.layout)
+                    cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
 
     @cute.jit
     def epilogue(self, work, out, lse, logit, row, seqlen_q):

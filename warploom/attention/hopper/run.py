@@ -9,8 +9,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, config
-from warploom.attention.hopper.schedule import heads_in_pairs
+from warploom.attention.hopper.schedule import heads_in_pairs, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
@@ -44,10 +45,14 @@ def bind(args: AttentionArgs) -> Launch:
     cut = first > 0 or end < seqlen_k
     left = reach(None if left is None else left - (seqlen_k - end))
     right = reach(None if right is None else right + (seqlen_k - end))
-    function, tile_m = _function(args, seqlen_k)
-    m_blocks = -(-seqlen_q // tile_m)
-    blocks = min(processors(index), m_blocks * batch * heads)
-    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, batch * heads, blocks), blocks)
+    function, variant = _function(args, seqlen_k)
+    m_blocks = -(-seqlen_q // variant.tile_m)
+    tiles, blocks = m_blocks * batch * heads, processors(index)
+    split = tiles_to_split(tiles, -(-seqlen_k // variant.tile_n), blocks) if variant.split else 0
+    parts_shape = (2 * blocks, variant.piece_floats // variant.tile_m, variant.tile_m)
+    if not split:
+        blocks = min(blocks, tiles)
+    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, batch * heads, blocks), split, blocks)
     readable = all(map(stepped, (q, k, v)))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -59,11 +64,14 @@ def bind(args: AttentionArgs) -> Launch:
             q, k, v = aligned(q), aligned(k), aligned(v)
         if sink is not None:
             sink = sink.float().contiguous()
+        parts = None
+        if variant.split:
+            parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # lse: of the right type
         if index == torch._C._cuda_getDevice():
-            function(q, k, v, out, lse, sink, None, None, None, None, *numbers)
+            function(q, k, v, out, lse, sink, None, None, None, None, parts, *numbers)
         else:
             with torch.cuda.device(index):
-                function(q, k, v, out, lse, sink, None, None, None, None, *numbers)
+                function(q, k, v, out, lse, sink, None, None, None, None, parts, *numbers)
         return out, lse
 
     return launch
@@ -79,12 +87,12 @@ def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     q, cu_q, cu_k, used = args.q, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
     assert cu_q is not None
     out, lse = _outputs(q, args.v, (q.shape[1], q.shape[0]))
-    function, tile_m = _function(args, args.max_seqlen_k or 0)
+    function, variant = _function(args, args.max_seqlen_k or 0)
     cu_q = cu_q.contiguous()
     cu_k = cu_q if cu_k is None else cu_k.contiguous()
     counter = cu_q.new_zeros(1)
-    vectors = (cu_q, cu_k, None if used is None else used.contiguous(), counter)
-    most = (q.shape[0] // tile_m + cu_q.shape[0]) * q.shape[1]
+    vectors = (cu_q, cu_k, None if used is None else used.contiguous(), counter, None)
+    most = (q.shape[0] // variant.tile_m + cu_q.shape[0]) * q.shape[1]
     blocks = min(processors(q.device.index), most)
     _launch(function, args, (q, args.k, args.v, out, lse), vectors, (args.left, args.right), 0, blocks)
     return out, lse
@@ -92,7 +100,7 @@ def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the call's module, and launch it on one token: CUDA loads its code at the first launch."""
-    function, _ = _function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1])
+    function, variant = _function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1])
     vectors: tuple[Tensor | None, ...] = (None, None, None, None)
     if args.cu_seqlens_q is not None:
         ones = args.cu_seqlens_q.new_tensor([0, 1])
@@ -102,6 +110,7 @@ def warm(args: AttentionArgs) -> None:
     else:
         q, k, v = (t.new_zeros((1, 1, *t.shape[2:])) for t in (args.q, args.k, args.v))
         out, lse = _outputs(q, v, (1, q.shape[2], 1))
+    vectors = (*vectors, lse if variant.split else None)
     _launch(function, args, (q, k, v, out, lse), vectors, (args.left, args.right), 0, 1)
 
 
@@ -110,8 +119,8 @@ def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, 
     return torch.empty(shape, dtype=q.dtype, device=q.device), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
 
 
-def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], int]:
-    """The compiled variant and its query tile."""
+def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], ForwardConfig]:
+    """The compiled variant."""
     key = (
         DTYPES[args.q.dtype],
         args.q.shape[-1],
@@ -129,11 +138,11 @@ def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], 
         variant = config(*key)
         if modules.loaded(variant.spec) is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[key] = modules.load(variant.spec), variant.tile_m
+        ready = _ready[key] = modules.load(variant.spec), variant
     return ready
 
 
-_ready: dict[tuple[object, ...], tuple[Callable[..., None], int]] = {}
+_ready: dict[tuple[object, ...], tuple[Callable[..., None], ForwardConfig]] = {}
 
 
 def _launch(
@@ -150,7 +159,7 @@ def _launch(
     left, right = map(reach, band)
     inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
     with on_device(q):
-        function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
+        function(*inputs, args.scale, args.softcap, left, right, pair_heads, 0, blocks)
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:

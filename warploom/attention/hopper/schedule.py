@@ -25,6 +25,41 @@ def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any, choose: Any) -> 
     return (index + head // choose(abreast < 1, 1, abreast)) % m_blocks, head
 
 
+def piece(part: Any, block: Any, blocks: Any, tiles: Any, n_blocks: Any, choose: Any) -> tuple[Any, Any, Any]:
+    """(tile, first, end) of a block's ``part``-th piece, 0 or 1, of the last ``tiles`` tiles: their key tiles are dealt out
+    evenly, tile after tile, so that blocks end together. From part 2 on, and where there is nothing, first is end.
+    """
+    begin = block * (tiles * n_blocks) // blocks
+    stop = (block + 1) * (tiles * n_blocks) // blocks
+    tile = begin // n_blocks + part
+    first = choose(part == 0, begin - tile * n_blocks, 0)
+    end = stop - tile * n_blocks
+    end = choose(end > n_blocks, n_blocks, end)
+    return tile, first, choose(end < first, first, end)
+
+
+def pieces(tile: Any, blocks: Any, tiles: Any, n_blocks: Any) -> tuple[Any, Any, Any]:
+    """The first and last block with a piece of a tile, and which part of the first one's it is."""
+    total = tiles * n_blocks
+    begin = tile * n_blocks
+    first = ((begin + 1) * blocks - 1) // total
+    last = ((begin + n_blocks) * blocks - 1) // total
+    return first, last, tile - first * total // blocks // n_blocks
+
+
+# Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
+SPLIT_COST = 6
+
+
+def tiles_to_split(tiles: int, n_blocks: int, blocks: int) -> int:
+    """How many tiles at the end of a call to split: those of a last round that would leave blocks idle for longer than
+    SPLIT_COST; each block gets a key tile or more, and what the kernel multiplies stays in 32 bits.
+    """
+    rest = tiles % blocks
+    worth = n_blocks * (blocks - rest) >= SPLIT_COST * blocks
+    return rest if worth and blocks <= rest * n_blocks < 2**31 // blocks - 1 else 0
+
+
 def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:
     """(m_block, head) of a block's ``turn``-th tile when later rows see more keys (causal).
 
