@@ -106,7 +106,7 @@ def test_many_tiles_a_block(keywords: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (88, 72), (128, 128), (128, 96), (192, 128), (256, 256)])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_split_tiles(dims: tuple[int, int], softcap: float) -> None:
-    """Keys of the last round dealt out over all blocks: alone (fewer tiles than blocks), after whole rounds, with partial tiles."""
+    """Keys of the last round dealt out over all blocks: fewer tiles than blocks, whole rounds before them, short tiles."""
     for batch, seqlen_q, seqlen_k, heads, kv in ((1, 130, 9001, 2, 1), (2, 1, 20000, 3, 1), (1, 3000, 5003, 12, 4)):
         q = torch.randn(batch, seqlen_q, heads, dims[0], device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(batch, seqlen_k, kv, d, device="cuda", dtype=torch.bfloat16) for d in dims)
@@ -115,7 +115,7 @@ def test_split_tiles(dims: tuple[int, int], softcap: float) -> None:
             part = [q[:, -200:, head : head + 1], *(t[:, :, head * kv // heads][:, :, None] for t in (k, v))]
             options = {"softcap": softcap, "return_lse": True, "backend": "reference"}
             want, want_lse = warploom.attention(*(t.double() for t in part), **options)
-            torch.testing.assert_close(out[:, -200:, head : head + 1].double(), want, rtol=2e-2, atol=2e-3)
+            torch.testing.assert_close(out[:, -200:, head : head + 1].double(), want, rtol=2e-2, atol=5e-4)
             torch.testing.assert_close(lse[:, head : head + 1, -200:].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
 
 
