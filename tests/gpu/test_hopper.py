@@ -104,17 +104,25 @@ def test_many_tiles_a_block(keywords: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (88, 72), (128, 128), (128, 96), (192, 128), (256, 256)])
-@pytest.mark.parametrize("softcap", [0.0, 20.0])
-def test_split_tiles(dims: tuple[int, int], softcap: float) -> None:
-    """Keys of the last round dealt out over all blocks: fewer tiles than blocks, whole rounds before them, short tiles."""
-    for batch, seqlen_q, seqlen_k, heads, kv in ((1, 130, 9001, 2, 1), (2, 1, 20000, 3, 1), (1, 3000, 5003, 12, 4)):
+@pytest.mark.parametrize(
+    "keywords", [{}, {"softcap": 20.0}, {"causal": True}, {"sink": True}, {"sink": True, "causal": True}], ids=str
+)
+def test_split_tiles(dims: tuple[int, int], keywords: dict[str, Any]) -> None:
+    """Keys dealt out over all blocks: fewer tiles than blocks, whole rounds before them (not causal), short tiles."""
+    for batch, seqlen_q, seqlen_k, heads, kv in (
+        (1, 130, 9001, 2, 1),
+        (2, 1, 20000, 3, 1),
+        (1, 700, 5003, 3, 1),
+        (1, 3000, 5003, 12, 4),
+    ):
         q = torch.randn(batch, seqlen_q, heads, dims[0], device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(batch, seqlen_k, kv, d, device="cuda", dtype=torch.bfloat16) for d in dims)
-        out, lse = attend(q, k, v, softcap=softcap)
+        sink = 5 * torch.randn(heads, device="cuda") if "sink" in keywords else None
+        out, lse = attend(q, k, v, **{**keywords, "sink": sink})
         for head in (0, heads - 1):
             part = [q[:, -200:, head : head + 1], *(t[:, :, head * kv // heads][:, :, None] for t in (k, v))]
-            options = {"softcap": softcap, "return_lse": True, "backend": "reference"}
-            want, want_lse = warploom.attention(*(t.double() for t in part), **options)
+            options = {**keywords, "sink": None if sink is None else sink[head : head + 1].double()}
+            want, want_lse = warploom.attention(*(t.double() for t in part), return_lse=True, backend="reference", **options)
             torch.testing.assert_close(out[:, -200:, head : head + 1].double(), want, rtol=2e-2, atol=5e-4)
             torch.testing.assert_close(lse[:, head : head + 1, -200:].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
 

@@ -143,7 +143,10 @@ def test_every_named_variant_has_the_signature() -> None:
 
 
 def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven tiles of 192 queries on five blocks: two are left over; short keys are not worth another kernel."""
+    """Seven tiles of 192 queries on five blocks: two are left over; short keys are not worth another kernel.
+
+    Causal calls and windows have tiles of unlike costs, and are split only where few queries see nearly all keys.
+    """
     found: list[tuple[int, int]] = []
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
@@ -156,8 +159,19 @@ def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch
         return call
 
     monkeypatch.setattr(modules, "load", load)
-    for keys, options in ((2000, {}), (400, {}), (2000, {"causal": True}), (2000, {"window": (5, None)})):
-        q, k = torch.zeros(1, 1300, 1, 16).half(), torch.zeros(1, keys, 1, 16).half()
-        run.forward(dense_args(q, k, k, **options))  # type: ignore[arg-type]
-    run.forward(dense_args(q, k, k, sink=torch.zeros(1)))
-    assert [split for split, _ in found] == [2, 0, 0, 0, 0] and all(blocks == PROCESSORS for _, blocks in found)
+    causal, window, sink = {"causal": True}, {"window": (5, None)}, {"sink": torch.zeros(1)}
+    cases: list[tuple[int, int, dict[str, Any], int]] = [
+        (1300, 2000, {}, 2),
+        (1300, 2000, sink, 2),
+        (1300, 400, {}, 0),
+        (1300, 2000, causal, 0),
+        (1300, 2000, window, 0),
+        (100, 2000, causal, 1),
+        (100, 2000, window, 0),
+        (1300, 9000, causal, 0),
+    ]
+    for queries, keys, options, _ in cases:
+        q, k = torch.zeros(1, queries, 1, 16).half(), torch.zeros(1, keys, 1, 16).half()
+        run.forward(dense_args(q, k, k, **options))
+    assert [split for split, _ in found] == [case[-1] for case in cases]
+    assert [blocks for _, blocks in found] == [1 if case[0] == 100 and not case[-1] else PROCESSORS for case in cases]

@@ -136,3 +136,5 @@ def test_what_is_split() -> None:
     assert tiles_to_split(1, 100, H100) == 0  # fewer key tiles than blocks
     assert tiles_to_split(16, 128, H100) == 16  # fewer tiles than blocks
     assert tiles_to_split(68, 2**19, H100) == 0  # past 32 bits
+    assert tiles_to_split(2048, 128, H100, alike=False) == 0
+    assert tiles_to_split(16, 128, H100, alike=False) == 16

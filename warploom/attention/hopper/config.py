@@ -33,7 +33,7 @@ class ForwardConfig:
     sink: bool = False
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
-    split: bool = False  # may deal out the keys of the last tiles over all blocks
+    split: bool = False  # may deal out the keys of tiles over all blocks
 
     @property
     def tile_m(self) -> int:

@@ -122,13 +122,13 @@ class HopperForward:
             layout_q, layout_k, layout_v, multiplier, cap_in, left, right, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
-            self.launch_merge(parts, out, lse, k.shape[0], split, blocks, stream)
+            self.launch_merge(parts, out, lse, sink, k.shape[0], split, blocks, stream)
 
     @cute.jit
-    def launch_merge(self, parts, out, lse, seqlen_k, split, blocks, stream):
+    def launch_merge(self, parts, out, lse, sink, seqlen_k, split, blocks, stream):
         """Put the pieces of split tiles together, if there are any."""
         if split > 0:
-            self.merge(parts, out, lse, cute.ceil_div(seqlen_k, self.tile_n), split, blocks).launch(
+            self.merge(parts, out, lse, sink, cute.ceil_div(seqlen_k, self.tile_n), split, blocks).launch(
                 grid=[split * (self.tile_m // MERGED_ROWS), 1, 1], block=[32 * MERGED_ROWS, 1, 1], stream=stream
             )
 
@@ -279,7 +279,7 @@ class HopperForward:
                     m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right
                 )
                 if slot >= 0:
-                    first, end = piece_first, piece_end
+                    first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
                 batch = head // heads_q
                 head = head - batch * heads_q if batch < batch_size else Int32(-1)
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
@@ -792,7 +792,16 @@ class HopperForward:
         cute.autovec_copy(pair, cute.make_tensor(target.align(8), cute.make_layout(2)))
 
     @cute.kernel
-    def merge(self, parts: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, n_blocks: Int32, split: Int32, blocks: Int32):
+    def merge(
+        self,
+        parts: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        sink: cute.Tensor | None,
+        n_blocks: Int32,
+        split: Int32,
+        blocks: Int32,
+    ):
         """Rows of the split tiles, one a warp: the pieces' O, weighted by what their maxima are from the largest."""
         dim = self.config.head_dim_v
         batch_size, heads_q, seqlen_q = lse.shape
@@ -811,6 +820,8 @@ class HopperForward:
             acc = cute.make_rmem_tensor((2, spans), Float32)
             acc.fill(0.0)
             top, total = -Float32.inf, Float32(0.0)
+            if const_expr(self.config.sink):
+                top, total = sink[head] * LOG2_E, Float32(1.0)  # type: ignore[index]
             block, last, part = schedule.pieces(tile, blocks, split, n_blocks)
             for b in cutlass.range(block, last + 1, unroll=1):
                 base = parts.iterator + cutlass.Int64(2 * b + part) * self.config.piece_floats

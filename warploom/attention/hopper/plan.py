@@ -88,7 +88,7 @@ def config(
         sink=sink,
         varlen=varlen,
         used=used,
-        split=not (right or left or varlen or sink),
+        split=not varlen,
     )
 
 

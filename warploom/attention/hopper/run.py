@@ -48,7 +48,10 @@ def bind(args: AttentionArgs) -> Launch:
     function, variant = _function(args, seqlen_k)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles, blocks = m_blocks * batch * heads, processors(index)
-    split = tiles_to_split(tiles, -(-seqlen_k // variant.tile_n), blocks) if variant.split else 0
+    split = 0
+    # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
+    if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
+        split = tiles_to_split(tiles, -(-(end - first) // variant.tile_n), blocks, args.right is None)
     parts_shape = (2 * blocks, variant.piece_floats // variant.tile_m, variant.tile_m)
     if not split:
         blocks = min(blocks, tiles)
@@ -64,9 +67,7 @@ def bind(args: AttentionArgs) -> Launch:
             q, k, v = aligned(q), aligned(k), aligned(v)
         if sink is not None:
             sink = sink.float().contiguous()
-        parts = None
-        if variant.split:
-            parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # lse: of the right type
+        parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # not read: of the type
         if index == torch._C._cuda_getDevice():
             function(q, k, v, out, lse, sink, None, None, None, None, parts, *numbers)
         else:

@@ -51,11 +51,15 @@ def pieces(tile: Any, blocks: Any, tiles: Any, n_blocks: Any) -> tuple[Any, Any,
 SPLIT_COST = 6
 
 
-def tiles_to_split(tiles: int, n_blocks: int, blocks: int) -> int:
+def tiles_to_split(tiles: int, n_blocks: int, blocks: int, alike: bool = True) -> int:
     """How many tiles at the end of a call to split: those of a last round that would leave blocks idle for longer than
     SPLIT_COST; each block gets a key tile or more, and what the kernel multiplies stays in 32 bits.
+
+    Tiles that are not ``alike`` in their keys are split only where there are fewer of them than blocks.
     """
     rest = tiles % blocks
+    if rest < tiles and not alike:
+        return 0
     worth = n_blocks * (blocks - rest) >= SPLIT_COST * blocks
     return rest if worth and blocks <= rest * n_blocks < 2**31 // blocks - 1 else 0
 
