@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,9 +245,7 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
     prepare = getattr(module, "prepare", None)
     result = attention_op((args if prepare is None else prepare(args))._replace(backend=chosen))
     if call_key is not None and hasattr(module, "bind") and dispatch.settled(key) is not None:
-        launch = module.bind(args)
-        if launch is not None:
-            dispatch.bind(call_key, launch)
+        dispatch.bind(call_key, partial(module.bind, args))
     return result
 
 

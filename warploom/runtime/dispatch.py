@@ -44,7 +44,7 @@ _families: dict[str, tuple[Implementation, ...]] = {}
 
 # Choices by a key of the caller's that holds all that a problem does, and launchers by one that holds strides too.
 _settled: dict[Any, str] = {}
-_bound: dict[Any, Callable[..., Any]] = {}
+_bound: dict[Any, Callable[..., Any] | None] = {}
 MOST_KEPT = 4096
 _strict = False
 _warned: set[tuple[str, str]] = set()
@@ -124,13 +124,16 @@ def settle(key: Any, name: str, family: str = "attention") -> None:
 
 
 def bound(key: Any) -> Callable[..., Any] | None:
-    """What an earlier ``bind`` kept for the key."""
+    """What ``bind`` kept for the key."""
     return _bound.get(key)
 
 
-def bind(key: Any, launch: Callable[..., Any]) -> None:
-    """Keep a settled call's launcher, which takes any tensors of the same shapes, strides, dtypes and device."""
-    _keep(_bound, key, launch)
+def bind(key: Any, make: Callable[[], Callable[..., Any] | None]) -> None:
+    """Keep a settled call's launcher, which takes any tensors of the same shapes, strides, dtypes and device.
+
+    It is made when the key comes for the second time: lengths that change with every call would make one each time.
+    """
+    _keep(_bound, key, make() if key in _bound else None)
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
