@@ -44,7 +44,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 9 + 1 + 2 and "tree, B1 S256" in run["left_out"]
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 9 + 1 + 2 and "tree, B1 S256" in run["left_out"]
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(
@@ -121,7 +121,7 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     names = capsys.readouterr().out.splitlines()
     assert len(names) == 18 + 7 and "masks   window 1024, B1 S32768" in names
     assert main(["bench", "--list", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 18 + 8
+    assert len(json.loads(capsys.readouterr().out)) == 18 + 8 + 3
 
 
 @pytest.mark.parametrize(

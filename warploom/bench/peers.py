@@ -57,18 +57,26 @@ def flex_block_mask(mask_mod: Callable[..., Tensor], seqlen: int, device: torch.
     return create_block_mask(mask_mod, None, None, seqlen, seqlen, device=str(device))
 
 
-def flash_attention_4(causal: bool) -> Attention:
-    """FlashAttention-4 where flash_attn.cute is importable."""
+def flash_attention_4(
+    causal: bool, window: tuple[int, int] | None = None, cu_seqlens: Tensor | None = None, longest: int | None = None
+) -> Attention:
+    """FlashAttention-4 where flash_attn.cute is importable; of packed sequences with ``cu_seqlens``."""
     try:
         found = find_spec("flash_attn.cute")
     except ModuleNotFoundError:
         found = None
     if found is None:
         raise NotHere("flash_attn.cute is not installed")
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options: dict[str, Any] = {"causal": causal} if window is None else {"window_size": window}
+    packed = {f"cu_seqlens_{side}": cu_seqlens for side in "qk"} | {f"max_seqlen_{side}": longest for side in "qk"}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=causal)
+        if cu_seqlens is None:
+            out = flash_attn_func(q, k, v, **options)
+        else:
+            out = flash_attn_varlen_func(q, k, v, **packed, **options)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     return attend

@@ -37,6 +37,20 @@ class OneHead:
         return max(_distance(name, got[-1, :, -1], want, FURTHEST["gradient"]) for name, got, want in pairs)
 
 
+@dataclass
+class LastDocument(OneHead):
+    """The same of the last of several packed sequences, from ``start``."""
+
+    start: int = 0
+
+    def check_out(self, out: Tensor) -> float:
+        return super().check_out(out[None, self.start :])
+
+    def check_gradients(self, gradients: tuple[Tensor, Tensor, Tensor]) -> float:
+        dq, dk, dv = (t[None, self.start :] for t in gradients)
+        return super().check_gradients((dq, dk, dv))
+
+
 def one_head(q: Tensor, k: Tensor, v: Tensor, mask: ResolvedMask, dout: Tensor | None) -> OneHead:
     """Attention of the last batch entry's last head, in fp32.
 

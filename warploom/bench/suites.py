@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from warploom.bench.decode import capture, decode_cases
 from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.masks import pairs
-from warploom.bench.reference import OneHead, one_head
-from warploom.masks import Causal, Full, Mask
+from warploom.bench.reference import LastDocument, OneHead, one_head
+from warploom.masks import Causal, Full, Mask, SlidingWindow
 from warploom.masks.intervals import ResolvedMask
 
 SUITES = ("forward", "backward", "masks", "decode", "linear")
@@ -61,6 +61,9 @@ OTHER_SHAPES = (
     Shape(4, 4096, 16, 96),
     Shape(1, 16384, 8, 192),
 )
+# A sliding window, and documents of random lengths packed without padding.
+WINDOW, WINDOW_SHAPE = 1024, Shape(1, 32768, 16, 128)
+DOCUMENTS, DOCUMENT_LENGTHS, DOCUMENT_SHAPE = 64, (100, 4000), Shape(1, 0, 16, 128)
 
 
 def cases(suites: list[str], device: torch.device, quick: bool) -> list[Case]:
@@ -91,6 +94,14 @@ def dense_cases(passes: list[str], quick: bool) -> list[Case]:
             build = partial(_build_dense, shape, causal, passes)
             name = f"{shape.name} {'causal' if causal else 'full'}"
             found.append(Case("dense", name, {**shape.__dict__, "causal": causal}, build))
+    shape, window = (Shape(1, 128, 2, 16), 50) if quick else (WINDOW_SHAPE, WINDOW)
+    build = partial(_build_window, shape, window, passes)
+    found.append(Case("dense", f"{shape.name} window {window}", {**shape.__dict__, "window": window}, build))
+    shape, documents, between = (Shape(1, 0, 2, 16), 3, (10, 60)) if quick else (DOCUMENT_SHAPE, DOCUMENTS, DOCUMENT_LENGTHS)
+    for causal in (False, True):
+        build = partial(_build_documents, shape, documents, between, causal, passes)
+        name = f"D{shape.head_dim}, {documents} documents of {between[0]} to {between[1]} {'causal' if causal else 'full'}"
+        found.append(Case("dense", name, {**shape.__dict__, "documents": documents, "causal": causal}, build))
     return found
 
 
@@ -128,6 +139,52 @@ def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.de
     mask = Causal() if causal else Full()
     density = mask.density(shape.seqlen, shape.seqlen)
     yield from _compare(contenders, refused, inputs, mask, shape.flops(density), passes, {})
+
+
+def _build_window(shape: Shape, window: int, passes: list[str], device: torch.device) -> Iterator[tuple[str, Comparison]]:
+    inputs, mask = shape.draw(device), SlidingWindow(window, 0)
+    contenders: dict[str, peers.Attention] = {
+        "warploom": lambda q, k, v: warploom.attention(q, k, v, window=(window, 0))  # type: ignore[dict-item,return-value]
+    }
+    refused: dict[str, str] = {}
+    try:
+        contenders["FA4"] = peers.flash_attention_4(False, (window, 0))
+    except peers.NotHere as why:
+        refused["FA4"] = str(why)
+    density = mask.density(shape.seqlen, shape.seqlen)
+    yield from _compare(contenders, refused, inputs, mask, shape.flops(density), passes, {})
+
+
+def _build_documents(
+    shape: Shape, documents: int, between: tuple[int, int], causal: bool, passes: list[str], device: torch.device
+) -> Iterator[tuple[str, Comparison]]:
+    lengths = torch.randint(between[0], between[1] + 1, (documents,), generator=torch.Generator().manual_seed(0))
+    ends = [0, *lengths.cumsum(0).tolist()]
+    longest, start = int(lengths.max()), ends[-2]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    packed = replace(shape, seqlen=ends[-1])
+    q, k, v, dout = (t[0] for t in packed.draw(device))
+    contenders: dict[str, peers.Attention] = {
+        "warploom": lambda q, k, v: warploom.attention_varlen(  # type: ignore[dict-item,return-value]
+            q, k, v, cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, causal=causal
+        )
+    }
+    refused: dict[str, str] = {}
+    try:
+        contenders["FA4"] = peers.flash_attention_4(causal, None, cu_seqlens, longest)
+    except peers.NotHere as why:
+        refused["FA4"] = str(why)
+    mask = Causal() if causal else Full()
+    last_q, last_k, last_v, upstream = (t[None, start:] for t in (q, k, v, dout))
+    resolved = mask.resolve(last_q.shape[1], last_q.shape[1], device)
+    found = one_head(last_q, last_k, last_v, resolved, upstream if "backward" in passes else None)
+    want = LastDocument(found.out, found.gradients, found.group, start)
+    flops = sum(replace(shape, seqlen=n).flops(mask.density(n, n)) for n in lengths.tolist())
+    if "forward" in passes:
+        calls: dict[str, Call] = {name: partial(_forward, attend, q, k, v) for name, attend in contenders.items()}
+        yield "forward", Comparison(calls, want.check_out, flops, None, refused)
+    if "backward" in passes:
+        yield "backward", _backward(contenders, refused, [q, k, v, dout], want, flops, {})
 
 
 def _build_mask(shape: Shape, name: str, device: torch.device) -> Iterator[tuple[str, Comparison]]:
