@@ -15,6 +15,9 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Terms of one sum on tensor cores where operands are fp32: each step of eight or fewer rounds towards zero.
+DEPTH = tl.constexpr(32)
+
 # Feature maps.
 IDENTITY = tl.constexpr(0)
 ELU_PLUS_ONE = tl.constexpr(1)
@@ -158,11 +161,21 @@ def through_map(gradient, fx, MAP: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """a @ b, plus acc; fp32 operands as three TF32 products."""
-    if a.dtype == tl.float32:
+    """a @ b, plus acc; fp32 operands as three TF32 products.
+
+    Tensor cores truncate each sum of a few terms, always downwards where all are positive: of fp32 operands no more than
+    DEPTH terms are summed so, and those sums by fp32 additions.
+    """
+    if a.dtype != tl.float32:
+        return tl.dot(a, b, acc)
+    elif a.shape[1] <= DEPTH:
         return tl.dot(a, b, acc, input_precision="tf32x3")
     else:
-        return tl.dot(a, b, acc)
+        parts: tl.constexpr = a.shape[1] // DEPTH
+        left = tl.permute(tl.reshape(a, (a.shape[0], parts, DEPTH)), (1, 0, 2))
+        right = tl.reshape(b, (parts, DEPTH, b.shape[1]))
+        product = tl.sum(tl.dot(left, right, input_precision="tf32x3"), 0)
+        return product if acc is None else acc + product
 
 
 @triton.jit
