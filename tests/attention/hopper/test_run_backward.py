@@ -13,8 +13,9 @@ import warploom
 from tests.attention.cases import CASES, case
 from warploom.attention import hopper
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.hopper import run, run_backward
+from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.plan import backward_set
+from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.modules import ModuleSpec
 
@@ -112,7 +113,7 @@ def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, i
     q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
     out, lse = warploom.attention(q, k, v, window=window, return_lse=True, backend="reference")
     want = run_backward.backward(dense_args(q, k, v, window=window), torch.ones_like(out), None, out, lse)
-    first, end = run.seen(40, 100, *window)
+    first, end = seen(40, 100, *window)
     for t in (k, v):
         t[:, :first] = NAN
         t[:, end:] = NAN

