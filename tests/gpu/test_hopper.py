@@ -268,11 +268,12 @@ def test_seventy_thousand_batches() -> None:
 
 def test_graph_replays() -> None:
     q, k, v = drawn(2, 512, 4, 2, 128)
+    few, keys, values = drawn(1, 9000, 4, 2, 128)
     cu = torch.tensor([0, 100, 512], dtype=torch.int32, device="cuda")
 
     def step() -> list[Tensor]:
         packed = warploom.attention_varlen(q[0], k[0], v[0], cu, causal=True, return_lse=True, backend="hopper")
-        return [*attend(q, k, v, causal=True), *packed]
+        return [*attend(q, k, v, causal=True), *attend(few[:, :100], keys, values), *packed]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -284,7 +285,7 @@ def test_graph_replays() -> None:
         found = step()
     for middle in (100, 300, 512, 7):
         cu[1] = middle
-        for t in (q, k, v):
+        for t in (q, k, v, few, keys, values):
             t.normal_()
         graph.replay()
         for a, b in zip(found, step(), strict=True):

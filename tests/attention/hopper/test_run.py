@@ -41,7 +41,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if split:
             tiles = -(-q.shape[1] // config.tile_m) * q.shape[0] * q.shape[2]
             assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
-            assert parts.numel() == 2 * blocks * config.piece_floats and (tiles - split) % blocks == 0 and blocks == PROCESSORS
+            assert parts.numel() == 2 * blocks * config.piece_floats
+            assert blocks in (1, PROCESSORS) and (tiles - split) % blocks == 0
         assert (softcap != 0.0) == variant["softcap"]
         assert all(s % 8 == 0 for t in (q, k, v) for s in t.stride()[:-1])
         assert [t is not None for t in (cu_q, cu_k, used, counter)] == [variant["varlen"]] * 2 + [
@@ -153,7 +154,8 @@ def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch
         run_it = kernel(spec)
 
         def call(*arguments: Any) -> None:
-            found.append(arguments[-2:])
+            if arguments[0].shape[1] > 1:  # not the first launch
+                found.append(arguments[-2:])
             run_it(*arguments)
 
         return call

@@ -52,7 +52,7 @@ def bind(args: AttentionArgs) -> Launch:
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
     if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
         split = tiles_to_split(tiles, -(-(end - first) // variant.tile_n), blocks, args.right is None)
-    parts_shape = (2 * blocks, variant.piece_floats // variant.tile_m, variant.tile_m)
+    parts_shape = _parts_shape(blocks, variant)
     if not split:
         blocks = min(blocks, tiles)
     numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, batch * heads, blocks), split, blocks)
@@ -100,8 +100,12 @@ def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def warm(args: AttentionArgs) -> None:
-    """Load or build the call's module, and launch it on one token: CUDA loads its code at the first launch."""
-    function, variant = _function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1])
+    """Load or build the call's module, and launch it on one token."""
+    _first_launch(args, *_function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1]))
+
+
+def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig) -> None:
+    """Launch the module's kernels on one token: CUDA loads their code when they are first launched."""
     vectors: tuple[Tensor | None, ...] = (None, None, None, None)
     if args.cu_seqlens_q is not None:
         ones = args.cu_seqlens_q.new_tensor([0, 1])
@@ -111,8 +115,14 @@ def warm(args: AttentionArgs) -> None:
     else:
         q, k, v = (t.new_zeros((1, 1, *t.shape[2:])) for t in (args.q, args.k, args.v))
         out, lse = _outputs(q, v, (1, q.shape[2], 1))
-    vectors = (*vectors, lse if variant.split else None)
-    _launch(function, args, (q, k, v, out, lse), vectors, (args.left, args.right), 0, 1)
+    split = int(variant.split)
+    vectors = (*vectors, lse.new_empty(_parts_shape(1, variant)) if split else None)
+    _launch(function, args, (q, k, v, out, lse), vectors, (args.left, args.right), split, 1)
+
+
+def _parts_shape(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
+    """Two pieces a block."""
+    return 2 * blocks, variant.piece_floats // variant.tile_m, variant.tile_m
 
 
 def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -137,9 +147,12 @@ def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], 
     ready = _ready.get(key)
     if ready is None:
         variant = config(*key)
-        if modules.loaded(variant.spec) is None and torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
         ready = _ready[key] = modules.load(variant.spec), variant
+        if variant.split and not capturing:
+            _first_launch(args, *ready)  # of what merges pieces too, which a captured call may be the first to need
     return ready
 
 
@@ -152,7 +165,7 @@ def _launch(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     vectors: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
-    pair_heads: int,
+    split: int,
     blocks: int,
 ) -> None:
     q, k, v, out, lse = tensors
@@ -160,7 +173,7 @@ def _launch(
     left, right = map(reach, band)
     inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
     with on_device(q):
-        function(*inputs, args.scale, args.softcap, left, right, pair_heads, 0, blocks)
+        function(*inputs, args.scale, args.softcap, left, right, 0, split, blocks)
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
