@@ -13,6 +13,7 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
+from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
 
 pytestmark = [
@@ -24,6 +25,7 @@ HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")
 # Not here: what goes to the next implementation.
 DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "192", "256", "scale"))]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors", "used"))]
 BANDS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 30)}}
 
 
@@ -51,6 +53,42 @@ def test_case(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     call = case(name, seed(), dtype=dtype, device="cuda")
     call.keywords = {**call.keywords, "deterministic": deterministic}
     check(call, "hopper")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", VARLEN)
+def test_packed(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+    fields = {"seed": seed(), "dtype": dtype, "device": "cuda", **PACKED[name]}
+    fields["keywords"] = {**fields.get("keywords", {}), "deterministic": deterministic}  # type: ignore[dict-item]
+    Packed(**fields).check("hopper")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packed_lengths(dim: int, band: str, deterministic: bool) -> None:
+    keys = [200, 1, 0, 333, 129, 1000, 64, 30]
+    shape = {"lengths_q": [100, 1, 130, 333, 0, 700, 257, 63], "lengths_k": keys, "heads_q": 6, "heads_kv": 2}
+    options = {"head_dim": dim, "head_dim_v": dim, "keywords": {**BANDS[band], "deterministic": deterministic}}
+    Packed(seed(), device="cuda", dtype=torch.bfloat16, **shape, **options).check("hopper")  # type: ignore[arg-type]
+
+
+def test_nan_of_other_sequences_changes_nothing() -> None:
+    q, k, v = (t[0].detach() for t in drawn(1, 400, 2, 2, 128))
+    cu = torch.tensor([0, 130, 131, 300], dtype=torch.int32, device="cuda")
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = warploom.attention_varlen(*leaves, cu, causal=True, backend="hopper")
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    want = gradients()
+    for t in (q, k, v):
+        t[:130] = NAN
+        t[131:] = NAN
+    for a, b in zip(gradients(), want, strict=True):
+        assert torch.equal(a[130], b[130]) and not b.isnan().any() and not a[300:].any()
 
 
 @pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])

@@ -127,6 +127,7 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
         problem.softcap,
         dlse,
         problem.deterministic,
+        problem.layout == "varlen",
     )
 
 
@@ -139,12 +140,13 @@ def _backward_module_refusal(
     softcap: bool,
     dlse: bool,
     deterministic: bool,
+    varlen: bool,
 ) -> str | None:
     """As ``_module_refusal``, of the backward's module."""
-    key = (dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic)
+    key = ("backward", dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic, varlen)
     if key in _found or modules.cannot_build() is None:
         return None
-    spec = backward_config(str(dtype).removeprefix("torch."), *key[1:]).spec
+    spec = backward_config(str(dtype).removeprefix("torch."), *key[2:]).spec
     missing = modules.refusal(spec)
     if missing is not None:
         return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
@@ -195,11 +197,17 @@ def backward(
     from warploom.attention.problem import AttentionProblem
 
     # The mask is an infinite score, which only a positive scale keeps at the right end.
-    if args.scale > 0.0 and _no_backward(AttentionProblem.from_args(args, True), dlse is not None) is None:
+    if args.scale > 0.0 and _fits(args) and _no_backward(AttentionProblem.from_args(args, True), dlse is not None) is None:
         from warploom.attention.hopper.run_backward import backward as run
 
         return run(args, dout, dlse, out, lse)
     return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
+
+
+def _fits(args: AttentionArgs) -> bool:
+    """What the problem does not say: sequences whose keys end early, more tokens than views of packed sequences reach."""
+    packed = args.cu_seqlens_q is not None
+    return not packed or (args.seqused_k is None and max(args.q.shape[0], args.k.shape[0]) <= MOST_KEYS)
 
 
 def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]

@@ -75,6 +75,7 @@ class BackwardConfig:
     softcap: bool = False
     dlse: bool = False  # a gradient arrives through lse too
     deterministic: bool = False  # key blocks add to dQ in their order
+    varlen: bool = False  # packed sequences
     tile_n: int = 128  # keys a block, 64 a warpgroup
     stages: int = 2  # of the Q ring and of the dO ring
 
@@ -84,7 +85,7 @@ class BackwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += [feature for feature in ("softcap", "dlse", "deterministic") if getattr(self, feature)]
+        parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

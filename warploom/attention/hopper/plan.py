@@ -117,8 +117,6 @@ def backward_refusal(problem: AttentionProblem, dlse: bool = False) -> str | Non
     dim = max(problem.head_dim, problem.head_dim_v)
     if dim > max(BACKWARD_ROWS):
         return f"takes head dims up to {max(BACKWARD_ROWS)}, not {dim}"
-    if problem.layout != "dense":
-        return f"takes dense calls, not {problem.layout} ones"
     if problem.left is not None and problem.right is None:
         return "takes no window without a limit on the right"
     if dim > min(BACKWARD_ROWS) and (problem.softcap or dlse):
@@ -137,10 +135,11 @@ def backward_config(
     softcap: bool = False,
     dlse: bool = False,
     deterministic: bool = False,
+    varlen: bool = False,
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features."""
     dim = min(d for d in BACKWARD_ROWS if d >= max(head_dim, head_dim_v))
-    return BackwardConfig(dtype, dim, dim, BACKWARD_ROWS[dim], right, left, softcap, dlse, deterministic)
+    return BackwardConfig(dtype, dim, dim, BACKWARD_ROWS[dim], right, left, softcap, dlse, deterministic, varlen)
 
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
@@ -154,6 +153,7 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> Backwa
         problem.softcap,
         dlse,
         problem.deterministic,
+        problem.layout == "varlen",
     )
 
 

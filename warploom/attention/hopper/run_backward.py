@@ -14,18 +14,20 @@ from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 
+PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
+
 
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    if args.cu_seqlens_q is not None:
+        return _packed(args, dout, dlse, out, lse)
     q, k, v = args.q, args.k, args.v
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k = k.shape[1]
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
-    first, end = 0, seqlen_k
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
@@ -40,24 +42,64 @@ def backward(
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
     function, variant = _function(args, dlse is not None)
-    rows = batch * heads * -(-seqlen_q // variant.tile_m)
-    sums = q.new_empty(rows * variant.tile_m * variant.head_dim, dtype=torch.float32)
-    stats = q.new_empty(rows * 2 * variant.tile_m, dtype=torch.float32)
-    turns = q.new_empty(2 * rows, dtype=torch.int32) if args.deterministic else None
+    batch, heads = q.shape[0], q.shape[2]
     together = 1
-    if args.deterministic or args.right is not None:
-        shared = seqlen_q * heads // k.shape[2] * 4 * (q.shape[3] + v.shape[3])
+    if args.deterministic or right is not None:
+        shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
         together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-    left, right = (0 if reach is None else max(-FAR, min(reach, FAR)) for reach in (left, right))
-    inputs = [aligned(t) for t in (q, k, v, out, dout)]
-    tensors = (*inputs, lse.contiguous(), dlse, *gradients, sums, stats, turns)
-    with on_device(q):
-        function(*tensors, args.scale, args.softcap, left, right, together)
+    tiles = batch * heads * -(-seqlen_q // variant.tile_m)
+    inputs = (q, k, v, out, dout, lse, dlse)
+    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None), (left, right), together)
     delta = None
     if args.sink is not None:
-        tiles = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1]
-        delta = tiles.flatten(2)[:, :, :seqlen_q]
+        delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
+
+
+def _packed(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, cu_q, cu_k = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k
+    assert cu_q is not None
+    # Tokens of no sequence, and keys that none of theirs sees, keep these zeros.
+    dq, dk, dv = gradients = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    function, variant = _function(args, dlse is not None)
+    cu_q = cu_q.contiguous()
+    starts = cu_q, cu_q if cu_k is None else cu_k.contiguous()
+    tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
+    inputs = (q, k, v, out, dout, lse, dlse)
+    _launch(function, variant, args, tiles, inputs, gradients, starts, (args.left, args.right), min(k.shape[1], PACKED_HEADS))
+    if args.sink is None:
+        return dq, dk, dv, _dsink(args, dlse, None, lse)
+    delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
+    return dq, dk, dv, _dsink(args, dlse, delta if dlse is None else delta - dlse, lse)
+
+
+def _launch(
+    function: Callable[..., None],
+    variant: BackwardConfig,
+    args: AttentionArgs,
+    tiles: int,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    gradients: tuple[Tensor, ...],
+    starts: tuple[Tensor | None, Tensor | None],
+    band: tuple[int | None, int | None],
+    together: int,
+) -> Tensor:
+    """Allocate the workspaces and launch; the row statistics, (tiles, 2, tile_m) flat."""
+    *tensors, lse, dlse = inputs
+    q = tensors[0]
+    sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
+    stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
+    turns = q.new_empty(2 * tiles, dtype=torch.int32) if args.deterministic else None
+    left, right = (0 if reach is None else max(-FAR, min(reach, FAR)) for reach in band)
+    views = [aligned(t) for t in tensors]
+    with on_device(q):
+        function(
+            *views, lse.contiguous(), dlse, *gradients, sums, stats, turns, *starts,
+            args.scale, args.softcap, left, right, together,
+        )  # fmt: skip
+    return stats
 
 
 def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
@@ -67,7 +109,7 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
     if delta is None:
         delta = torch.zeros_like(lse) if dlse is None else -dlse
     share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return -(share * delta).sum((0, 2)).to(args.sink.dtype)
+    return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
 
 
 def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], BackwardConfig]:
@@ -80,6 +122,7 @@ def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], Bac
         args.softcap != 0.0,
         dlse,
         args.deterministic,
+        args.cu_seqlens_q is not None,
     )
     ready = _ready.get(key)
     if ready is None:
