@@ -27,7 +27,7 @@ from warploom.attention.hopper.primitives import (
     pack16,
     pass_on,
     reciprocal,
-    store_transposed,
+    store_matrices,
     transpose_quad,
     wait_for,
 )
@@ -72,6 +72,9 @@ class HopperBackward:
         self.columns = self.part // 64
         # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
         self.lean = config.tile_m == 128
+        self.staged = WARPGROUPS * self.part  # elements of dQ on its way out through shared memory
+        self.slots = 2  # tiles of dS
+        self.writes = True  # whether the writer warps have work
 
     @cute.jit
     def __call__(
@@ -91,6 +94,7 @@ class HopperBackward:
         turns: cute.Tensor | None,  # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
+        used: cute.Tensor | None,  # (sequences,) int32: keys of a sequence that count
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -126,24 +130,16 @@ class HopperBackward:
         layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages)
         layout_k = self.tile_layout((self.tile_n, config.head_dim), 1)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), 2)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots)
         tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
         tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
-        scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
-        values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
-        if const_expr(self.lean):
-            keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
-        else:
-            keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
-        queries = self.mma((64, self.columns, 16), smem, by_k, by_mn)
+        scores, values, keys, queries = self.products()
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
             layout_q, layout_do, layout_k, layout_v, layout_ds,
-            cu_q, cu_k, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
+            cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
         ).launch(
             grid=[n_blocks * heads_kv * batch, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -152,14 +148,30 @@ class HopperBackward:
         )  # fmt: skip
         self.after(dq, sums, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
 
+    def products(self) -> tuple[Any, Any, Any, Any]:
+        """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
+        config = self.config
+        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
+        scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
+        values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
+        if const_expr(self.lean):
+            keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
+        else:
+            keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
+        return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
+
     def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
         return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
 
     def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles with the widest swizzle that the row allows, one after the other."""
+        """Row-major tiles with a swizzle as wide as the row allows, one after the other."""
+        atom = warpgroup.make_smem_layout_atom(self.swizzle(tile[1]), self.dtype)
+        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+
+    def swizzle(self, columns: int) -> Any:
         kinds = warpgroup.SmemLayoutAtomKind
-        kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+        return kinds.K_SW128 if columns % 64 == 0 else kinds.K_SW64
 
     def ragged(self, t: Any) -> Any:
         """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
@@ -342,6 +354,7 @@ class HopperBackward:
         layout_ds: cute.ComposedLayout,
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
+        used: cute.Tensor | None,
         seqlen_q: Int32,
         m_blocks: Int32,
         n_blocks: Int32,
@@ -367,7 +380,7 @@ class HopperBackward:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.part], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.staged], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
@@ -407,6 +420,8 @@ class HopperBackward:
         if const_expr(cu_q is not None):
             total_q, total_k = q.shape[3] - 1, k.shape[3] - 1
             sequence, k_start, seqlen_k, n_block = self.locate(cu_k, n_block, self.tile_n, total_k)
+            if const_expr(used is not None):
+                seqlen_k = cutlass.max(cutlass.min(seqlen_k, used[sequence]), 0)  # type: ignore[index]
             q_start, seqlen_q = self.bounds(cu_q, sequence, total_q)
             first_tile = self.first_tile(cu_q, sequence, tile_m, total_q)
         shift = seqlen_k - seqlen_q
@@ -439,12 +454,13 @@ class HopperBackward:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            for i in cutlass.range_constexpr(WARPGROUPS):
-                if warp == WRITERS[i]:
-                    self.write(work, sums, turns, i, left)
+            if const_expr(self.writes):
+                for i in cutlass.range_constexpr(WARPGROUPS):
+                    if warp == WRITERS[i]:
+                        self.write(work, sums, turns, i, left)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right)
+            self.compute(work, dk, dv, sums, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -491,29 +507,26 @@ class HopperBackward:
             cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
         stage, phase = Int32(0), Int32(1)
         stats_bytes = 8 * self.tile_m
-        for member in cutlass.range(work.group_size, unroll=1):
-            head = work.head * work.group_size + member
+        for j in cutlass.range(work.group_size * (end - first), unroll=1):
+            head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
-            gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (None, 0))
-            gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (None, 0))
+            gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (m, 0))
+            gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
-            tile = (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile
-            for i in cutlass.range(first, end, unroll=1):
-                m = self.in_turn(i, first, end)
-                cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
-                self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
-                cute.copy(tma_q, tqg[None, m], tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
-                with cute.arch.elect_one():
-                    source = stats.iterator + Int64(tile + m) * (2 * self.tile_m)
-                    bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
-                if member == 0 and i == first:
-                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
-                    cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
-                cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
-                self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
-                cute.copy(tma_do, tdg[None, m], tds[None, stage], tma_bar_ptr=shared.do_full + stage)
-                stage, phase = self.advance(stage, phase)
+            cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+            self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
+            with cute.arch.elect_one():
+                source = stats.iterator + Int64(tile) * (2 * self.tile_m)
+                bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
+            if j == 0:
+                self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+            cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
+            self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
+            cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
+            stage, phase = self.advance(stage, phase)
 
     def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
         """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
@@ -527,6 +540,26 @@ class HopperBackward:
         Under a causal mask they then reach a tile one after the other, and without one none waits for more than its elders.
         """
         return first + end - 1 - i if self.config.deterministic else i
+
+    @cute.jit
+    def place(self, work, j):
+        """Query head, query tile in it and number of that tile in the workspaces, of a block's j-th step.
+
+        A head after the other; where key blocks queue for dQ all heads of the group at a tile before the next one, since the
+        elders, which see more tiles, would else reach the second head long after this block.
+        """
+        first, _, _, end = work.bounds
+        if const_expr(self.config.deterministic):
+            i = j // work.group_size
+            member, i = j - i * work.group_size, first + i
+        else:
+            member = j // (end - first)
+            i = first + j - member * (end - first)
+        head, m = work.head * work.group_size + member, self.in_turn(i, first, end)
+        return head, m, self.query_tile_number(work, head, m)
+
+    def query_tile_number(self, work: Any, head: Any, m: Any) -> Any:
+        return (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
 
     @cute.jit
     def expect(self, barrier, size):
@@ -561,53 +594,42 @@ class HopperBackward:
         shared = work.shared
         first, _, _, end = work.bounds
         source = shared.dq + group * self.part
-        for member in cutlass.range(work.group_size, unroll=1):
-            head = work.head * work.group_size + member
-            tile = (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile
-            for i in cutlass.range(first, end, unroll=1):
-                m = self.in_turn(i, first, end)
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-                if cute.arch.lane_idx() == 0:
-                    part = Int64(tile + m) * WARPGROUPS + group
-                    if const_expr(self.config.deterministic):
-                        rank = work.n_block
-                        if const_expr(self.config.left):
-                            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
-                        wait_for(turns.iterator + part, rank)
-                    bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
-                    cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(self.config.deterministic):
-                        cute.arch.cp_async_bulk_wait_group(0, read=False)
-                        pass_on(turns.iterator + part)
-                    else:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
+        for j in cutlass.range(work.group_size * (end - first), unroll=1):
+            _, m, tile = self.place(work, j)
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+            if cute.arch.lane_idx() == 0:
+                part = Int64(tile) * WARPGROUPS + group
+                if const_expr(self.config.deterministic):
+                    wait_for(turns.iterator + part, self.rank(work, m, left))
+                bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
+                cute.arch.cp_async_bulk_commit_group()
+                if const_expr(self.config.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(turns.iterator + part)
+                else:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def rank(self, work, m, left):
+        """How many key blocks add to a query tile before this one."""
+        rank = work.n_block
+        if const_expr(self.config.left):
+            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
+        return rank
 
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right):
-        """dK and dV of 64 keys, and a half of every dQ."""
+    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
+        """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         config, shared = self.config, work.shared
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        own = cute.arch.thread_idx()[0] % WARPGROUP
-        row = work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4  # key, and that + 8
         first, whole_first, whole_end, end = work.bounds
-        r = self.registers(shared, mma_scores, mma_values, mma_keys, mma_queries, group, own, scale, softcap)
-        shift = work.shift
-        column = own % 4 * 2
-        for i in cutlass.range_constexpr(2):
-            key = row + 8 * i
-            # This thread's first visible query row, and the one past the last.
-            visible = Int32(0)
-            if const_expr(config.right):
-                visible = key - shift - right - column
-            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
-            if const_expr(config.left):
-                r.limits[i, 1] = key + left - shift + 1 - column
+        r = self.registers(work, products, sums, scale, softcap)
+        self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
@@ -617,25 +639,45 @@ class HopperBackward:
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
+        outer, inner = work.group_size, Int32(1)  # heads of the group before tiles, or at each tile: as in place()
         if const_expr(config.deterministic):
             parts.reverse()
-        for _ in cutlass.range(work.group_size, unroll=1):
+            outer, inner = inner, outer
+        for a in cutlass.range(outer, unroll=1):
             for lower, upper, masked in parts:
                 for i in cutlass.range(lower, upper, unroll=1):
                     m = self.in_turn(i, lower, upper)
-                    stage, phase, slot = self.step(r, m, stage, phase, slot, masked)
-        self.epilogue(r.acc_dv, dv, work, row, Float32(1.0), config.head_dim_v)
-        self.epilogue(r.acc_dk, dk, work, row, scale, config.head_dim)
+                    for b in cutlass.range(inner, unroll=1):
+                        head = work.head * work.group_size + a + b
+                        stage, phase, slot = self.step(r, work, head, m, stage, phase, slot, masked)
+        self.finish(r, work, dk, dv, scale)
 
-    def registers(
-        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any,
-        group: Any, own: Any, scale: Any, softcap: Any,
-    ) -> Names:  # fmt: skip
+    @cute.jit
+    def set_limits(self, r, work, left, right):
+        """This thread's first visible query row, and the one past the last, of each of its keys."""
+        for i in cutlass.range_constexpr(2):
+            key = r.row + 8 * i
+            visible = Int32(0)
+            if const_expr(self.config.right):
+                visible = key - work.shift - right - r.column
+            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
+            if const_expr(self.config.left):
+                r.limits[i, 1] = key + left - work.shift + 1 - r.column
+
+    @cute.jit
+    def finish(self, r, work, dk, dv, scale):
+        """Store dK and dV."""
+        self.epilogue(r.acc_dv, dv, work, r.row, 0, Float32(1.0))
+        self.epilogue(r.acc_dk, dk, work, r.row, 0, scale)
+
+    def registers(self, work: Any, products: Any, sums: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
+        mma_scores, mma_values, mma_keys, mma_queries = products
+        shared = work.shared
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
         config, tile_m = self.config, self.tile_m
-        multiplier, cap_in = scale * LOG2_E, Float32(0.0)
-        if const_expr(config.softcap):
-            multiplier, cap_in = softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+        multiplier, cap_in = self.multipliers(scale, softcap)
         scores, values, keys, queries = (m.get_slice(0) for m in (mma_scores, mma_values, mma_keys, mma_queries))
         turned = [1, 0, 2]
         q_turned, do_turned, k_turned = (
@@ -687,8 +729,15 @@ class HopperBackward:
             limits=cute.make_rmem_tensor((2, 2), Int32),
             ds_target=ds_target,
             dq_target=shared.dq + group * self.part + own * 4,
+            row=work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4,  # key, and that + 8
             column=own % 4 * 2,
         )
+
+    def multipliers(self, scale: Any, softcap: Any) -> tuple[Any, Any]:
+        """What turns raw scores into log2 units: scale, or softcap and what goes into its tanh."""
+        if const_expr(self.config.softcap):
+            return softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+        return scale * LOG2_E, Float32(0.0)
 
     def part_of(self, operand: Any, index: Any) -> Any:
         """One of an operand's tiles of rows (A) or columns (B): (element, 1, step, stage)."""
@@ -702,7 +751,7 @@ class HopperBackward:
         return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     @cute.jit
-    def step(self, r, m, stage, phase, slot, masked):
+    def step(self, r, work, head, m, stage, phase, slot, masked):
         """One query tile: five GEMMs, each elementwise part under the GEMM before."""
         shared = r.shared
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
@@ -770,20 +819,24 @@ class HopperBackward:
         words = self.words(r.p)
         for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
             for i in cutlass.range_constexpr(2):
-                p, slope = [], []
+                p = []
                 for j in (0, 1):
-                    score = r.rows_s[i, c + j] * r.multiplier
-                    if const_expr(self.config.softcap):
-                        # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
-                        rest = 2 * reciprocal(exp2(r.rows_s[i, c + j] * r.cap_in) + 1)
-                        score = r.multiplier - r.multiplier * rest
-                        slope.append(rest * (2 - rest))
-                        if const_expr(masked):
-                            score = -Float32.inf if r.rows_s[i, c + j] == -Float32.inf else score
-                    p.append(exp2(score - level[c + j]))
+                    weight, slope = self.weigh(r, r.rows_s[i, c + j], level[c + j], masked)
+                    r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
+                    p.append(weight)
                 words[i + c] = pack16(p[0], p[1], self.dtype)
-                for j in (0, 1):
-                    r.rows_s[i, c + j] = p[j] * slope[j] if const_expr(self.config.softcap) else p[j]
+
+    @cute.jit
+    def weigh(self, r, raw, level, masked):
+        """P of a raw score whose row has this lse, and the softcap's derivative there."""
+        score, slope = raw * r.multiplier, Float32(1.0)
+        if const_expr(self.config.softcap):
+            # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
+            rest = 2 * reciprocal(exp2(raw * r.cap_in) + 1)
+            score, slope = r.multiplier - r.multiplier * rest, rest * (2 - rest)
+            if const_expr(masked):
+                score = -Float32.inf if raw == -Float32.inf else score
+        return exp2(score - level), slope
 
     @cute.jit
     def differentiate(self, r, stage):
@@ -814,7 +867,7 @@ class HopperBackward:
                 words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
             else:
                 words = [self.words(r.ds)[4 * i + j] for j in range(4)]
-            store_transposed(target + i * (16 * 64), words)
+            store_matrices(target + i * (16 * 64), words, transposed=True)
 
     @cute.jit
     def hand_over(self, r):
@@ -835,16 +888,16 @@ class HopperBackward:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def epilogue(self, acc, target, work, row, factor, head_dim):
+    def epilogue(self, acc, target, work, row, first_column, factor):
         """Store rows of dK or dV: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
-        word = lane % 4
-        rows = cute.make_tensor(acc.iterator, self.row_view(head_dim))
+        columns = 2 * cute.size(acc)
+        rows = cute.make_tensor(acc.iterator, self.row_view(columns))
         for i in cutlass.range_constexpr(2):
-            for chunk in cutlass.range_constexpr(head_dim // 32):
+            for chunk in cutlass.range_constexpr(columns // 32):
                 pairs = [(rows[i, chunk * 8 + j], rows[i, chunk * 8 + j + 1]) for j in range(0, 8, 2)]
                 words = [pack16(low * factor, high * factor, self.dtype) for low, high in pairs]
                 words = transpose_quad(words, lane)
-                here, column = row + 8 * i, chunk * 32 + word * 8
+                here, column = row + 8 * i, first_column + chunk * 32 + lane % 4 * 8
                 if here < work.seqlen_k and column < target.shape[-1]:
                     self.store_words(self.element(target, work.batch, work.k_start + here, work.head, column), words)

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.backward_wide import WideBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import DTYPES, HopperForward
 from warploom.runtime.cubin import resources
@@ -71,11 +72,13 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     workspaces = [make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16) for _ in range(2)]
     turns = make_fake_tensor(Int32, (cute.sym_int64(),), stride=(1,), assumed_align=4) if variant.deterministic else None
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)]
-    starts = [
-        make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) if variant.varlen else None for _ in "qk"
+    vectors = [
+        make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
+        for present in (variant.varlen, variant.varlen, variant.used)
     ]
-    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *starts, *scalars]
-    return {**_compile(HopperBackward(variant), arguments, name, library), "shared": variant.shared_bytes}
+    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *vectors, *scalars]
+    kernel = WideBackward(variant) if variant.wide else HopperBackward(variant)
+    return {**_compile(kernel, arguments, name, library), "shared": variant.shared_bytes}
 
 
 def _compile(kernel: Any, arguments: list[Any], name: str, library: Path) -> dict[str, Any]:
