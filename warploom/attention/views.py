@@ -24,7 +24,7 @@ def reach(distance: int | None) -> int:
 
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy where it cannot be read by 16 bytes: rows of contiguous elements, every one from a 16-byte boundary."""
-    *strides, one = t.stride()
-    if one == 1 and not any([stride & 7 for stride in strides]) and not t.data_ptr() & 15:
+    stride = t.stride()
+    if not (stride[0] | stride[1] | stride[-2]) & 7 and stride[-1] == 1 and not t.data_ptr() & 15:
         return t
     return t.clone(memory_format=torch.contiguous_format)

@@ -14,27 +14,27 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 @dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^x on the special function unit, subnormals flushed: without .ftz each exponential costs two more instructions."""
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 @dsl_user_op
 def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """``x``, of which the compiler knows nothing."""
-    return Int32(_asm(T.i32(), [Int32(x).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", side_effects=True))
+    return Int32(assembly(T.i32(), [Int32(x).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", side_effects=True))
 
 
 @dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """1 / x on the special function unit, to one unit in the last place."""
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
+    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 @dsl_user_op
 def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``."""
+    """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``; the DSL's conversion packs only some widths."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
-    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
+    return Int32(assembly(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
 
 
 @dsl_user_op
@@ -43,7 +43,7 @@ def ldmatrix_x4(address: Int32, offset: int, trans: bool, *, loc: Any = None, ip
     form = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if trans else ''}.shared.b16"
     text = f"{form} {{$0, $1, $2, $3}}, [$4+{offset}];"
     values = [Int32(address).ir_value(loc=loc, ip=ip)]
-    struct = _asm(_struct(T.i32(), 4), values, text, "=r,=r,=r,=r,r", side_effects=True)
+    struct = assembly(_struct(T.i32(), 4), values, text, "=r,=r,=r,=r,r", side_effects=True)
     return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
@@ -55,7 +55,7 @@ def mma_m16n8k16(
     kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, "
     values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)] + [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
-    struct = _asm(_struct(T.f32(), 4), values, text + "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+    struct = assembly(_struct(T.f32(), 4), values, text + "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
     return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
@@ -63,14 +63,15 @@ def mma_m16n8k16(
 def cp_async16(to: Int32, offset: int, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Copy 16 bytes from global to shared memory at ``to`` + ``offset``; ``size`` 0 reads nothing and writes zeros."""
     values = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]
-    _asm(None, values, f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1], 16, $2;", "r,l,r", side_effects=True)
+    assembly(None, values, f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1], 16, $2;", "r,l,r", side_effects=True)
 
 
 def _struct(kind: Any, count: int) -> Any:
     return llvm.StructType.get_literal([kind] * count)
 
 
-def _asm(result: Any, values: list[Any], text: str, constraints: str, side_effects: bool = False) -> Any:
+def assembly(result: Any, values: list[Any], text: str, constraints: str, side_effects: bool = False) -> Any:
+    """One piece of inline PTX; operands and constraints as in LLVM."""
     return llvm.inline_asm(
         result,
         values,

@@ -25,10 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Reach for kernels whose tests have not run on a GPU since they last changed; those tests set it.
-UNCONFIRMED = os.environ.get("WARPLOOM_UNCONFIRMED") == "1"
-ALLOW = "WARPLOOM_UNCONFIRMED=1 allows it"
-
 FORMAT = 1  # of the manifest
 _PACKAGE = Path(__file__).parents[1]
 # Instruction sets that a compiler uses unasked. Others (sse4a, xop, adx, amx) need intrinsics, and the remaining flags of

@@ -11,8 +11,8 @@ import torch
 
 from warploom.attention import hopper
 from warploom.attention.hopper.plan import config, config_for, named_set, tile_dims
-from warploom.attention.hopper.run import aligned, seen
 from warploom.attention.problem import AttentionProblem
+from warploom.attention.views import aligned, seen
 from warploom.masks import SlidingWindow
 from warploom.runtime import dispatch, modules
 

@@ -15,6 +15,7 @@ from tests.attention.packed import PACKED, Packed
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run
 from warploom.attention.hopper.plan import named_set
+from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.modules import ModuleSpec
 
@@ -96,7 +97,7 @@ def test_packed(name: str) -> None:
 def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, int]) -> None:
     q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
     want = warploom.attention(q, k, v, window=window, return_lse=True, backend="reference")
-    first, end = run.seen(40, 100, *window)
+    first, end = seen(40, 100, *window)
     for t in (k, v):
         t[:, :first] = NAN
         t[:, end:] = NAN

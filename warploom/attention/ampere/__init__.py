@@ -51,8 +51,6 @@ def declines() -> str | None:
 
 def _others() -> str | None:
     """Why it does not run unasked here."""
-    if not modules.UNCONFIRMED:
-        return f"has not passed its GPU tests since the last change: it runs for backend={NAME!r} only ({modules.ALLOW})"
     others = sorted(set(_capabilities()) - set(MEANT_FOR))
     if others:
         return f"is for compute capability 8.0 to 8.9; on {_words(others)} it runs for backend={NAME!r} only"

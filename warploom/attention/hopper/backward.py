@@ -20,17 +20,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.primitives import (
-    bulk_add,
-    bulk_load,
-    exp2,
-    pack16,
-    pass_on,
-    reciprocal,
-    store_matrices,
-    transpose_quad,
-    wait_for,
-)
+from warploom.attention.hopper.primitives import bulk_add, bulk_load, pass_on, store_matrices, wait_for
+from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 
 WARPGROUP = 128
 WARPGROUPS = 2  # consumers

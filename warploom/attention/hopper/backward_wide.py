@@ -26,7 +26,8 @@ from warploom.attention.hopper.backward import (
     Names,
 )
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.primitives import add_four, pack16, pass_on, store_matrices, wait_for
+from warploom.attention.hopper.primitives import add_four, pass_on, store_matrices, wait_for
+from warploom.runtime.instructions import pack16
 
 P_READY = 6  # named barrier: both warpgroups have written their P
 BOTH = WARPGROUPS * WARPGROUP

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from warploom.attention.hopper.backward_wide import WideBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import DTYPES, HopperForward
 from warploom.runtime.cubin import resources
+from warploom.runtime.link import link
 
 
 def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
@@ -101,15 +99,3 @@ def _view(dtype: Any, modes: int) -> Any:
     strides = [cute.sym_int64(divisibility=8) for _ in range(modes)]
     shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=8))
     return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
-
-
-def link(objects: Path, library: Path) -> None:
-    """Make a shared library of an object file with whatever linker there is; RuntimeError names what would do."""
-    commands = [[path] for path in map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang", "ld")) if path]
-    if find_spec("ziglang") is not None:
-        commands.append([sys.executable, "-m", "ziglang", "cc"])
-    if not commands:
-        raise RuntimeError("no linker found; install gcc, clang or binutils, or pip install ziglang")
-    run = subprocess.run([*commands[0], "-shared", "-o", str(library), str(objects)], capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"{commands[0][0]} failed: {run.stderr.strip()}")

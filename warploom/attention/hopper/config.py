@@ -9,10 +9,9 @@ from warploom.runtime.modules import ModuleSpec
 
 _HERE = "attention/hopper"
 # What the compiled code is made from.
-SOURCES = tuple(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "primitives", "schedule"))
-BACKWARD_SOURCES = tuple(
-    f"{_HERE}/{file}.py" for file in ("build", "config", "backward", "backward_wide", "primitives", "schedule")
-)
+_COMMON = (*(f"{_HERE}/{file}.py" for file in ("build", "config", "primitives", "schedule")), "runtime/instructions.py")
+SOURCES = (*_COMMON, f"{_HERE}/forward.py")
+BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_wide.py")
 
 
 @dataclass(frozen=True)

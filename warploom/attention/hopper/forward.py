@@ -19,7 +19,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.primitives import exp2, pack16, pin, reciprocal, transpose_quad
+from warploom.attention.hopper.primitives import pin
+from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 
 WARPGROUP = 128
 LOG2_E = math.log2(math.e)
@@ -294,9 +295,7 @@ class HopperForward:
                         k_start += hidden
                         seqlen_k -= hidden
                         shift -= hidden
-                    first, end = self.key_tiles(
-                        m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, shift, left, right
-                    )
+                    first, end = self.key_tiles(m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, shift, left, right)
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
             words = (m_block, head, sequence, first, end, start, seqlen_q, k_start, seqlen_k, shift)
             self.hand_out(shared, stage, words)

@@ -1,61 +1,14 @@
-"""Instructions that the DSL does not name: packed conversion, fast exp2, a 4 × 4 transpose inside a quad of lanes."""
+"""Hopper instructions that the DSL does not name, or not in this form. Imports the CuTe DSL."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-
-@dsl_user_op
-def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """2^x on the special function unit, subnormals flushed: without .ftz each exponential costs two more instructions."""
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
-
-
-@dsl_user_op
-def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """1 / x on the special function unit, to one unit in the last place."""
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
-
-
-@dsl_user_op
-def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``; the DSL's conversion packs only some widths."""
-    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-    values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
-    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
-
-
-def _asm(result: Any, values: list[Any], text: str, constraints: str, side_effects: bool = False) -> Any:
-    return llvm.inline_asm(
-        result,
-        values,
-        text,
-        constraints,
-        has_side_effects=side_effects,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-
-
-@cute.jit
-def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
-    """Lane t of each quad holds word t of four chunks; it returns with the four words of chunk t."""
-    words = list(words)
-    for bit in (1, 2):
-        odd = lane // bit % 2 == 1
-        for low in [i for i in range(4) if not i & bit]:
-            high = low | bit
-            given = words[low] if odd else words[high]
-            taken = cute.arch.shuffle_sync_bfly(given, offset=bit)
-            words[low] = taken if odd else words[low]
-            words[high] = words[high] if odd else taken
-    return words
+from warploom.runtime.instructions import assembly
 
 
 @dsl_user_op
@@ -67,7 +20,7 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
     """
     text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [$1], $0; }"
     values = [Float32(x).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)]
-    _asm(None, values, text, "f,r", side_effects=True)
+    assembly(None, values, text, "f,r", side_effects=True)
 
 
 @dsl_user_op
@@ -75,7 +28,7 @@ def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *,
     """stmatrix of four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
     text = f"stmatrix.sync.aligned.m8n8.x4{'.trans' * transposed}.shared.b16 [$0], {{$1, $2, $3, $4}};"
     values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
-    _asm(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)
+    assembly(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)
 
 
 @dsl_user_op
@@ -83,7 +36,7 @@ def add_four(target: Any, values: list[Float32], *, loc: Any = None, ip: Any = N
     """Add four fp32 to four in global memory, 16 bytes aligned."""
     text = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
     operands = [target.to_llvm_ptr(loc=loc, ip=ip), *(Float32(value).ir_value(loc=loc, ip=ip) for value in values)]
-    _asm(None, operands, text, "l,f,f,f,f,~{memory}", side_effects=True)
+    assembly(None, operands, text, "l,f,f,f,f,~{memory}", side_effects=True)
 
 
 @dsl_user_op
@@ -92,7 +45,7 @@ def bulk_load(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = N
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
     values = [*pointers, Int32(size).ir_value(loc=loc, ip=ip), barrier.to_llvm_ptr(loc=loc, ip=ip)]
-    _asm(None, values, text, "r,l,r,r,~{memory}", side_effects=True)
+    assembly(None, values, text, "r,l,r,r,~{memory}", side_effects=True)
 
 
 @dsl_user_op
@@ -100,13 +53,13 @@ def bulk_add(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any = 
     """One thread adds ``size`` bytes of fp32 in shared memory to those in global memory, as part of its bulk group."""
     text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
     pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
-    _asm(None, [*pointers, Int32(size).ir_value(loc=loc, ip=ip)], text, "l,r,r,~{memory}", side_effects=True)
+    assembly(None, [*pointers, Int32(size).ir_value(loc=loc, ip=ip)], text, "l,r,r,~{memory}", side_effects=True)
 
 
 @dsl_user_op
 def _load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     text = "ld.acquire.gpu.global.b32 $0, [$1];"
-    return Int32(_asm(T.i32(), [address.to_llvm_ptr(loc=loc, ip=ip)], text, "=r,l,~{memory}", side_effects=True))
+    return Int32(assembly(T.i32(), [address.to_llvm_ptr(loc=loc, ip=ip)], text, "=r,l,~{memory}", side_effects=True))
 
 
 @cute.jit
@@ -122,4 +75,4 @@ def wait_for(counter, value):
 def pass_on(counter: Any, *, loc: Any = None, ip: Any = None) -> None:
     """One thread counts up, after all that it wrote or had written by bulk copies it waited for."""
     text = "fence.proxy.async.global; fence.acq_rel.gpu; red.release.gpu.global.add.s32 [$0], 1;"
-    _asm(None, [counter.to_llvm_ptr(loc=loc, ip=ip)], text, "l,~{memory}", side_effects=True)
+    assembly(None, [counter.to_llvm_ptr(loc=loc, ip=ip)], text, "l,~{memory}", side_effects=True)

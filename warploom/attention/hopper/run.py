@@ -12,10 +12,9 @@ from torch import Tensor
 from warploom.attention.hopper.plan import LONG, config
 from warploom.attention.hopper.schedule import heads_in_pairs
 from warploom.attention.problem import AttentionArgs
+from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 
-# Bands reach at most this far, so that sums with row and column numbers stay in 32 bits.
-FAR = 1 << 29
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -119,7 +118,7 @@ def _launch(
 ) -> None:
     q, k, v, out, lse = tensors
     sink = None if args.sink is None else args.sink.float().contiguous()
-    left, right = (0 if reach is None else max(-FAR, min(reach, FAR)) for reach in band)
+    left, right = map(reach, band)
     inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
     with on_device(q):
         function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
@@ -128,22 +127,6 @@ def _launch(
 def on_device(t: Tensor) -> AbstractContextManager[object]:
     """The tensor's device as the current one; nothing to do where it is."""
     return nullcontext() if t.device.index == torch._C._cuda_getDevice() else torch.cuda.device(t.device)
-
-
-def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, int]:
-    """Keys [first, end) that some query's band holds."""
-    shift = seqlen_k - seqlen_q
-    first = 0 if left is None else max(0, shift - left)
-    end = seqlen_k if right is None else min(seqlen_k, seqlen_k + right)
-    return first, end
-
-
-def aligned(t: Tensor) -> Tensor:
-    """``t``, or a copy where TMA cannot read it: 16-byte steps from a 16-byte boundary, the last dimension contiguous."""
-    stride = t.stride()
-    if not (stride[0] | stride[1] | stride[-2]) & 7 and stride[-1] == 1 and not t.data_ptr() & 15:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 @cache

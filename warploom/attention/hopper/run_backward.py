@@ -9,9 +9,10 @@ from torch import Tensor
 
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.run import DTYPES, FAR, aligned, on_device, seen
+from warploom.attention.hopper.run import DTYPES, on_device
 from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
+from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 
 PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
@@ -49,23 +50,40 @@ def backward(
         together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
     tiles = batch * heads * -(-seqlen_q // variant.tile_m)
     inputs = (q, k, v, out, dout, lse, dlse)
-    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None), (left, right), together)
+    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together)
     delta = None
     if args.sink is not None:
         delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
 
 
+def warm(args: AttentionArgs) -> None:
+    """Load or build the module of a call's backward pass, and launch it on one token."""
+    packed = args.cu_seqlens_q is not None
+    one = (1,) if packed else (1, 1)
+    q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
+    function, variant = _function(args, False)
+    starts: tuple[Tensor | None, ...] = (None, None, None)
+    if args.cu_seqlens_q is not None:
+        ends = args.cu_seqlens_q.new_tensor([0, 1])
+        starts = ends, ends, None if args.seqused_k is None else ends[1:]
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = out.new_zeros((q.shape[1], 1) if packed else (1, q.shape[2], 1), dtype=torch.float32)
+    gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
+    tiles = q.shape[-2] * (1 // variant.tile_m + 1)
+    _launch(function, variant, args, tiles, (q, k, v, out, out, lse, None), gradients, starts, (args.left, args.right), 1)
+
+
 def _packed(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, cu_q, cu_k = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k
+    q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
     assert cu_q is not None
     # Tokens of no sequence, and keys that none of theirs sees, keep these zeros.
     dq, dk, dv = gradients = tuple(t.new_zeros(t.shape) for t in (q, k, v))
     function, variant = _function(args, dlse is not None)
     cu_q = cu_q.contiguous()
-    starts = cu_q, cu_q if cu_k is None else cu_k.contiguous()
+    starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
     tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
     inputs = (q, k, v, out, dout, lse, dlse)
     _launch(function, variant, args, tiles, inputs, gradients, starts, (args.left, args.right), min(k.shape[1], PACKED_HEADS))
@@ -82,7 +100,7 @@ def _launch(
     tiles: int,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
     gradients: tuple[Tensor, ...],
-    starts: tuple[Tensor | None, Tensor | None],
+    starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
 ) -> Tensor:
@@ -92,8 +110,8 @@ def _launch(
     sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
     stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
     turns = q.new_empty(2 * tiles, dtype=torch.int32) if args.deterministic else None
-    left, right = (0 if reach is None else max(-FAR, min(reach, FAR)) for reach in band)
     views = [aligned(t) for t in tensors]
+    left, right = map(reach, band)
     with on_device(q):
         function(
             *views, lse.contiguous(), dlse, *gradients, sums, stats, turns, *starts,
@@ -123,6 +141,7 @@ def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], Bac
         dlse,
         args.deterministic,
         args.cu_seqlens_q is not None,
+        args.seqused_k is not None,
     )
     ready = _ready.get(key)
     if ready is None:
