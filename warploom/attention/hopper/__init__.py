@@ -180,7 +180,7 @@ def warm(args: AttentionArgs) -> None:
     from warploom.attention.hopper import run, run_backward
 
     run.warm(args)
-    if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, None):
+    if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, False):
         run_backward.warm(args)
 
 
@@ -198,21 +198,23 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
-    if _takes_backward(args, dlse):
+    if _takes_backward(args, dlse is not None):
         from warploom.attention.hopper.run_backward import backward as run
 
         return run(args, dout, dlse, out, lse)
     return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
 
 
-def _takes_backward(args: AttentionArgs, dlse: Tensor | None) -> bool:
+def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
+    from warploom.attention.hopper.run_backward import is_ready
     from warploom.attention.problem import AttentionProblem
 
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
-    problem = AttentionProblem.from_args(args, True)
-    return _no_backward(problem, dlse is not None, args.seqused_k is not None) is None
+    if is_ready(args, dlse):
+        return True
+    return _no_backward(AttentionProblem.from_args(args, True), dlse, args.seqused_k is not None) is None
 
 
 def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]

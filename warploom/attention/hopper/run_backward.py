@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,8 +131,14 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
     return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
 
 
-def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], BackwardConfig]:
-    key = (
+def is_ready(args: AttentionArgs, dlse: bool) -> bool:
+    """Whether such a call has run before."""
+    return _key(args, dlse) in _ready
+
+
+def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
+    """What the variant depends on, in the order of ``backward_config``'s parameters."""
+    return (
         DTYPES[args.q.dtype],
         args.q.shape[-1],
         args.v.shape[-1],
@@ -143,6 +150,10 @@ def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], Bac
         args.cu_seqlens_q is not None,
         args.seqused_k is not None,
     )
+
+
+def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], BackwardConfig]:
+    key = _key(args, dlse)
     ready = _ready.get(key)
     if ready is None:
         variant = backward_config(*key)
@@ -152,4 +163,4 @@ def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], Bac
     return ready
 
 
-_ready: dict[tuple[object, ...], tuple[Callable[..., None], BackwardConfig]] = {}
+_ready: dict[tuple[Any, ...], tuple[Callable[..., None], BackwardConfig]] = {}
