@@ -45,8 +45,11 @@ class Block:
     ``tiles`` are the query tiles: how many key tiles, and for each warpgroup those that its rows see, [first, end).
     """
 
-    def __init__(self, tiles: list[Tile], stages: int, warpgroups: int) -> None:
+    def __init__(self, tiles: list[Tile], stages: int, warpgroups: int, turns: bool = False) -> None:
         self.tiles: list[Tile | None] = [*tiles, None]
+        # Named barriers: the four warps whose turn it is and the four that pass it on. The last warpgroup passes one at first.
+        self.turns = [Barrier(8) for _ in range(warpgroups)] if turns else []
+        self.issued: list[int] = []
         self.stages, self.warpgroups = stages, warpgroups
         consumers = 4 * warpgroups
         self.q_full, self.q_empty = ([Barrier(n) for _ in range(warpgroups)] for n in (1, 4))
@@ -111,8 +114,22 @@ class Block:
                 v_at = advance(*v_at, self.stages)
             tile_at = advance(*tile_at, 2)
 
+    def take_turn(self, group: int, taken: list[int]) -> Iterator[Wait]:
+        if self.turns:
+            self.turns[group].arrive()
+            yield self.turns[group], taken[0]
+            taken[0] ^= 1
+            self.issued.append(group)
+
+    def pass_turn(self, group: int) -> None:
+        if self.turns:
+            self.turns[(group + 1) % self.warpgroups].arrive()
+
     def consumer(self, warp: int) -> Iterator[Wait]:
         group = warp // 4
+        taken = [0]
+        if group == self.warpgroups - 1:
+            self.pass_turn(group)
         q_phase, at, tile_at = 0, (0, 0), (0, 0)
         while True:
             index, tile = yield from self.take(*tile_at)
@@ -121,12 +138,16 @@ class Block:
             count, (first, end) = tile[0], tile[1][group]
             if count:
                 for n in range(count - 1, end - 1, -1):
+                    yield from self.take_turn(group, taken)
+                    self.pass_turn(group)
                     at = yield from self.skip(index, n, at)
                 yield self.q_full[group], q_phase
                 assert self.q[group] == index
                 if first < end:
                     yield self.k_full[at[0]], at[1]
                     assert self.k[at[0]] == (index, end - 1)
+                    yield from self.take_turn(group, taken)
+                    self.pass_turn(group)
                     self.k_empty[at[0]].arrive()
                     if end - 1 == first:
                         self.q_empty[group].arrive()
@@ -134,7 +155,9 @@ class Block:
                         v_at, at = at, advance(*at, self.stages)
                         yield self.k_full[at[0]], at[1]
                         assert self.q[group] == index and self.k[at[0]] == (index, n)
+                        yield from self.take_turn(group, taken)
                         yield self.v_full[v_at[0]], v_at[1]
+                        self.pass_turn(group)
                         assert self.v[v_at[0]] == (index, n + 1)
                         yield None
                         assert self.q[group] == index
@@ -153,6 +176,8 @@ class Block:
                     self.v_empty[at[0]].arrive()
                     at = advance(*at, self.stages)
                 for n in range(first - 1, -1, -1):
+                    yield from self.take_turn(group, taken)
+                    self.pass_turn(group)
                     at = yield from self.skip(index, n, at)
             self.done[warp] += 1
             tile_at = advance(*tile_at, 2)
@@ -195,7 +220,7 @@ def drawn(draw: random.Random, warpgroups: int) -> list[Tile]:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("warpgroups", [1, 2, 3, 4])
 def test_no_hang_and_no_race(warpgroups: int, stages: int) -> None:
     for seed in range(30):
         draw = random.Random(seed)
@@ -203,6 +228,19 @@ def test_no_hang_and_no_race(warpgroups: int, stages: int) -> None:
         block = Block(tiles, stages, warpgroups)
         block.play(draw)
         assert block.done == [len(tiles)] * (4 * warpgroups), (seed, tiles)
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_warpgroups_take_turns(warpgroups: int) -> None:
+    """Whatever their rows see, all pass as many turns, one after the other."""
+    for seed in range(30):
+        draw = random.Random(seed)
+        tiles = drawn(draw, warpgroups)
+        block = Block(tiles, 3, warpgroups, turns=True)
+        block.play(draw)
+        turns = sum(count for count, _ in tiles)
+        assert block.done == [len(tiles)] * (4 * warpgroups), (seed, tiles)
+        assert block.issued == [group for _ in range(turns) for group in range(warpgroups) for _ in range(4)], (seed, tiles)
 
 
 def test_a_wrong_phase_is_noticed() -> None:

@@ -144,7 +144,7 @@ def test_every_named_variant_has_the_signature() -> None:
 
 
 def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven tiles of 192 queries on five blocks: two are left over; short keys are not worth another kernel.
+    """Seven tiles of 192 queries on five blocks: two are left over; few keys are not worth another kernel.
 
     Causal calls and windows have tiles of unlike costs, and are split only where few queries see nearly all keys.
     """
@@ -163,13 +163,13 @@ def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(modules, "load", load)
     causal, window, sink = {"causal": True}, {"window": (5, None)}, {"sink": torch.zeros(1)}
     cases: list[tuple[int, int, dict[str, Any], int]] = [
-        (1300, 2000, {}, 2),
-        (1300, 2000, sink, 2),
-        (1300, 400, {}, 0),
-        (1300, 2000, causal, 0),
-        (1300, 2000, window, 0),
-        (100, 2000, causal, 1),
-        (100, 2000, window, 0),
+        (1300, 4000, {}, 2),
+        (1300, 4000, sink, 2),
+        (1300, 2000, {}, 0),
+        (1300, 4000, causal, 0),
+        (1300, 4000, window, 0),
+        (100, 4000, causal, 1),
+        (100, 4000, window, 0),
         (1300, 9000, causal, 0),
     ]
     for queries, keys, options, _ in cases:

@@ -33,6 +33,9 @@ class ForwardConfig:
     sink: bool = False
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
+    # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "turns": where ptxas
+    # puts it, before most, while the warpgroups issue their products one after the other.
+    pv_wait: str = "late"
     split: bool = False  # may deal out the keys of tiles over all blocks
 
     @property
@@ -46,6 +49,7 @@ class ForwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         parts += [feature for feature in ("softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
+        parts += [self.pv_wait] if self.pv_wait != "late" else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -36,6 +36,8 @@ HEADROOM = 8.0
 MASK_BITS = 24
 # Rows of split tiles that a block of the merging kernel puts together, one a warp.
 MERGED_ROWS = 8
+# The named barrier of the first warpgroup's turn, the others' after it; 0 is the block's.
+FIRST_TURN = 1
 # Warps of the producer warpgroup.
 LOADER, SCHEDULER = 0, 1
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
@@ -491,6 +493,8 @@ class HopperForward:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
         work = self.registers(shared, mma_qk, mma_pv, group, multiplier, cap_in)
+        if group == self.warpgroups - 1:
+            self.pass_turn(group)  # the first one begins
 
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
@@ -509,7 +513,7 @@ class HopperForward:
                 own_end = cutlass.min(own_end, end) if top < seqlen_q else own_first
                 own_end = cutlass.max(own_end, own_first)
                 for _ in cutlass.range(end - own_end, unroll=1):
-                    stage, phase = self.skip(shared, stage, phase)
+                    stage, phase = self.skip(shared, group, stage, phase)
                 cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
                 if own_first < own_end:
                     whole_first, whole_end = self.limit(
@@ -517,7 +521,9 @@ class HopperForward:
                     )
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+                    self.take_turn(group)
                     self.gemm_qk(work, stage)
+                    self.pass_turn(group)
                     warpgroup.wait_group(0)
                     self.release(shared.k_empty + stage)
                     if n == own_first:
@@ -546,7 +552,7 @@ class HopperForward:
                     self.release(shared.v_empty + stage)
                     stage, phase = self.advance(stage, phase, self.stages)
                 for _ in cutlass.range(own_first - first, unroll=1):
-                    stage, phase = self.skip(shared, stage, phase)
+                    stage, phase = self.skip(shared, group, stage, phase)
             rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
             if const_expr(config.split):
                 if slot >= 0:
@@ -561,8 +567,10 @@ class HopperForward:
             )
 
     @cute.jit
-    def skip(self, shared, stage, phase):
+    def skip(self, shared, group, stage, phase):
         """Let K and V of a key tile go by that this warpgroup does not need."""
+        self.take_turn(group)
+        self.pass_turn(group)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.release(shared.k_empty + stage)
         cute.arch.mbarrier_wait(shared.v_full + stage, phase)
@@ -647,20 +655,32 @@ class HopperForward:
         v_stage, v_phase = stage, phase
         stage, phase = self.advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+        self.take_turn(work.group)
         self.gemm_qk(work, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         self.gemm_pv(work, v_stage)
+        self.pass_turn(work.group)
         warpgroup.wait_group(1)
         self.release(shared.k_empty + stage)
         if n == last:
             self.release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
-        self.softmax(work, n, masked)
-        pin(work.row_sum[0] + work.row_sum[1], shared.scratch)  # the exponentials belong under this PV
-        warpgroup.wait_group(0)
-        self.release(shared.v_empty + v_stage)
+        self.softmax(work, n, masked, shared.v_empty + v_stage)
         self.convert(work)
         return stage, phase
+
+    @cute.jit
+    def take_turn(self, group):
+        """Wait until the warpgroup before has issued its products; every warpgroup takes a turn for each key tile."""
+        if const_expr(self.config.pv_wait == "turns"):
+            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self, group):
+        """Let the next warpgroup issue its products."""
+        if const_expr(self.config.pv_wait == "turns"):
+            after = self.choose(group + 1 == self.warpgroups, 0, group + 1)
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + after, number_of_threads=2 * WARPGROUP)
 
     def keep_scale(self, work: Any) -> None:
         """O is 0: no new maximum can change it."""
@@ -702,9 +722,13 @@ class HopperForward:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def softmax(self, work, n, masked):
-        """Exponentiate the scores of key tile ``n`` against a maximum that leaves them HEADROOM; O is left to ``rescale``."""
-        rows, columns = work.rows_s, self.tile_n // 4
+    def softmax(self, work, n, masked, v_empty=None):
+        """Exponentiate the scores of key tile ``n`` against a maximum that leaves them HEADROOM; O is left to ``rescale``.
+
+        A PV under way, which releases ``v_empty``, is waited for as the configuration has it. After a quarter of the
+        exponentials it has about ended, and the conversion of P can fill the issue slots that the others leave.
+        """
+        rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         if const_expr(self.config.softcap):
             # softcap · tanh(x / softcap) by exp2, in log2 units: tanh.approx is no better than a 16-bit P.
@@ -713,6 +737,7 @@ class HopperForward:
                 work.acc_s[i] = work.multiplier - 2 * work.multiplier * reciprocal(grown + 1)
         if const_expr(masked):
             self.mask(rows, work.limits, n)
+        offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top = [work.row_max[r], rows[r, 0]]
             for c in cutlass.range_constexpr(1, columns):
@@ -725,13 +750,28 @@ class HopperForward:
             work.row_max[r] = new
             # A row that has seen nothing yet: exponentiate against 0, so that -inf gives 0 and not NaN.
             safe = 0.0 if new == -Float32.inf else new
-            offset = safe * scale
+            offsets[r] = safe * scale
+        for r in cutlass.range_constexpr(2):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
-                p = exp2(rows[r, c] * scale - offset)
+                p = exp2(rows[r, c] * scale - offsets[r])
                 rows[r, c] = p
                 sums[c % 2] = sums[c % 2] + p
+                if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
+                    self.finish_pv(sums[0] + sums[1], work.shared, v_empty)
             work.row_sum[r] = sums[0] + sums[1]
+        if const_expr(v_empty is not None and pv_wait == "late"):
+            self.finish_pv(work.row_sum[0] + work.row_sum[1], work.shared, v_empty)
+        if const_expr(v_empty is not None and pv_wait == "turns"):
+            warpgroup.wait_group(0)
+            self.release(v_empty)
+
+    @cute.jit
+    def finish_pv(self, exponentials, shared, v_empty):
+        """Wait for PV behind the exponentials that this is the sum of, and let its V go."""
+        pin(exponentials, shared.scratch)
+        warpgroup.wait_group(0)
+        self.release(v_empty)
 
     @cute.jit
     def mask(self, rows, limits, n):

@@ -17,34 +17,36 @@ DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows (64 a warpgroup) by keys, and stages of the K and V rings."""
+    """Query rows (64 a warpgroup) by keys, stages of the K and V rings, and when PV is waited for, as ForwardConfig has it."""
 
     warpgroups: int
     keys: int
     stages: int = 2
+    pv_wait: str = "late"
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles by the kind of call; docs/lab-notes.md has the measurements. None: as the one before."""
+    """Tiles by the kind of call; docs/lab-notes.md has the measurements. None: as ``dense``."""
 
-    full: Tile
-    causal: Tile | None = None  # and windows: narrow tiles waste less on the diagonal
-    long: Tile | None = None  # causal calls with LONG keys and more
+    dense: Tile
+    short: Tile | None = None  # dense causal calls of fewer than LONG keys
+    other: Tile | None = None  # windows and packed sequences
     softcap: Tile | None = None  # of the 160 registers that three warpgroups leave a thread, its constants spill some
 
 
-LONG = 6144
+LONG = 2048
 # (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
 TILINGS = {
-    # 1024 keys: causal 256x64 364 TFLOP/s, 192x128 327; full 449 and 452. 16384 keys: causal 536 and 566.
-    (64, 64): Tiling(Tile(3, 128, 3), causal=Tile(4, 64, 4), long=Tile(3, 128, 3), softcap=Tile(2, 128)),
-    (96, 96): Tiling(Tile(3, 112), softcap=Tile(2, 112)),  # 4096 keys: 650
-    # 4096 keys: full 192x80 728, 128x128 705, 128x176 698; causal 666, 670, 639. 16384 keys: causal 752, 733, 721.
-    (128, 128): Tiling(Tile(3, 80), causal=Tile(2, 128), long=Tile(3, 80), softcap=Tile(2, 128)),
-    (192, 128): Tiling(Tile(2, 128)),
+    # 16384 keys full: with turns 589 TFLOP/s, without 551. 1024 keys causal: 256x64 363, 192x128 327.
+    (64, 64): Tiling(
+        Tile(3, 128, 3, "turns"), short=Tile(4, 64, 4, "early"), other=Tile(3, 128, 3, "early"), softcap=Tile(2, 128)
+    ),
+    (96, 96): Tiling(Tile(3, 112), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
+    (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
+    (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
     (192, 192): Tiling(Tile(2, 112)),  # as wide as shared memory allows, here and below
-    (256, 256): Tiling(Tile(2, 80)),
+    (256, 256): Tiling(Tile(2, 80)),  # early and turns no better
 }
 
 
@@ -69,19 +71,21 @@ def config(
     """The variant for head dims of a call and its features; ``long`` as LONG has it."""
     dims = tile_dims(head_dim, head_dim_v)
     tiling = TILINGS[dims]
-    tile = tiling.full
+    tile: Tile | None = tiling.dense
     if softcap:
-        tile = tiling.softcap or tile
-    elif left or right:
-        tile = tiling.causal or tile
-        if long and not left:
-            tile = tiling.long or tile
+        tile = tiling.softcap
+    elif left or varlen:
+        tile = tiling.other
+    elif right and not long:
+        tile = tiling.short
+    tile = tile or tiling.dense
     return ForwardConfig(
         dtype,
         *dims,
         tile.keys,
         warpgroups=tile.warpgroups,
         stages=tile.stages,
+        pv_wait=tile.pv_wait,
         right=right,
         left=left,
         softcap=softcap,

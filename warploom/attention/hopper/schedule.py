@@ -48,7 +48,7 @@ def pieces(tile: Any, blocks: Any, tiles: Any, n_blocks: Any) -> tuple[Any, Any,
 
 
 # Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
-SPLIT_COST = 6
+SPLIT_COST = 16
 
 
 def tiles_to_split(tiles: int, n_blocks: int, blocks: int, alike: bool = True) -> int:
