@@ -18,8 +18,9 @@ from warploom.runtime.module_worker import Worker
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 CORE = {
-    "head_dim 128": config("bfloat16", 128, 128, False, False, True),
     "head_dim 128, causal": config("float16", 128, 128, True, False, False),
+    "head_dim 64": config("bfloat16", 64, 64, False, False, True),
+    "head_dim 64, causal, short": config("bfloat16", 64, 64, True, False, False),
     "head_dim 64, packed, causal": config("bfloat16", 64, 64, True, False, False, varlen=True, used=True),
     "head_dim 256, window, softcap, sink": config("bfloat16", 256, 256, True, True, False, softcap=True, sink=True),
 }
@@ -63,7 +64,7 @@ def test_machine_code(name: str, built: dict[str, tuple[ForwardConfig, dict[str,
 
 
 def test_description_is_the_module(built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
-    variant, _, _ = built["head_dim 128"]
+    variant, _, _ = built["head_dim 64"]
     assert ForwardConfig(**asdict(variant)) == variant
 
 
