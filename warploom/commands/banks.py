@@ -22,7 +22,8 @@ EXAMPLES = f"""examples:
   warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16 --swizzle 3,3,4 --draw tile.svg
   warploom banks --access lds.64 --addresses 0,8,16,24,-,...       (32 byte addresses, - for a lane that is off)
   warploom banks --design --rows 16 --cols 16 --access sts.128 --access ldmatrix.x4
-  warploom banks --verify                                          (needs a GPU, nvcc and ncu)
+  warploom banks --ladder --gemm --attention                       (needs a GPU and cuda-core: checks and times the kernels)
+  warploom banks --verify                                          (needs ncu too: predicted against measured)
 
 accesses: {", ".join(ACCESSES)}
 orders, as in lds.32@columns:
@@ -43,14 +44,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_argument_group("what to do with it, beside counting")
     actions.add_argument("--design", action="store_true", help="search the best swizzle, padding and pair of swizzles")
     actions.add_argument("--draw", metavar="FILE", help="a picture, .svg or .png, or an interactive page, .html")
-    actions.add_argument("--verify", action="store_true", help="compare the model with Nsight Compute's counters on this GPU")
-    actions.add_argument("--seed", type=_number, default=0, metavar="N", help="of the random patterns of --verify; default: 0")
+    gpu = parser.add_argument_group("the laboratory's kernels, on this GPU")
+    gpu.add_argument("--ladder", action="store_true", help="check and time the 16×16×16 product, from WMMA to stmatrix")
+    gpu.add_argument("--gemm", action="store_true", help="check and time a large product, plain, padded, swizzled, and cuBLAS")
+    gpu.add_argument("--attention", action="store_true", help="the same with the Ampere forward, beside FlashAttention-2")
+    gpu.add_argument("--size", type=_number, metavar="N", help="rows, columns or tokens of the two; default: 4096")
+    gpu.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the model with Nsight Compute's counters: single instructions and these kernels, or the named ones",
+    )
+    gpu.add_argument("--seed", type=_number, default=0, metavar="N", help="of the random patterns of --verify; default: 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.verify:
         return _verify(options)
+    if options.ladder or options.gemm or options.attention:
+        return _time(options)
     patterns = [parse_pattern(text) for text in options.access or ()]
     if not patterns:
         raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none")
@@ -139,15 +151,33 @@ def _draw(path: str, counts: Sequence[TileCount]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from warploom.smem.verify import report, verify
+    from warploom.smem.verify import PARTS, report, say, verify
 
+    if options.size is not None:
+        raise ValueError("--size is of the timed kernels, --verify has its own")
+    named = tuple(part for part in PARTS if getattr(options, part, False))
     try:
-        result = verify(seed=options.seed)
+        result = verify(options.seed, named or PARTS, say)
     except RuntimeError as error:
         print(f"warploom banks: {error}", file=sys.stderr)
         return 1
     print(json.dumps(result.to_dict()) if options.json else report(result))
     return 0 if result.agrees else 1
+
+
+def _time(options: argparse.Namespace) -> int:
+    from warploom.smem.tester import Trial, report, time_attention, time_gemm, time_ladder
+
+    size = 4096 if options.size is None else options.size
+    trials: list[Trial] = []
+    trials += [time_ladder()] if options.ladder else []
+    trials += [time_gemm(size)] if options.gemm else []
+    trials += [time_attention(size)] if options.attention else []
+    if options.json:
+        print(json.dumps({"trials": [trial.to_dict() for trial in trials]}))
+    else:
+        print("\n".join(map(report, trials)))
+    return 0 if all(trial.right for trial in trials) else 1
 
 
 def _totals(one: Prediction | TileCount) -> str:

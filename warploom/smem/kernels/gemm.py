@@ -1,0 +1,326 @@
+"""A full-size half product C = A B by mma.m16n8k16, in the three layouts of the ladder: what conflicts cost at scale.
+
+A (M, K), B (K, N) and C (M, N) are row-major halves, sums are fp32. cp.async fills a ring of tiles of A and B, ldmatrix reads
+them, C goes out through shared memory, so that all of its stores are 16 bytes wide. The layouts differ in nothing but places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from warploom.smem.kernels.nvrtc import Kernels
+from warploom.smem.layout import Swizzle, Tile
+from warploom.smem.swizzle import design
+from warploom.smem.walk import count
+
+LAYOUTS = ("plain", "padded", "swizzled")
+PAD = 8  # halves after each row: 16 bytes, the least that moves a row to other banks and keeps its 16-byte pieces aligned
+OPERAND = ("sts.128", "ldmatrix.x4", "ldmatrix.x4.trans")  # cp.async stores like sts.128
+RESULT = ("sts.32@fragment", "lds.128")
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tiles of a block and of a warp, in elements, and the layout of shared memory."""
+
+    layout: str
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 32
+    warp_m: int = 64
+    warp_n: int = 64
+    stages: int = 4
+    blocks: int = 2  # resident on a multiprocessor at once
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout takes one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+
+    @property
+    def name(self) -> str:
+        return name(self.layout)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.block_m // self.warp_m) * (self.block_n // self.warp_n)
+
+    @property
+    def tile_a(self) -> Tile:
+        return self._laid_out(Tile(self.block_m, self.block_k), OPERAND)
+
+    @property
+    def tile_b(self) -> Tile:
+        return self._laid_out(Tile(self.block_k, self.block_n), OPERAND)
+
+    @property
+    def tile_c(self) -> Tile:
+        return self._laid_out(Tile(self.block_m, self.block_n), RESULT)
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.stages * (self.tile_a.size_bytes + self.tile_b.size_bytes)
+        return max(ring, self.tile_c.size_bytes)
+
+    def grid(self, m: int, n: int) -> int:
+        return (m // self.block_m) * (n // self.block_n)
+
+    def check(self, m: int, n: int, k: int) -> None:
+        """ValueError unless tiles cover the product exactly."""
+        for side, length, block in (("m", m, self.block_m), ("n", n, self.block_n), ("k", k, self.block_k)):
+            if length < block or length % block:
+                raise ValueError(f"{side} takes a positive multiple of {block}, got {length}")
+
+    def _laid_out(self, tile: Tile, accesses: tuple[str, ...]) -> Tile:
+        if self.layout == "plain":
+            return tile
+        return replace(tile, pad=PAD) if self.layout == "padded" else _swizzled(tile, accesses)
+
+
+def name(layout: str) -> str:
+    """The kernel of a layout."""
+    return f"hgemm_{layout}"
+
+
+@cache
+def _swizzled(tile: Tile, accesses: tuple[str, ...]) -> Tile:
+    found = design(tile, accesses)
+    if found.swizzle is None or found.excess:
+        raise RuntimeError(f"no swizzle of {tile} is free of bank conflicts")
+    return replace(tile, swizzles=(found.swizzle,))
+
+
+def wavefronts(config: GemmConfig, m: int, n: int, k: int) -> dict[str, tuple[int, int]]:
+    """(wavefronts, ideal) of each access over the whole product, as Nsight Compute's source page would sum them."""
+    config.check(m, n, k)
+    steps = k // config.block_k
+    warps_m, warps_n = config.block_m // config.warp_m, config.block_n // config.warp_n
+    moves = (
+        ("cp.async.128", "sts.128", config.tile_a, steps),
+        ("cp.async.128", "sts.128", config.tile_b, steps),
+        ("ldmatrix.x4", "ldmatrix.x4", config.tile_a, steps * warps_n),
+        ("ldmatrix.x4.trans", "ldmatrix.x4.trans", config.tile_b, steps * warps_m),
+        ("sts.32", "sts.32@fragment", config.tile_c, 1),
+        ("lds.128", "lds.128", config.tile_c, 1),
+    )
+    all_of, ideal = Counter[str](), Counter[str]()
+    for access, pattern, tile, times in moves:
+        found = count(pattern, tile)
+        all_of[access] += config.grid(m, n) * times * found.wavefronts
+        ideal[access] += config.grid(m, n) * times * found.ideal
+    return {access: (all_of[access], ideal[access]) for access in all_of}
+
+
+def source(config: GemmConfig) -> str:
+    """CUDA C++ of a kernel `hgemm_LAYOUT(a, b, c, m, n, k)`; launched with `shared_bytes` of dynamic shared memory."""
+    places = "\n".join(_place(letter, getattr(config, f"tile_{letter}")) for letter in "abc")
+    sizes = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "WARP_M": config.warp_m,
+        "WARP_N": config.warp_n,
+        "STAGES": config.stages,
+        "BLOCKS": config.blocks,
+        "THREADS": config.threads,
+    }
+    constants = "\n".join(f"constexpr int {word} = {value};" for word, value in sizes.items())
+    return _SOURCE.replace("/*CONSTANTS*/", f"{constants}\n{places}").replace("KERNEL_NAME", config.name)
+
+
+class Subjects:
+    """The kernel in every layout, compiled, and one square product of random halves for all of them."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self._configs = {layout: GemmConfig(layout) for layout in LAYOUTS}
+        for config in self._configs.values():
+            config.check(size, size, size)
+        self._kernels = {layout: Kernels(source(config)) for layout, config in self._configs.items()}
+        self.size = size
+        generator = torch.Generator().manual_seed(seed)
+        self.a, self.b = (torch.randn(size, size, generator=generator).half().cuda() for _ in range(2))
+        self._want: Tensor | None = None
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.size**3
+
+    def poisoned(self) -> Tensor:
+        return torch.full_like(self.a, float("nan"))
+
+    def launch(self, layout: str, c: Tensor) -> Tensor:
+        config, size = self._configs[layout], self.size
+        arguments: list[Tensor | int] = [self.a, self.b, c, size, size, size]
+        self._kernels[layout].launch(config.name, config.grid(size, size), config.threads, arguments, config.shared_bytes)
+        return c
+
+    def check(self, c: Tensor) -> float:
+        """The largest error over that of rounding the fp64 product once."""
+        if self._want is None:
+            self._want = self.a.double() @ self.b.double()
+        once = (self._want.half().double() - self._want).abs().max()
+        return float((c.double() - self._want).abs().max() / once)
+
+
+def _place(letter: str, tile: Tile) -> str:
+    """A tile's pitch and swizzle on byte offsets, as a type."""
+    swizzle = tile.swizzles[0].in_bytes(tile.itemsize) if tile.swizzles else Swizzle(0, 4, 1)
+    if swizzle.m + swizzle.s + swizzle.b > (16 * tile.pitch_bytes).bit_length() - 1 and swizzle.b:
+        raise ValueError(f"{tile}: the kernel takes swizzles by the lowest 4 bits of the row")
+    numbers = f"{tile.pitch_bytes}, {swizzle.b}, {swizzle.m}, {swizzle.s}, {tile.size_bytes}"
+    return f"using Tile{letter.upper()} = Tile<{numbers}>;"
+
+
+_SOURCE = r"""
+using u16 = unsigned short;
+using u32 = unsigned;
+
+// Byte offsets in a tile: rows of PITCH bytes, bits [M, M + B) XORed with bits [M + S, M + S + B).
+template <int PITCH_, int B, int M, int S, int BYTES_> struct Tile {
+  static constexpr int PITCH = PITCH_, BYTES = BYTES_, FLIPS = ((1 << B) - 1) << M;
+  static __device__ u32 place(u32 row, u32 byte) {
+    const u32 offset = row * PITCH + byte;
+    return offset ^ (((offset >> (M + S)) & ((1u << B) - 1)) << M);
+  }
+  // A place further on by whole blocks of 16 rows and by bytes that the place itself has none of: the swizzle looks at the
+  // lowest bits of the row alone, so few places differ by more than what an instruction adds.
+  static __device__ u32 on(u32 place, u32 rows, u32 bytes) {
+    const u32 by = rows * PITCH + bytes;
+    return (place ^ (by & FLIPS)) + (by & ~FLIPS);
+  }
+};
+
+/*CONSTANTS*/
+
+constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
+constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = WARP_N / 16, STEPS = BLOCK_K / 16;
+
+__device__ void copy_async(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+
+template <bool TRANS> __device__ void load_matrix(u32 (&to)[4], u32 from) {
+  if constexpr (TRANS)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+__device__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ u32 two_halves(float low, float high) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// 16-byte pieces of a tile, lane after lane along its rows.
+template <class TILE, int ROWS, int COLUMNS> __device__ void fetch(u32 to, const u16* from, int pitch) {
+  constexpr int ACROSS = COLUMNS / 8, DOWN = THREADS / ACROSS;
+  static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0, "threads cover whole rows");
+  const int row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * 8;
+#pragma unroll
+  for (int down = 0; down < ROWS; down += DOWN)
+    copy_async(to + TILE::place(row + down, column * 2), from + (long long)(row + down) * pitch + column);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restrict__ c, int m, int n, int k) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 shared = (u32)__cvta_generic_to_shared(memory);
+  // Blocks that run at once share rows of A and columns of B: eight rows of blocks, column after column.
+  const int blocks_m = m / BLOCK_M, blocks_n = n / BLOCK_N;
+  const int group = 8 * blocks_n, first = (int)blockIdx.x / group * 8, inside = (int)blockIdx.x % group;
+  const int tall = min(8, blocks_m - first);
+  const int block_m = first + inside % tall, block_n = inside / tall;
+  a += (long long)block_m * BLOCK_M * k;
+  b += block_n * BLOCK_N;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp % (BLOCK_M / WARP_M) * WARP_M, warp_n = warp / (BLOCK_M / WARP_M) * WARP_N;
+  const u32 from_a = TileA::place(warp_m + lane % 16, lane / 16 * 16);
+  const u32 from_b = TileB::place(lane % 16, warp_n * 2 + lane / 16 * 16);
+  const int tiles = k / BLOCK_K;
+
+  auto load_tile = [&](int tile, int stage) {
+    const u32 to = shared + stage * STAGE_BYTES;
+    fetch<TileA, BLOCK_M, BLOCK_K>(to, a + tile * BLOCK_K, k);
+    fetch<TileB, BLOCK_K, BLOCK_N>(to + TileA::BYTES, b + (long long)tile * BLOCK_K * n, n);
+  };
+  u32 left[2][ATOMS_M][4], right[2][ATOMS_N][4];
+  auto load_operands = [&](int slot, int step, u32 stage) {
+#pragma unroll
+    for (int i = 0; i < ATOMS_M; ++i) load_matrix<false>(left[slot][i], stage + TileA::on(from_a, 16 * i, 32 * step));
+#pragma unroll
+    for (int j = 0; j < ATOMS_N; ++j)
+      load_matrix<true>(right[slot][j], stage + TileA::BYTES + TileB::on(from_b, 16 * step, 32 * j));
+  };
+
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (stage < tiles) load_tile(stage, stage);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  float sums[ATOMS_M][2 * ATOMS_N][4] = {};
+  asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+  __syncthreads();
+  load_operands(0, 0, shared);
+  int reading = 0, writing = STAGES - 1;
+  for (int tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      if (step == STEPS - 1) {
+        asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+        __syncthreads();
+        reading = reading + 1 == STAGES ? 0 : reading + 1;
+      }
+      if (step < STEPS - 1 || tile + 1 < tiles)
+        load_operands((step + 1) % 2, (step + 1) % STEPS, shared + reading * STAGE_BYTES);
+      if (step == 0) {
+        if (tile + STAGES - 1 < tiles) load_tile(tile + STAGES - 1, writing);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        writing = writing + 1 == STAGES ? 0 : writing + 1;
+      }
+#pragma unroll
+      for (int i = 0; i < ATOMS_M; ++i)
+#pragma unroll
+        for (int j = 0; j < 2 * ATOMS_N; ++j)
+          multiply(sums[i][j], left[step % 2][i], right[step % 2][j / 2][j % 2 * 2], right[step % 2][j / 2][j % 2 * 2 + 1]);
+    }
+  }
+
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < ATOMS_M; ++i)
+#pragma unroll
+    for (int j = 0; j < 2 * ATOMS_N; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 to = TileC::place(warp_m + 16 * i + 8 * half + lane / 4, (warp_n + 8 * j + lane % 4 * 2) * 2);
+        asm volatile("st.shared.b32 [%0], %1;"
+                     :: "r"(shared + to), "r"(two_halves(sums[i][j][2 * half], sums[i][j][2 * half + 1])) : "memory");
+      }
+  __syncthreads();
+  c += (long long)block_m * BLOCK_M * n + block_n * BLOCK_N;
+  for (int piece = threadIdx.x; piece < BLOCK_M * BLOCK_N / 8; piece += THREADS) {
+    const int row = piece / (BLOCK_N / 8), column = piece % (BLOCK_N / 8) * 8;
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(shared + TileC::place(row, column * 2)) : "memory");
+    *reinterpret_cast<uint4*>(c + (long long)row * n + column) = words;
+  }
+}
+"""
