@@ -57,6 +57,8 @@ def describe(found: Design) -> str:
     ]
     if found.pairs:
         lines.append(f"two       {_stack_line(found)}")
+    if found.padded.searched:
+        lines.append(f"both      {_both_line(found)}")
     return "\n".join([*lines, "why", *(f"  {n}. {step}" for n, step in enumerate(_steps(found), start=1))])
 
 
@@ -84,8 +86,17 @@ def _padding_line(found: Design) -> str:
 
 def _stack_line(found: Design) -> str:
     if found.stack is None:
-        return f"no two swizzles in a row leave fewer than {found.excess} ({found.pairs} distinct pairs tried)"
+        least = min(found.excess, found.pad_excess + 1)
+        return f"no two swizzles in a row leave fewer than {least} ({found.pairs} distinct pairs tried)"
     return f"{join(found.stack)} leave {found.stack_excess} ({found.pairs} distinct pairs tried)"
+
+
+def _both_line(found: Design) -> str:
+    both = found.padded
+    if both.swizzle is None:
+        return f"no padding with a swizzle leaves fewer than any of these ({both.searched} tried)"
+    shown = f"{both.pad} elements a row with {both.swizzle} leave {both.excess}"
+    return f"{shown}; no smaller padding with a swizzle does as well ({both.searched} tried)"
 
 
 def _steps(found: Design) -> Iterable[str]:
@@ -102,6 +113,9 @@ def _steps(found: Design) -> Iterable[str]:
         yield _pattern_step(tile, pattern, lowest, names)
 
     chosen = found.best.swizzles
+    if chosen and found.best.pad:
+        names = bit_names(found.best)
+        yield f"{found.best.pad} elements after each row make rows of {found.best.pitch_bytes} bytes."
     for swizzle in chosen:
         yield _swizzle_step(swizzle, tile, names)
     if chosen:
