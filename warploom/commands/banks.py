@@ -166,7 +166,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _time(options: argparse.Namespace) -> int:
-    from warploom.smem.tester import Trial, report, time_attention, time_gemm, time_ladder
+    from warploom.smem.tester import Trial, report, time_attention, time_gemm, time_ladder, to_dict
 
     size = 4096 if options.size is None else options.size
     trials: list[Trial] = []
@@ -174,7 +174,7 @@ def _time(options: argparse.Namespace) -> int:
     trials += [time_gemm(size)] if options.gemm else []
     trials += [time_attention(size)] if options.attention else []
     if options.json:
-        print(json.dumps({"trials": [trial.to_dict() for trial in trials]}))
+        print(json.dumps(to_dict(trials)))
     else:
         print("\n".join(map(report, trials)))
     return 0 if all(trial.right for trial in trials) else 1

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from warploom.bench.harness import Comparison, Timer, WrongResult, compare
+from warploom.bench.harness import Comparison, Timer, WrongResult, compare, environment
 from warploom.commands.table import table
 from warploom.smem.kernels import attention, gemm, ladder, nvrtc
 
@@ -128,6 +128,11 @@ def _compare(calls: dict[str, Call], check: Callable[[Tensor], float], flops: fl
         return error
 
     return compare(Comparison(dict(calls), within, flops=flops), Timer(torch.device("cuda")))["contenders"]
+
+
+def to_dict(trials: Sequence[Trial]) -> dict[str, Any]:
+    """For `--json`, and for the page that `warploom bench` writes of it."""
+    return {**environment(torch.device("cuda")), "trials": [trial.to_dict() for trial in trials]}
 
 
 def report(trial: Trial) -> str:

@@ -69,6 +69,10 @@ class Large:
     def excess(self) -> int:
         return sum(one.excess for one in self.instructions)
 
+    def to_dict(self) -> dict[str, Any]:
+        sums = {"predicted_excess": self.predicted_excess, "excess": self.excess, "agrees": self.agrees}
+        return {**asdict(self), **sums}
+
     @property
     def agrees(self) -> bool:
         measured = by_access(self.instructions)
@@ -107,7 +111,7 @@ class Verification:
             "counters": list(METRICS),
             "variants": [{**asdict(rules), "agree": agree} for rules, agree in self.variants],
             "rows": [asdict(row) for row in self.rows],
-            "large": [{**asdict(one), "predicted_excess": one.predicted_excess, "excess": one.excess} for one in self.large],
+            "large": [one.to_dict() for one in self.large],
             "left_out": self.left_out,
         }
 
