@@ -59,13 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.verify:
-        return _verify(options)
-    if options.ladder or options.gemm or options.attention:
-        return _time(options)
+    if options.verify or options.ladder or options.gemm or options.attention:
+        if options.access or options.design or options.draw:
+            raise ValueError("--ladder, --gemm, --attention and --verify take no --access, --design or --draw")
+        return _verify(options) if options.verify else _time(options)
+    if options.size is not None:
+        raise ValueError("--size takes one of --gemm and --attention beside it")
     patterns = [parse_pattern(text) for text in options.access or ()]
     if not patterns:
-        raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none")
+        raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none; --help has examples")
     if options.addresses is not None:
         return _addresses(options, patterns)
     if options.rows is None or options.cols is None:
@@ -182,7 +184,8 @@ def _time(options: argparse.Namespace) -> int:
 
 def _totals(one: Prediction | TileCount) -> str:
     phases = one.phases if isinstance(one.phases, int) else len(one.phases)
-    return f"  {phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefronts, {one.ideal} ideal, {one.excess} excess"
+    shown = f"{phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefront{'s' * (one.wavefronts != 1)}"
+    return f"  {shown}, {one.ideal} ideal, {one.excess} excess"
 
 
 def _sums(counts: Sequence[TileCount]) -> dict[str, Any]:
