@@ -67,7 +67,7 @@ def test_wavefronts() -> None:
     """By hand: each warp reads 64 rows of A and 64 columns of B; 4 wavefronts for a matrix of 16×16 without conflicts."""
     found = {layout: gemm.wavefronts(GemmConfig(layout), 256, 384, 512) for layout in gemm.LAYOUTS}
     blocks, steps = 2 * 3, 512 // 32
-    matrices = blocks * steps * 4 * (64 * 32 // 256)
+    matrices = blocks * (512 // 16 + 1) * 4 * (64 // 16)  # steps of 16 and one past the last, warps, matrices of a step
     assert found["swizzled"]["ldmatrix.x4"] == found["padded"]["ldmatrix.x4"] == (4 * matrices, 4 * matrices)
     assert found["plain"]["ldmatrix.x4"] == (16 * matrices, 4 * matrices)  # rows of 64 bytes: 4 of 8 meet
     assert found["plain"]["ldmatrix.x4.trans"] == (32 * matrices, 4 * matrices)  # rows of 256: all 8

@@ -39,8 +39,12 @@ def find(name: str) -> str | None:
 def run(command: Sequence[str], seconds: float) -> str:
     """The standard output of a tool; RuntimeError with the end of what it said where it fails."""
     command = [find(command[0]) or command[0], *command[1:]]
+    # The program that a tool starts is to be of this package, whatever lies in the current folder.
+    package = str(Path(__file__).parents[2])
+    search = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{command[0]} took more than {seconds:.0f} s") from error
     if done.returncode:

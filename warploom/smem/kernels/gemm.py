@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
 
 import torch
@@ -97,21 +98,23 @@ def _swizzled(tile: Tile, accesses: tuple[str, ...]) -> Tile:
 def wavefronts(config: GemmConfig, m: int, n: int, k: int) -> dict[str, tuple[int, int]]:
     """(wavefronts, ideal) of each access over the whole product, as Nsight Compute's source page would sum them."""
     config.check(m, n, k)
-    steps = k // config.block_k
+    tiles = k // config.block_k
     warps_m, warps_n = config.block_m // config.warp_m, config.block_n // config.warp_n
+    # Operands are read 16 of k at a time and once more after the last, a fraction of a tile.
+    read = Fraction(k + 16, config.block_k)
     moves = (
-        ("cp.async.128", "sts.128", config.tile_a, steps),
-        ("cp.async.128", "sts.128", config.tile_b, steps),
-        ("ldmatrix.x4", "ldmatrix.x4", config.tile_a, steps * warps_n),
-        ("ldmatrix.x4.trans", "ldmatrix.x4.trans", config.tile_b, steps * warps_m),
-        ("sts.32", "sts.32@fragment", config.tile_c, 1),
-        ("lds.128", "lds.128", config.tile_c, 1),
+        ("cp.async.128", "sts.128", config.tile_a, Fraction(tiles)),
+        ("cp.async.128", "sts.128", config.tile_b, Fraction(tiles)),
+        ("ldmatrix.x4", "ldmatrix.x4", config.tile_a, read * warps_n),
+        ("ldmatrix.x4.trans", "ldmatrix.x4.trans", config.tile_b, read * warps_m),
+        ("sts.32", "sts.32@fragment", config.tile_c, Fraction(1)),
+        ("lds.128", "lds.128", config.tile_c, Fraction(1)),
     )
     all_of, ideal = Counter[str](), Counter[str]()
     for access, pattern, tile, times in moves:
         found = count(pattern, tile)
-        all_of[access] += config.grid(m, n) * times * found.wavefronts
-        ideal[access] += config.grid(m, n) * times * found.ideal
+        all_of[access] += int(config.grid(m, n) * times * found.wavefronts)
+        ideal[access] += int(config.grid(m, n) * times * found.ideal)
     return {access: (all_of[access], ideal[access]) for access in all_of}
 
 
@@ -169,8 +172,8 @@ class Subjects:
 def _place(letter: str, tile: Tile) -> str:
     """A tile's pitch and swizzle on byte offsets, as a type."""
     swizzle = tile.swizzles[0].in_bytes(tile.itemsize) if tile.swizzles else Swizzle(0, 4, 1)
-    if swizzle.m + swizzle.s + swizzle.b > (16 * tile.pitch_bytes).bit_length() - 1 and swizzle.b:
-        raise ValueError(f"{tile}: the kernel takes swizzles by the lowest 4 bits of the row")
+    if swizzle.b and swizzle.m + swizzle.s + swizzle.b > (8 * tile.pitch_bytes).bit_length() - 1:
+        raise ValueError(f"{tile}: the kernel takes swizzles by the lowest 3 bits of the row")
     numbers = f"{tile.pitch_bytes}, {swizzle.b}, {swizzle.m}, {swizzle.s}, {tile.size_bytes}"
     return f"using Tile{letter.upper()} = Tile<{numbers}>;"
 
@@ -186,7 +189,7 @@ template <int PITCH_, int B, int M, int S, int BYTES_> struct Tile {
     const u32 offset = row * PITCH + byte;
     return offset ^ (((offset >> (M + S)) & ((1u << B) - 1)) << M);
   }
-  // A place further on by whole blocks of 16 rows and by bytes that the place itself has none of: the swizzle looks at the
+  // A place further on by whole blocks of 8 rows and by bytes that the place itself has none of: the swizzle looks at the
   // lowest bits of the row alone, so few places differ by more than what an instruction adds.
   static __device__ u32 on(u32 place, u32 rows, u32 bytes) {
     const u32 by = rows * PITCH + bytes;
@@ -199,8 +202,10 @@ template <int PITCH_, int B, int M, int S, int BYTES_> struct Tile {
 constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
 constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = WARP_N / 16, STEPS = BLOCK_K / 16;
 
-__device__ void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+// Under a predicate within the statement, as a branch would end the stretch of code that can be interleaved.
+__device__ void copy_async(u32 to, const void* from, bool on) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }"
+               :: "r"(to), "l"(from), "r"(u32(on)) : "memory");
 }
 
 template <bool TRANS> __device__ void load_matrix(u32 (&to)[4], u32 from) {
@@ -213,10 +218,10 @@ template <bool TRANS> __device__ void load_matrix(u32 (&to)[4], u32 from) {
 }
 
 __device__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ u32 two_halves(float low, float high) {
@@ -225,15 +230,23 @@ __device__ u32 two_halves(float low, float high) {
   return both;
 }
 
-// 16-byte pieces of a tile, lane after lane along its rows.
-template <class TILE, int ROWS, int COLUMNS> __device__ void fetch(u32 to, const u16* from, int pitch) {
-  constexpr int ACROSS = COLUMNS / 8, DOWN = THREADS / ACROSS;
-  static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0, "threads cover whole rows");
-  const int row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * 8;
-#pragma unroll
-  for (int down = 0; down < ROWS; down += DOWN)
-    copy_async(to + TILE::place(row + down, column * 2), from + (long long)(row + down) * pitch + column);
-}
+// A thread's 16-byte pieces of a tile, lane after lane along its rows.
+template <class TILE, int ROWS, int COLUMNS> struct Pieces {
+  static constexpr int ACROSS = COLUMNS / 8, DOWN = THREADS / ACROSS, COUNT = ROWS / DOWN;
+  static_assert(THREADS % ACROSS == 0 && DOWN % 8 == 0 && ROWS % DOWN == 0, "threads cover blocks of 8 whole rows");
+  u32 place;
+  const u16* from;
+  long long below;
+  __device__ Pieces(const u16* tile, int pitch) {
+    const int row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * 8;
+    place = TILE::place(row, column * 2);
+    from = tile + (long long)row * pitch + column;
+    below = (long long)DOWN * pitch;
+  }
+  __device__ void copy(int piece, u32 to, bool on) const {
+    copy_async(to + TILE::on(place, piece * DOWN, 0), from + piece * below, on);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restrict__ c, int m, int n, int k) {
@@ -252,11 +265,19 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
   const u32 from_a = TileA::place(warp_m + lane % 16, lane / 16 * 16);
   const u32 from_b = TileB::place(lane % 16, warp_n * 2 + lane / 16 * 16);
   const int tiles = k / BLOCK_K;
-
-  auto load_tile = [&](int tile, int stage) {
-    const u32 to = shared + stage * STAGE_BYTES;
-    fetch<TileA, BLOCK_M, BLOCK_K>(to, a + tile * BLOCK_K, k);
-    fetch<TileB, BLOCK_K, BLOCK_N>(to + TileA::BYTES, b + (long long)tile * BLOCK_K * n, n);
+  Pieces<TileA, BLOCK_M, BLOCK_K> pieces_a(a, k);
+  Pieces<TileB, BLOCK_K, BLOCK_N> pieces_b(b, n);
+  constexpr int PIECES = pieces_a.COUNT + pieces_b.COUNT, SHARE = (PIECES + STEPS - 2) / (STEPS - 1);
+  auto copy = [&](int first, int end, int stage, bool on) {
+#pragma unroll
+    for (int piece = first; piece < end && piece < PIECES; ++piece)
+      if (piece < pieces_a.COUNT) pieces_a.copy(piece, shared + stage * STAGE_BYTES, on);
+      else pieces_b.copy(piece - pieces_a.COUNT, shared + stage * STAGE_BYTES + TileA::BYTES, on);
+  };
+  auto next_tile = [&] {
+    pieces_a.from += BLOCK_K;
+    pieces_b.from += (long long)BLOCK_K * n;
+    asm volatile("cp.async.commit_group;" ::: "memory");
   };
   u32 left[2][ATOMS_M][4], right[2][ATOMS_N][4];
   auto load_operands = [&](int slot, int step, u32 stage) {
@@ -269,8 +290,8 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
 
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (stage < tiles) load_tile(stage, stage);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy(0, PIECES, stage, stage < tiles);
+    next_tile();
   }
   float sums[ATOMS_M][2 * ATOMS_N][4] = {};
   asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
@@ -281,17 +302,16 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (step == STEPS - 1) {
+        next_tile();
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
         __syncthreads();
         reading = reading + 1 == STAGES ? 0 : reading + 1;
-      }
-      if (step < STEPS - 1 || tile + 1 < tiles)
-        load_operands((step + 1) % 2, (step + 1) % STEPS, shared + reading * STAGE_BYTES);
-      if (step == 0) {
-        if (tile + STAGES - 1 < tiles) load_tile(tile + STAGES - 1, writing);
-        asm volatile("cp.async.commit_group;" ::: "memory");
         writing = writing + 1 == STAGES ? 0 : writing + 1;
+      } else {
+        copy(step * SHARE, (step + 1) * SHARE, writing, tile + STAGES - 1 < tiles);
       }
+      // After the last tile these read what nobody multiplies: a branch around them would cost more.
+      load_operands((step + 1) % 2, (step + 1) % STEPS, shared + reading * STAGE_BYTES);
 #pragma unroll
       for (int i = 0; i < ATOMS_M; ++i)
 #pragma unroll
