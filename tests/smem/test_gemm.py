@@ -63,6 +63,20 @@ def test_a_lanes_place_leads_to_all_of_its_others(layout: str, shape: dict[str, 
                 assert found == b.place(16 * step + row, 2 * left + byte)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+def test_a_threads_pieces_lie_blocks_of_eight_rows_apart(layout: str, shape: dict[str, int]) -> None:
+    config = GemmConfig(layout, **shape)
+    for letter, tile in (("a", config.tile_a), ("b", config.tile_b)):
+        places, across = Places(gemm.source(config), letter), tile.row_bytes // 16
+        down = config.threads // across
+        assert down % 8 == 0 and tile.rows % down == 0
+        for thread in range(config.threads):
+            row, byte = thread // across, thread % across * 16
+            for top in range(0, tile.rows, down):
+                assert places.on(places.place(row, byte), top, 0) == places.place(top + row, byte)
+
+
 def test_wavefronts() -> None:
     """By hand: each warp reads 64 rows of A and 64 columns of B; 4 wavefronts for a matrix of 16×16 without conflicts."""
     found = {layout: gemm.wavefronts(GemmConfig(layout), 256, 384, 512) for layout in gemm.LAYOUTS}
