@@ -70,9 +70,7 @@ def time_gemm(size: int) -> Trial:
         return lambda: subjects.launch(layout, c)
 
     calls = {gemm.name(layout): call(layout) for layout in gemm.LAYOUTS}
-    predicted = {
-        gemm.name(layout): _sums(gemm.wavefronts(gemm.GemmConfig(layout), size, size, size)) for layout in gemm.LAYOUTS
-    }
+    predicted = {config.name: _sums(gemm.wavefronts(config, size, size, size)) for config in gemm.configs().values()}
     calls["cuBLAS"] = lambda: subjects.a @ subjects.b
     return Trial(f"{size}×{size}×{size} halves", _compare(calls, subjects.check, subjects.flops), predicted)
 

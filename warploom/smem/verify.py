@@ -170,7 +170,7 @@ def _measure_single(patterns: Sequence[Measured], folder: Path) -> list[Launch]:
 
 
 def _large_gemm(folder: Path) -> list[Large]:
-    configs = [gemm.GemmConfig(layout) for layout in gemm.LAYOUTS]
+    configs = list(gemm.configs().values())
     found = measure_instructions("^hgemm_", ["gemm", str(GEMM_SIZE)], folder / "gemm.ncu-rep")
     _matching([config.name for config in configs], [launch for launch, _ in found])
     size = GEMM_SIZE

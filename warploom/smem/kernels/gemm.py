@@ -32,10 +32,10 @@ class GemmConfig:
     layout: str
     block_m: int = 128
     block_n: int = 128
-    block_k: int = 32
+    block_k: int = 64  # rows of A of 128 bytes, each a whole line of the cache that it is copied from
     warp_m: int = 64
     warp_n: int = 64
-    stages: int = 4
+    stages: int = 3
     blocks: int = 2  # resident on a multiprocessor at once
 
     def __post_init__(self) -> None:
@@ -85,6 +85,14 @@ class GemmConfig:
 def name(layout: str) -> str:
     """The kernel of a layout."""
     return f"hgemm_{layout}"
+
+
+def configs() -> dict[str, GemmConfig]:
+    """The kernel of each layout for the current device, with a stage less where shared memory is short."""
+    found = {layout: GemmConfig(layout) for layout in LAYOUTS}
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    short = max(config.shared_bytes for config in found.values()) > device.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return {layout: replace(config, stages=2) for layout, config in found.items()} if short else found
 
 
 @cache
@@ -139,7 +147,7 @@ class Subjects:
     """The kernel in every layout, compiled, and one square product of random halves for all of them."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        self._configs = {layout: GemmConfig(layout) for layout in LAYOUTS}
+        self._configs = configs()
         for config in self._configs.values():
             config.check(size, size, size)
         self._kernels = {layout: Kernels(source(config)) for layout, config in self._configs.items()}
