@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from warploom.smem import Tile, count
 from warploom.smem.kernels import gemm
 from warploom.smem.kernels.gemm import GemmConfig
 from warploom.smem.tester import Trial, report
@@ -86,9 +85,10 @@ def test_wavefronts() -> None:
     assert found["plain"]["ldmatrix.x4"] == (16 * matrices, 4 * matrices)  # rows of 64 bytes: 4 of 8 meet
     assert found["plain"]["ldmatrix.x4.trans"] == (32 * matrices, 4 * matrices)  # rows of 256: all 8
     stored = blocks * steps * (128 * 32 + 32 * 128) * 2 // 128
-    assert found["swizzled"]["cp.async.128"] == found["plain"]["cp.async.128"] == (stored, stored)
-    assert found["padded"]["cp.async.128"] == (stored * 3 // 2, stored)  # two quarter-warps' pieces of A, rows of 80 bytes
-    assert count("sts.128", Tile(128, 32, pad=8)).excess == count("sts.128", Tile(128, 32, pad=8)).ideal
+    # Rows of A are half a line of global memory each, and a line goes to one of shared memory at a time.
+    assert found["swizzled"]["cp.async.128"] == found["plain"]["cp.async.128"] == (stored * 3 // 2, stored)
+    whole = {layout: gemm.wavefronts(GemmConfig(layout), 256, 384, 512)["cp.async.128"] for layout in gemm.LAYOUTS}
+    assert whole["swizzled"] == whole["plain"] == (stored, stored) != whole["padded"]
     assert all(moved["lds.128"][0] == moved["lds.128"][1] == blocks * 128 * 128 * 2 // 128 for moved in found.values())
 
 
@@ -96,8 +96,8 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="layout takes one of plain, padded, swizzled, got 'twisted'"):
         GemmConfig("twisted")
     for sides, words in (
-        ((100, 128, 64), "m takes a positive multiple of 128, got 100"),
-        ((128, 128, 0), "k takes .* 64, got 0"),
+        ((100, 128, 64), "m takes a multiple of 128 from 128, got 100"),
+        ((128, 128, 64), "k takes a multiple of 64 from 128, got 64"),
     ):
         with pytest.raises(ValueError, match=words):
             GemmConfig("plain").check(*sides)

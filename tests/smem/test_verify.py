@@ -218,7 +218,7 @@ def test_the_command_agrees_with_a_perfect_machine(stand_ins: None, capsys: pyte
     assert best["agree"] == len(generate()) > others[0]["agree"]
     assert result["rows"][0].keys() >= {"kernel", "pattern", "predicted", "measured", "addresses"}
     excess = {one["kernel"]: one["excess"] for one in result["large"]}
-    assert excess["hgemm_swizzled"] == excess["attention_swizzled"] == excess["attention_padded"] == 0
+    assert excess["hgemm_swizzled"] == excess["attention_swizzled"] == 0 < excess["attention_padded"]
     assert all(one["excess"] == one["predicted_excess"] for one in result["large"])
     assert printed.err.count("warploom banks: ") == 4
 

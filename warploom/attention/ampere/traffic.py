@@ -6,6 +6,7 @@ from collections import Counter
 
 from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.layout import swizzled
+from warploom.smem import copies
 from warploom.smem.layout import Tile
 from warploom.smem.walk import count
 
@@ -21,16 +22,19 @@ def wavefronts(config: ForwardConfig, blocks: int, key_tiles: int) -> dict[str, 
         return Tile(rows, config.head_dim, "f16", config.pad, layout.swizzles)
 
     times = 1 if config.q_registers else key_tiles
-    moves = (
-        ("cp.async.128", "sts.128", tile(config.tile_m), 1),
-        ("cp.async.128", "sts.128", tile(config.tile_n), 2 * (key_tiles + config.stages - 1)),
-        ("ldmatrix.x4", "ldmatrix.x4", tile(16 * config.atoms), config.warps * times),
-        ("ldmatrix.x4", "ldmatrix.x4", tile(config.tile_n), config.warps * key_tiles),
-        ("ldmatrix.x4.trans", "ldmatrix.x4.trans", tile(config.tile_n), config.warps * key_tiles),
-    )
     all_of, ideal = Counter[str](), Counter[str]()
-    for name, pattern, where, often in moves:
-        found = count(pattern, where)
-        all_of[name] += blocks * often * found.wavefronts
-        ideal[name] += blocks * often * found.ideal
+
+    def add(name: str, counted: tuple[int, int], often: int) -> None:
+        all_of[name] += blocks * often * counted[0]
+        ideal[name] += blocks * often * counted[1]
+
+    add("cp.async.128", copies.count(tile(config.tile_m)), 1)
+    add("cp.async.128", copies.count(tile(config.tile_n)), 2 * (key_tiles + config.stages - 1))
+    for name, rows, often in (
+        ("ldmatrix.x4", 16 * config.atoms, config.warps * times),
+        ("ldmatrix.x4", config.tile_n, config.warps * key_tiles),
+        ("ldmatrix.x4.trans", config.tile_n, config.warps * key_tiles),
+    ):
+        found = count(name, tile(rows))
+        add(name, (found.wavefronts, found.ideal), often)
     return {name: (all_of[name], ideal[name]) for name in all_of}

@@ -6,7 +6,6 @@ them, C goes out through shared memory, so that all of its stores are 16 bytes w
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -14,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from warploom.smem import copies
 from warploom.smem.kernels.nvrtc import Kernels
 from warploom.smem.layout import Swizzle, Tile
 from warploom.smem.swizzle import design
@@ -71,10 +71,11 @@ class GemmConfig:
         return (m // self.block_m) * (n // self.block_n)
 
     def check(self, m: int, n: int, k: int) -> None:
-        """ValueError unless tiles cover the product exactly."""
-        for side, length, block in (("m", m, self.block_m), ("n", n, self.block_n), ("k", k, self.block_k)):
-            if length < block or length % block:
-                raise ValueError(f"{side} takes a positive multiple of {block}, got {length}")
+        """ValueError unless tiles cover the product exactly, and those of k at least fill the ring."""
+        blocks = {"m": (m, self.block_m, 1), "n": (n, self.block_n, 1), "k": (k, self.block_k, self.stages - 1)}
+        for side, (length, block, least) in blocks.items():
+            if length < least * block or length % block:
+                raise ValueError(f"{side} takes a multiple of {block} from {least * block}, got {length}")
 
     def _laid_out(self, tile: Tile, accesses: tuple[str, ...]) -> Tile:
         if self.layout == "plain":
@@ -111,19 +112,24 @@ def wavefronts(config: GemmConfig, m: int, n: int, k: int) -> dict[str, tuple[in
     # Operands are read 16 of k at a time and once more after the last, a fraction of a tile.
     read = Fraction(k + 16, config.block_k)
     moves = (
-        ("cp.async.128", "sts.128", config.tile_a, Fraction(tiles)),
-        ("cp.async.128", "sts.128", config.tile_b, Fraction(tiles)),
-        ("ldmatrix.x4", "ldmatrix.x4", config.tile_a, read * warps_n),
-        ("ldmatrix.x4.trans", "ldmatrix.x4.trans", config.tile_b, read * warps_m),
-        ("sts.32", "sts.32@fragment", config.tile_c, Fraction(1)),
-        ("lds.128", "lds.128", config.tile_c, Fraction(1)),
+        ("cp.async.128", copies.count(config.tile_a), Fraction(tiles)),
+        ("cp.async.128", copies.count(config.tile_b), Fraction(tiles)),
+        ("ldmatrix.x4", _count("ldmatrix.x4", config.tile_a), read * warps_n),
+        ("ldmatrix.x4.trans", _count("ldmatrix.x4.trans", config.tile_b), read * warps_m),
+        ("sts.32", _count("sts.32@fragment", config.tile_c), Fraction(1)),
+        ("lds.128", _count("lds.128", config.tile_c), Fraction(1)),
     )
-    all_of, ideal = Counter[str](), Counter[str]()
-    for access, pattern, tile, times in moves:
-        found = count(pattern, tile)
-        all_of[access] += int(config.grid(m, n) * times * found.wavefronts)
-        ideal[access] += int(config.grid(m, n) * times * found.ideal)
-    return {access: (all_of[access], ideal[access]) for access in all_of}
+    sums: dict[str, tuple[int, int]] = {}
+    for access, counted, times in moves:
+        all_of, ideal = sums.get(access, (0, 0))
+        times *= config.grid(m, n)
+        sums[access] = all_of + int(times * counted[0]), ideal + int(times * counted[1])
+    return sums
+
+
+def _count(pattern: str, tile: Tile) -> tuple[int, int]:
+    found = count(pattern, tile)
+    return found.wavefronts, found.ideal
 
 
 def source(config: GemmConfig) -> str:
@@ -210,10 +216,8 @@ template <int PITCH_, int B, int M, int S, int BYTES_> struct Tile {
 constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
 constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = WARP_N / 16, STEPS = BLOCK_K / 16;
 
-// Under a predicate within the statement, as a branch would end the stretch of code that can be interleaved.
-__device__ void copy_async(u32 to, const void* from, bool on) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }"
-               :: "r"(to), "l"(from), "r"(u32(on)) : "memory");
+__device__ void copy_async(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
 
 template <bool TRANS> __device__ void load_matrix(u32 (&to)[4], u32 from) {
@@ -251,9 +255,7 @@ template <class TILE, int ROWS, int COLUMNS> struct Pieces {
     from = tile + (long long)row * pitch + column;
     below = (long long)DOWN * pitch;
   }
-  __device__ void copy(int piece, u32 to, bool on) const {
-    copy_async(to + TILE::on(place, piece * DOWN, 0), from + piece * below, on);
-  }
+  __device__ void copy(int piece, u32 to) const { copy_async(to + TILE::on(place, piece * DOWN, 0), from + piece * below); }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -272,15 +274,14 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
   const int warp_m = warp % (BLOCK_M / WARP_M) * WARP_M, warp_n = warp / (BLOCK_M / WARP_M) * WARP_N;
   const u32 from_a = TileA::place(warp_m + lane % 16, lane / 16 * 16);
   const u32 from_b = TileB::place(lane % 16, warp_n * 2 + lane / 16 * 16);
-  const int tiles = k / BLOCK_K;
   Pieces<TileA, BLOCK_M, BLOCK_K> pieces_a(a, k);
   Pieces<TileB, BLOCK_K, BLOCK_N> pieces_b(b, n);
   constexpr int PIECES = pieces_a.COUNT + pieces_b.COUNT, SHARE = (PIECES + STEPS - 2) / (STEPS - 1);
-  auto copy = [&](int first, int end, int stage, bool on) {
+  auto copy = [&](int first, int end, int stage) {
 #pragma unroll
     for (int piece = first; piece < end && piece < PIECES; ++piece)
-      if (piece < pieces_a.COUNT) pieces_a.copy(piece, shared + stage * STAGE_BYTES, on);
-      else pieces_b.copy(piece - pieces_a.COUNT, shared + stage * STAGE_BYTES + TileA::BYTES, on);
+      if (piece < pieces_a.COUNT) pieces_a.copy(piece, shared + stage * STAGE_BYTES);
+      else pieces_b.copy(piece - pieces_a.COUNT, shared + stage * STAGE_BYTES + TileA::BYTES);
   };
   auto next_tile = [&] {
     pieces_a.from += BLOCK_K;
@@ -298,7 +299,7 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
 
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    copy(0, PIECES, stage, stage < tiles);
+    copy(0, PIECES, stage);
     next_tile();
   }
   float sums[ATOMS_M][2 * ATOMS_N][4] = {};
@@ -306,7 +307,8 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
   __syncthreads();
   load_operands(0, 0, shared);
   int reading = 0, writing = STAGES - 1;
-  for (int tile = 0; tile < tiles; ++tile) {
+  // Copies and operands of what comes next are issued between the products of a step.
+  auto multiply_tile = [&](bool copying) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (step == STEPS - 1) {
@@ -315,8 +317,8 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
         __syncthreads();
         reading = reading + 1 == STAGES ? 0 : reading + 1;
         writing = writing + 1 == STAGES ? 0 : writing + 1;
-      } else {
-        copy(step * SHARE, (step + 1) * SHARE, writing, tile + STAGES - 1 < tiles);
+      } else if (copying) {
+        copy(step * SHARE, (step + 1) * SHARE, writing);
       }
       // After the last tile these read what nobody multiplies: a branch around them would cost more.
       load_operands((step + 1) % 2, (step + 1) % STEPS, shared + reading * STAGE_BYTES);
@@ -326,7 +328,10 @@ KERNEL_NAME(const u16* __restrict__ a, const u16* __restrict__ b, u16* __restric
         for (int j = 0; j < 2 * ATOMS_N; ++j)
           multiply(sums[i][j], left[step % 2][i], right[step % 2][j / 2][j % 2 * 2], right[step % 2][j / 2][j % 2 * 2 + 1]);
     }
-  }
+  };
+  const int copied = k / BLOCK_K - (STAGES - 1);
+  for (int tile = 0; tile < copied; ++tile) multiply_tile(true);
+  for (int tile = 0; tile < STAGES - 1; ++tile) multiply_tile(false);
 
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
