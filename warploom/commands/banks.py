@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from warploom.commands.table import table
+from warploom.smem import copies
 from warploom.smem.access import ACCESSES, ORDERS, Pattern, parse_pattern
+from warploom.smem.copies import CopyCount
 from warploom.smem.explain import describe, witness
 from warploom.smem.layout import DTYPES, Tile, join, parse_swizzles, tma_refusals
 from warploom.smem.model import Prediction, predict
@@ -25,7 +27,8 @@ EXAMPLES = f"""examples:
   warploom banks --ladder --gemm --attention                       (needs a GPU and cuda-core: checks and times the kernels)
   warploom banks --verify                                          (needs ncu too: predicted against measured)
 
-accesses: {", ".join(ACCESSES)}
+accesses: {", ".join(ACCESSES)};
+also {copies.NAME}, which fills the tile by cp.async
 orders, as in lds.32@columns:
 {table([(name, meaning) for name, meaning in ORDERS.items()])}
 ACCESS@ROWSxCOLS, as in ldmatrix.x4@256x16, sees the same memory in another shape.
@@ -65,16 +68,20 @@ def run(options: argparse.Namespace) -> int:
         return _verify(options) if options.verify else _time(options)
     if options.size is not None:
         raise ValueError("--size takes one of --gemm and --attention beside it")
-    patterns = [parse_pattern(text) for text in options.access or ()]
-    if not patterns:
+    named = options.access or []
+    copied = named.count(copies.NAME)
+    patterns = [parse_pattern(text) for text in named if text != copies.NAME]
+    if not named:
         raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none; --help has examples")
+    if copied and (options.addresses is not None or options.design or options.draw):
+        raise ValueError(f"{copies.NAME} depends on global memory too: it takes no --addresses, --design or --draw")
     if options.addresses is not None:
         return _addresses(options, patterns)
     if options.rows is None or options.cols is None:
         raise ValueError("--rows and --cols are needed without --addresses")
     swizzles = () if options.swizzle is None else parse_swizzles(options.swizzle)
     tile = Tile(options.rows, options.cols, options.dtype, options.pad, swizzles)
-    return _design(options, tile, patterns) if options.design else _count(options, tile, patterns)
+    return _design(options, tile, patterns) if options.design else _count(options, tile, patterns, copied)
 
 
 def _addresses(options: argparse.Namespace, patterns: Sequence[Pattern]) -> int:
@@ -105,18 +112,19 @@ def _busiest(prediction: Prediction, number: int) -> str:
     return f"{bank}: words {', '.join(map(str, words))}"
 
 
-def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]) -> int:
+def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern], copied: int) -> int:
     counts = [count(pattern, tile) for pattern in patterns]
+    filled = [copies.count(tile)] * copied
     if options.draw:
         _draw(options.draw, counts)
     if options.json:
-        print(json.dumps({**_tile(tile), **_sums(counts), "tma": tma_refusals(tile), "drawn": options.draw}))
+        print(json.dumps({**_tile(tile), **_sums([*filled, *counts]), "tma": tma_refusals(tile), "drawn": options.draw}))
         return 0
     print(f"tile      {tile}, rows of {tile.pitch_bytes} bytes")
+    for copy in filled:
+        print(f"access    {copies.NAME}, {_many(copy.instructions)}, each row from a line of global memory on\n{_totals(copy)}")
     for one in counts:
-        print(
-            f"access    {one.pattern}, {len(one.instructions)} instruction{'s' * (len(one.instructions) > 1)}\n{_totals(one)}"
-        )
+        print(f"access    {one.pattern}, {_many(len(one.instructions))}\n{_totals(one)}")
         conflict = witness(one.pattern, tile)
         if conflict:
             print(f"  first conflict: {conflict}")
@@ -182,17 +190,22 @@ def _time(options: argparse.Namespace) -> int:
     return 0 if all(trial.right for trial in trials) else 1
 
 
-def _totals(one: Prediction | TileCount) -> str:
-    phases = one.phases if isinstance(one.phases, int) else len(one.phases)
+def _many(instructions: int) -> str:
+    return f"{instructions} instruction{'s' * (instructions > 1)}"
+
+
+def _totals(one: Prediction | TileCount | CopyCount) -> str:
+    phases: int = one.to_dict()["phases"]
     shown = f"{phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefront{'s' * (one.wavefronts != 1)}"
     return f"  {shown}, {one.ideal} ideal, {one.excess} excess"
 
 
-def _sums(counts: Sequence[TileCount]) -> dict[str, Any]:
+def _sums(counts: Sequence[TileCount | CopyCount]) -> dict[str, Any]:
     if len(counts) == 1:
         return counts[0].to_dict()
-    sums = {name: sum(getattr(one, name) for one in counts) for name in ("phases", "wavefronts", "ideal", "excess")}
-    return {**sums, "accesses": [one.to_dict() for one in counts]}
+    each = [one.to_dict() for one in counts]
+    sums = {name: sum(one[name] for one in each) for name in ("phases", "wavefronts", "ideal", "excess")}
+    return {**sums, "accesses": each}
 
 
 def _tile(tile: Tile) -> dict[str, Any]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from warploom.smem.access import parse_pattern
 from warploom.smem.layout import Tile
 from warploom.smem.walk import walk
 
+NAME = "cp.async.128"
 WIDTH, SECTOR, LINE = 16, 32, 128  # bytes
 
 Place = tuple[int, int] | None  # byte addresses in global and in shared memory; None for a lane that is off
@@ -39,14 +42,34 @@ def ideal(places: Sequence[Place]) -> int:
     return -(-active * WIDTH // LINE)
 
 
-def count(tile: Tile) -> tuple[int, int]:
-    """(wavefronts, ideal) of filling a tile, lane after lane along its rows, each of which starts a line of global memory."""
+@dataclass(frozen=True)
+class CopyCount:
+    """The instructions that fill a tile once, and their sums."""
+
+    tile: Tile
+    instructions: int
+    wavefronts: int
+    ideal: int
+
+    @property
+    def excess(self) -> int:
+        return self.wavefronts - self.ideal
+
+    def to_dict(self) -> dict[str, Any]:
+        # A phase is what a whole line would take.
+        counts = {"phases": self.ideal, "wavefronts": self.wavefronts, "ideal": self.ideal, "excess": self.excess}
+        return {"access": NAME, **counts}
+
+
+def count(tile: Tile) -> CopyCount:
+    """What filling a tile costs, lane after lane along its rows, each of which starts a line of global memory."""
     across = -(-tile.row_bytes // LINE) * LINE
-    all_of = least = 0
+    instructions = all_of = least = 0
     for lanes in walk(parse_pattern("sts.128"), tile):
         places = [
             None if lane is None else (lane[0] * across + lane[1], tile.address(lane[0], lane[1], WIDTH)) for lane in lanes
         ]
+        instructions += 1
         all_of += wavefronts(places)
         least += ideal(places)
-    return all_of, least
+    return CopyCount(tile, instructions, all_of, least)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from warploom.smem import copies
 from warploom.smem.access import Pattern
 from warploom.smem.classes import NOWHERE, PhaseClasses, Places
 from warploom.smem.layout import Swizzle, Tile, join
@@ -80,7 +81,11 @@ def _padding_line(found: Design) -> str:
         return "not searched: an access sees the tile in another shape"
     if found.pad:
         extra = found.pad * found.tile.itemsize * found.tile.rows
-        return f"{found.pad} elements a row leave {found.pad_excess}, for {extra} bytes more; no smaller padding does as well"
+        text = f"{found.pad} elements a row leave {found.pad_excess}, for {extra} bytes more; no smaller padding does as well"
+        if any(pattern.access.name == "sts.128" for pattern in found.patterns):
+            copied = copies.count(replace(found.tile, pad=found.pad)).excess - copies.count(found.tile).excess
+            text += f", but filled by {copies.NAME} it costs {copied} more" if copied > 0 else ""
+        return text
     return "none is needed" if found.before == 0 else f"none up to a line of {LINE} bytes leaves fewer than {found.before}"
 
 

@@ -22,19 +22,15 @@ def wavefronts(config: ForwardConfig, blocks: int, key_tiles: int) -> dict[str, 
         return Tile(rows, config.head_dim, "f16", config.pad, layout.swizzles)
 
     times = 1 if config.q_registers else key_tiles
+    moves = (
+        (copies.NAME, copies.count(tile(config.tile_m)), 1),
+        (copies.NAME, copies.count(tile(config.tile_n)), 2 * (key_tiles + config.stages - 1)),
+        ("ldmatrix.x4", count("ldmatrix.x4", tile(16 * config.atoms)), config.warps * times),
+        ("ldmatrix.x4", count("ldmatrix.x4", tile(config.tile_n)), config.warps * key_tiles),
+        ("ldmatrix.x4.trans", count("ldmatrix.x4.trans", tile(config.tile_n)), config.warps * key_tiles),
+    )
     all_of, ideal = Counter[str](), Counter[str]()
-
-    def add(name: str, counted: tuple[int, int], often: int) -> None:
-        all_of[name] += blocks * often * counted[0]
-        ideal[name] += blocks * often * counted[1]
-
-    add("cp.async.128", copies.count(tile(config.tile_m)), 1)
-    add("cp.async.128", copies.count(tile(config.tile_n)), 2 * (key_tiles + config.stages - 1))
-    for name, rows, often in (
-        ("ldmatrix.x4", 16 * config.atoms, config.warps * times),
-        ("ldmatrix.x4", config.tile_n, config.warps * key_tiles),
-        ("ldmatrix.x4.trans", config.tile_n, config.warps * key_tiles),
-    ):
-        found = count(name, tile(rows))
-        add(name, (found.wavefronts, found.ideal), often)
+    for name, found, often in moves:
+        all_of[name] += blocks * often * found.wavefronts
+        ideal[name] += blocks * often * found.ideal
     return {name: (all_of[name], ideal[name]) for name in all_of}

@@ -112,24 +112,19 @@ def wavefronts(config: GemmConfig, m: int, n: int, k: int) -> dict[str, tuple[in
     # Operands are read 16 of k at a time and once more after the last, a fraction of a tile.
     read = Fraction(k + 16, config.block_k)
     moves = (
-        ("cp.async.128", copies.count(config.tile_a), Fraction(tiles)),
-        ("cp.async.128", copies.count(config.tile_b), Fraction(tiles)),
-        ("ldmatrix.x4", _count("ldmatrix.x4", config.tile_a), read * warps_n),
-        ("ldmatrix.x4.trans", _count("ldmatrix.x4.trans", config.tile_b), read * warps_m),
-        ("sts.32", _count("sts.32@fragment", config.tile_c), Fraction(1)),
-        ("lds.128", _count("lds.128", config.tile_c), Fraction(1)),
+        (copies.NAME, copies.count(config.tile_a), Fraction(tiles)),
+        (copies.NAME, copies.count(config.tile_b), Fraction(tiles)),
+        ("ldmatrix.x4", count("ldmatrix.x4", config.tile_a), read * warps_n),
+        ("ldmatrix.x4.trans", count("ldmatrix.x4.trans", config.tile_b), read * warps_m),
+        ("sts.32", count("sts.32@fragment", config.tile_c), Fraction(1)),
+        ("lds.128", count("lds.128", config.tile_c), Fraction(1)),
     )
     sums: dict[str, tuple[int, int]] = {}
     for access, counted, times in moves:
         all_of, ideal = sums.get(access, (0, 0))
         times *= config.grid(m, n)
-        sums[access] = all_of + int(times * counted[0]), ideal + int(times * counted[1])
+        sums[access] = all_of + int(times * counted.wavefronts), ideal + int(times * counted.ideal)
     return sums
-
-
-def _count(pattern: str, tile: Tile) -> tuple[int, int]:
-    found = count(pattern, tile)
-    return found.wavefronts, found.ideal
 
 
 def source(config: GemmConfig) -> str:
