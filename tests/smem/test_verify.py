@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -255,6 +256,8 @@ def test_a_large_kernel_agrees_within_a_hundredth() -> None:
     assert large(10_000).agrees and large(10_100).agrees and large(9_900).agrees
     assert not large(10_101).agrees and not large(9_899).agrees and not large(10_000, 100_004).agrees
     assert not Large("kernel", "work", {}, large(10_000).instructions, 0).agrees
+    for excess, within in ((10_000, True), (4_000, True), (0, True), (10_001, False)):
+        assert replace(large(excess), at_most=("ldmatrix.x4",)).agrees == within
 
 
 def test_finds_tools_in_the_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
