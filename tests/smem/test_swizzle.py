@@ -224,7 +224,6 @@ def test_words_of_small_and_uneven_tiles(tile: Tile, pattern: str, phrase: str) 
         (Tile(240, 200), ["sts.128", "ldmatrix.x2", "lds.16", "lds.32@columns"]),
         (Tile(255, 250), ["sts.16", "lds.32", "lds.16@columns", "lds.32@columns"]),
         (Tile(253, 251, "f8"), ["sts.8", "lds.8@columns"]),
-        (Tile(248, 248, "f32"), ["sts.64", "lds.32@columns", "lds.64@columns", "sts.64@fragment"]),
     ],
     ids=str,
 )

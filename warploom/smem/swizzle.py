@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +88,18 @@ class Design:
         }
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The search's tensors are small: waiting for other threads, on a busy machine above all, costs more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
     """Search the layouts of a tile for the fewest bank conflicts over all of its accesses together.
 
