@@ -13,6 +13,7 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
+from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
 
 pytestmark = [
@@ -23,8 +24,15 @@ pytestmark = [
 HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")
 # Not here: what goes to the next implementation.
-DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "192", "256", "scale"))]
-BANDS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 30)}}
+DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "scale"))]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 30)},
+    "behind": {"window": (90, None)},
+}
+DIMS = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -53,21 +61,84 @@ def test_case(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     check(call, "hopper")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", VARLEN)
+def test_packed(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+    fields = {"seed": seed(), "dtype": dtype, "device": "cuda", **PACKED[name]}
+    fields["keywords"] = {**fields.get("keywords", {}), "deterministic": deterministic}  # type: ignore[dict-item]
+    Packed(**fields).check("hopper")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_packed_lengths(dims: tuple[int, int], band: str, deterministic: bool) -> None:
+    keys = [200, 1, 0, 333, 129, 1000, 64, 30]
+    shape: dict[str, Any] = {"lengths_q": [100, 1, 130, 333, 0, 700, 257, 63], "lengths_k": keys, "heads_q": 6, "heads_kv": 2}
+    if deterministic:
+        shape["used"] = [200, 0, 0, 300, 129, 1, 63, 30]
+    options = {"head_dim": dims[0], "head_dim_v": dims[1], "keywords": {**BANDS[band], "deterministic": deterministic}}
+    Packed(seed(), device="cuda", dtype=torch.bfloat16, **shape, **options).check("hopper")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dim", [72, 128, 256])
+def test_packed_bits_do_not_depend_on_neighbours(dim: int) -> None:
+    """A sequence's gradients are those that it has alone."""
+    q, k, v = (t[0].detach() for t in drawn(1, 1000, 4, 2, dim))
+    dout = torch.randn_like(q)
+
+    def gradients(tokens: slice, lengths: list[int]) -> tuple[Tensor, ...]:
+        leaves = [t[tokens].clone().requires_grad_() for t in (q, k, v)]
+        cu = torch.tensor(lengths, dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+        out = warploom.attention_varlen(*leaves, cu, causal=True, deterministic=True, backend="hopper")
+        return torch.autograd.grad(out, leaves, dout[tokens])
+
+    together = gradients(slice(0, 1000), [0, 333, 1, 0, 500, 166])
+    alone = gradients(slice(334, 834), [0, 500])
+    assert all(torch.equal(a[334:834], b) for a, b in zip(together, alone, strict=True))
+
+
+def test_nan_of_other_sequences_changes_nothing() -> None:
+    q, k, v = (t[0].detach() for t in drawn(1, 400, 2, 2, 128))
+    cu = torch.tensor([0, 130, 131, 300], dtype=torch.int32, device="cuda")
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = warploom.attention_varlen(*leaves, cu, causal=True, backend="hopper")
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    want = gradients()
+    for t in (q, k, v):
+        t[:130] = NAN
+        t[131:] = NAN
+    for a, b in zip(gradients(), want, strict=True):
+        assert torch.equal(a[130], b[130]) and not b.isnan().any() and not a[300:].any()
+
+
 @pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])
 @pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_odd_lengths(seqlen: int, band: str, dim: int) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_odd_lengths(seqlen: int, band: str, dims: tuple[int, int]) -> None:
     for seqlen_k, deterministic in ((seqlen, False), (300, True)):
-        shape = {"seqlen_q": seqlen, "seqlen_k": seqlen_k, "head_dim": dim, "batch": 1}
+        shape = {"seqlen_q": seqlen, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1], "batch": 1}
         keywords = {**BANDS[band], "deterministic": deterministic}
         check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords=keywords, **shape), "hopper")
 
 
 @pytest.mark.parametrize("heads", [(5, 5), (6, 2), (7, 1), (16, 2)])
-@pytest.mark.parametrize("dim", [64, 104, 128])
+@pytest.mark.parametrize("dim", [64, 104, 128, 200])
 def test_groups(heads: tuple[int, int], dim: int) -> None:
     shape = {"seqlen_q": 333, "seqlen_k": 417, "heads_q": heads[0], "heads_kv": heads[1], "head_dim": dim}
-    check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords={"causal": True}, **shape), "hopper")
+    for deterministic in (False, True):
+        keywords = {"causal": True, "deterministic": deterministic}
+        check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords=keywords, **shape), "hopper")
+
+
+@pytest.mark.parametrize("dim", [96, 128, 192, 256])
+def test_softcap_and_gradient_through_lse(dim: int) -> None:
+    shape = {"seqlen_q": 333, "seqlen_k": 217, "head_dim": dim, "sink": True, "lse_gradient": True}
+    check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords={"softcap": 3.0, "causal": True}, **shape), "hopper")
 
 
 def drawn(batch: int, seqlen: int, heads: int, kv: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -80,7 +151,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_many_blocks(band: str, deterministic: bool, dim: int) -> None:
     """More blocks than processors, against the reference on some heads."""
     for batch, seqlen, heads, kv in ((3, 1500, 24, 8), (1, 7000, 6, 2)):
@@ -101,9 +172,10 @@ def test_many_blocks(band: str, deterministic: bool, dim: int) -> None:
 
 
 @pytest.mark.parametrize("band", BANDS)
-def test_a_thousand_equal_runs(band: str) -> None:
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_thousand_equal_runs(dim: int, band: str) -> None:
     """dk and dv always; dq when deterministic; while another stream keeps the device busy."""
-    q, k, v = drawn(2, 1000, 8, 2, 128)
+    q, k, v = drawn(2, 1000, 8, 2, dim)
     stream, busy = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
     for deterministic, runs in ((True, 1000), (False, 100)):
         out = attend(q, k, v, deterministic=deterministic, **BANDS[band])

@@ -39,7 +39,7 @@ class Turns:
     """The counters of one part of dQ, which blocks pass on; waited for by value."""
 
     def __init__(self) -> None:
-        self.count: dict[int, int] = {}
+        self.count: dict[tuple[int, int], int] = {}
 
 
 class Block:
@@ -60,8 +60,10 @@ class Block:
         self.added: list[list[object]] = [[] for _ in range(WARPGROUPS)]
 
     def steps(self) -> list[tuple[int, int]]:
-        tiles = [self.first + self.end - 1 - i if self.turns else i for i in range(self.first, self.end)]
-        return [(member, m) for member in range(self.members) for m in tiles]
+        """(member, query tile): heads of the group one after the other, or all of them at a tile where blocks queue for dQ."""
+        if self.turns:
+            return [(member, m) for m in reversed(range(self.first, self.end)) for member in range(self.members)]
+        return [(member, m) for member in range(self.members) for m in range(self.first, self.end)]
 
     def push(self, memory: list[object] | None, full: Barrier, stage: int, value: object) -> None:
         def land() -> None:
@@ -87,20 +89,20 @@ class Block:
             stage, phase = advance(stage, phase, STAGES)
 
     def writer(self, group: int) -> Iterator[Wait]:
-        for _, m in self.steps():
+        for tile in self.steps():
             self.dq_empty[group].arrive()
             opened = self.dq_full[group].opened
             self.dq_full[group].arrive()
             yield self.dq_full[group], opened
             if self.turns:
-                while self.turns[group].count.get(m, 0) != self.rank:
+                while self.turns[group].count.get(tile, 0) != self.rank:
                     yield None
             value = self.dq[group]
             yield None  # the copy is reading
             assert self.dq[group] == value, "dQ was overwritten while it left"
             self.added[group].append(value)
             if self.turns:
-                self.turns[group].count[m] = self.rank + 1
+                self.turns[group].count[tile] = self.rank + 1
 
     def consumer(self, group: int) -> Iterator[Wait]:
         stage, phase, slot = 0, 0, 0
@@ -141,6 +143,67 @@ class Block:
         return found
 
 
+class Wide(Block):
+    """A block of the wide kernel: P through one of two slots, dS through one, dQ from registers when it is the block's turn."""
+
+    def __init__(self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None) -> None:
+        super().__init__(first, end, members, rank, turns)
+        self.p_ready = NamedBarrier()
+        self.p: list[list[object]] = [[None] * WARPGROUPS for _ in range(SLOTS)]
+        self.ds = [[None] * WARPGROUPS]
+
+    def writer(self, group: int) -> Iterator[Wait]:
+        for tile in self.steps() if self.turns else []:
+            assert self.turns
+            while self.turns[group].count.get(tile, 0) != self.rank:
+                yield None
+            self.dq_empty[group].arrive()
+            opened = self.dq_full[group].opened
+            self.dq_full[group].arrive()
+            yield self.dq_full[group], opened
+            self.turns[group].count[tile] = self.rank + 1
+
+    def consumer(self, group: int) -> Iterator[Wait]:
+        stage, phase, slot = 0, 0, 0
+        if self.first < self.end:
+            yield self.k_full, 0
+            yield self.v_full, 0
+        for step in self.steps():
+            yield self.q_full[stage], phase
+            assert self.q[stage] == step
+            yield self.do_full[stage], phase
+            assert self.dout[stage] == step
+            yield None
+            self.p[slot][group] = step
+            opened = self.p_ready.opened
+            self.p_ready.arrive()
+            yield self.p_ready, opened
+            assert self.p[slot] == [step] * WARPGROUPS, "dV reads P of another step"
+            yield None  # dV is running
+            self.ds[0][group] = step
+            opened = self.ds_ready.opened
+            self.ds_ready.arrive()
+            yield self.ds_ready, opened
+            assert self.ds[0] == [step] * WARPGROUPS, "dQ reads dS of another step"
+            yield None  # dQ and dK are issued, dV and dQ end
+            assert self.p[slot] == [step] * WARPGROUPS, "P was overwritten under dV"
+            assert self.ds[0] == [step] * WARPGROUPS and self.dout[stage] == step, "dS was overwritten under dQ"
+            self.do_empty[stage].arrive()
+            if self.turns:
+                opened = self.dq_empty[group].opened
+                self.dq_empty[group].arrive()
+                yield self.dq_empty[group], opened
+                assert self.turns[group].count.get(step, 0) == self.rank, "added out of turn"
+            self.added[group].append(step)
+            yield None
+            if self.turns:
+                self.dq_full[group].arrive()
+            assert self.ds[0] == [step] * WARPGROUPS and self.q[stage] == step, "dS was overwritten under dK"
+            self.q_empty[stage].arrive()
+            stage, phase = advance(stage, phase, STAGES)
+            slot ^= 1
+
+
 def play(blocks: list[Block], processors: int, draw: random.Random) -> None:
     """Run blocks on so many processors: they start in order, the next one when one has ended."""
     waiting: dict[tuple[int, str], Wait] = {}
@@ -172,24 +235,27 @@ def play(blocks: list[Block], processors: int, draw: random.Random) -> None:
                 waiting[key] = found  # type: ignore[assignment]
 
 
+@pytest.mark.parametrize("kind", [Block, Wide])
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("tiles", [(0, 0), (0, 1), (2, 4), (1, 6)])
-def test_no_hang_and_no_race(tiles: tuple[int, int], members: int) -> None:
+def test_no_hang_and_no_race(tiles: tuple[int, int], members: int, kind: type[Block]) -> None:
     for seed in range(15):
-        block = Block(*tiles, members)
+        block = kind(*tiles, members)
         play([block], 1, random.Random(seed))
         assert block.added == [block.steps()] * WARPGROUPS
 
 
+@pytest.mark.parametrize("kind", [Block, Wide])
+@pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("processors", [1, 2, 5])
-def test_deterministic_blocks_add_in_their_order(causal: bool, processors: int) -> None:
-    for seed in range(6):
+def test_deterministic_blocks_add_in_their_order(processors: int, causal: bool, members: int, kind: type[Block]) -> None:
+    for seed in range(3):
         turns = [Turns() for _ in range(WARPGROUPS)]
-        blocks = [Block(2 * n if causal else 0, 8, 1, n, turns) for n in range(4)]
+        blocks = [kind(2 * n if causal else 0, 8, members, n, turns) for n in range(4)]
         play(blocks, processors, random.Random(seed))
         for part in turns:
-            assert part.count == {m: m // 2 + 1 if causal else 4 for m in range(8)}
+            assert part.count == {(h, m): m // 2 + 1 if causal else 4 for h in range(members) for m in range(8)}
 
 
 def test_blocks_that_start_in_the_wrong_order_hang() -> None:
@@ -207,5 +273,16 @@ def test_one_slot_of_ds_would_race(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().consumer(group)
 
     with pytest.raises(AssertionError, match="dS"):
+        for seed in range(50):
+            play([Single(0, 6, 1)], 1, random.Random(seed))
+
+
+def test_one_slot_of_p_would_race() -> None:
+    class Single(Wide):
+        def consumer(self, group: int) -> Iterator[Wait]:
+            self.p = [self.p[0], self.p[0]]
+            return super().consumer(group)
+
+    with pytest.raises(AssertionError, match="P was overwritten"):
         for seed in range(50):
             play([Single(0, 6, 1)], 1, random.Random(seed))

@@ -70,6 +70,10 @@ def test_description_is_the_module(built: dict[str, tuple[ForwardConfig, dict[st
 BACKWARD = {
     "head_dim 128, causal, deterministic": backward_config("bfloat16", 128, 128, True, False, deterministic=True),
     "head_dim 64": backward_config("bfloat16", 64, 64, False, False),
+    "head_dim 256, causal": backward_config("bfloat16", 256, 256, True, False),
+    "head_dim 192 and 128, packed, window, deterministic": backward_config(
+        "float16", 192, 128, True, True, deterministic=True, varlen=True, used=True
+    ),
 }
 
 
@@ -94,7 +98,10 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
     if not tool.is_file():
         pytest.skip("nvdisasm is not here")
     listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    adds = r"\bREDG?\.E\.ADD\.F32" if variant.wide else "UBLKRED"
+    assert "UTMALDG" in listing and re.search(adds, listing) and not re.search(r"\b(LDL|STL)\b", listing)
     loops = 3 if variant.left else 2
-    assert len(re.findall(r"HGMMA", listing)) == loops * (2 * variant.head_dim + 2 * variant.tile_m + variant.tile_n) // 16
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == 4 * loops  # more would mean that ptxas serialised wgmma
+    steps = (variant.head_dim + variant.head_dim_v + 2 * variant.tile_m + variant.tile_n) // 16
+    assert len(re.findall(r"HGMMA", listing)) == loops * steps
+    # More would mean that ptxas serialised wgmma; a wide variant waits once more, at its end.
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == 4 * loops + variant.wide

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import warploom
 from tests.attention.cases import CASES, case
+from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run_backward
@@ -19,7 +20,8 @@ from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.modules import ModuleSpec
 
-DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "192", "256", "scale"))]
+DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "scale"))]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
 NAN = float("nan")
 
 
@@ -48,11 +50,33 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
+    def packed(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
+        scale: float, softcap: float, left: int, right: int,
+    ) -> None:  # fmt: skip
+        assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
+        tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
+        assert sums.numel() == tiles * variant["tile_m"] * variant["head_dim"]
+        assert stats.numel() == tiles * 2 * variant["tile_m"]
+        starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
+        for n in range(len(starts_q) - 1):
+            a, b, c, d = starts_q[n], starts_q[n + 1], starts_k[n], starts_k[n + 1]
+            d = d if used is None else c + int(used[n])
+            delta = (dout[a:b].double() * out[a:b].double()).sum(-1).T - (0 if dlse is None else dlse[:, a:b])
+            parts = (t[None] for t in (q[a:b], k[c:d], v[c:d], dout[a:b], lse[:, a:b].double(), delta))
+            for t, found in zip((dq[a:b], dk[c:d], dv[c:d]), one(*parts, scale, softcap, left, right), strict=True):
+                t.copy_(found[0])
+
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, turns: Tensor | None,
+        cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         scale: float, softcap: float, left: int, right: int, section: int,
     ) -> None:  # fmt: skip
+        if cu_q is not None:
+            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, stats, cu_q, cu_k, used, scale, softcap, left, right)
+            return
         assert section >= 1 and (dlse is not None) == variant["dlse"] and (turns is not None) == variant["deterministic"]
         assert (softcap != 0.0) == variant["softcap"]
         assert all(s % 8 == 0 for t in (q, k, v, out, dout) for s in t.stride()[:-1]) and lse.is_contiguous()
@@ -135,17 +159,45 @@ def test_what_the_kernel_does_not_take_goes_on(monkeypatch: pytest.MonkeyPatch) 
         q, lse = torch.zeros(1, 20, 2, dim, dtype=torch.float16), torch.zeros(1, 2, 20)
         hopper.backward(dense_args(q, q, q, **options), q, lse if dlse else None, q, lse)
 
-    for dim, options in (
-        (64, {"scale": -1.0}), (64, {"scale": 0.0}), (136, {}), (64, {"window": (3, None)}),
-        (72, {"softcap": 2.0}), (72, {"dlse": True}),
-    ):  # fmt: skip
+    for options in ({"scale": -1.0}, {"scale": 0.0}):
         with pytest.raises(Elsewhere):
-            dense(dim, **options)  # type: ignore[arg-type]
-    for dim, options in ((64, {"softcap": 2.0, "dlse": True}), (128, {"window": (3, 3)}), (128, {"causal": True})):
+            dense(64, **options)  # type: ignore[arg-type]
+    for dim, options in (
+        (64, {"softcap": 2.0, "dlse": True}), (128, {"window": (3, 3)}), (72, {"window": (3, None)}), (256, {"causal": True}),
+        (136, {"softcap": 2.0, "dlse": True}),
+    ):  # fmt: skip
         dense(dim, **options)  # type: ignore[arg-type]
     q, cu = torch.zeros(20, 2, 64, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
+    hopper.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
+    monkeypatch.setattr(hopper, "MOST_KEYS", 19)
     with pytest.raises(Elsewhere):
         hopper.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_packed(name: str) -> None:
+    case = Packed(3, **PACKED[name])
+    leaves = [t.double().requires_grad_() for t in (case.q, case.k, case.v)]
+    cu_q, cu_k = case._starts(case.lengths_q), None if case.lengths_k is None else case._starts(case.keys)
+    used = None if case.used is None else torch.tensor(case.used, dtype=torch.int32)
+    sink = None if case.sinks is None else case.sinks.double().requires_grad_()
+    out, lse = warploom.attention_varlen(
+        *leaves, cu_q, cu_k, seqused_k=used, sink=sink, return_lse=True, backend="reference", **case.keywords
+    )
+    dlse = torch.where(torch.isinf(lse), 0.0, case.dlse.double())
+    total = (out * case.dout.double()).sum() + (torch.where(torch.isinf(lse), 0.0, lse) * dlse).sum()
+    want = torch.autograd.grad(total, [*leaves, *([] if sink is None else [sink])])
+    args = varlen_args(case.q, case.k, case.v, cu_q, cu_k, seqused_k=used, sink=case.sinks, **case.keywords)
+    given = dlse.float() if case.lse_gradient else None
+    found = run_backward.backward(args, case.dout, given, out.detach().half(), lse.detach().float())
+    compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_warming_runs_one_token(packed: bool) -> None:
+    q, cu = torch.zeros(1, 20, 2, 200, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
+    run_backward.warm(varlen_args(q[0], q[0], q[0], cu) if packed else dense_args(q, q, q, causal=True))
+    assert len(run_backward._ready) == 1
 
 
 def test_names_are_unique_and_memory_fits() -> None:

@@ -15,7 +15,6 @@ from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
     backward_config_for,
-    backward_refusal,
     config,
     config_for,
     workspace,
@@ -112,9 +111,9 @@ def _module_refusal(
     return None
 
 
-def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
+def _no_backward(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
-    return backward_refusal(problem, dlse) or _backward_module_refusal(
+    return _backward_module_refusal(
         problem.dtype,
         problem.head_dim,
         problem.head_dim_v,
@@ -123,6 +122,8 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
         problem.softcap,
         dlse,
         problem.deterministic,
+        problem.layout == "varlen",
+        used,
     )
 
 
@@ -135,12 +136,14 @@ def _backward_module_refusal(
     softcap: bool,
     dlse: bool,
     deterministic: bool,
+    varlen: bool,
+    used: bool,
 ) -> str | None:
     """As ``_module_refusal``, of the backward's module."""
-    key = (dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic)
+    key = ("backward", dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic, varlen, used)
     if key in _found or modules.cannot_build() is None:
         return None
-    spec = backward_config(str(dtype).removeprefix("torch."), *key[1:]).spec
+    spec = backward_config(str(dtype).removeprefix("torch."), *key[2:]).spec
     missing = modules.refusal(spec)
     if missing is not None:
         return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
@@ -162,16 +165,23 @@ def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
     state = "ready" if missing is None else f"{missing}, compiled at first use"
     words = f"module {variant.name} ({state})"
-    if problem.backward and backward_refusal(problem) is None:
-        words += f"; backward {backward_config_for(problem).name}, {workspace(problem) / 2**20:.1f} MiB of workspace"
+    if problem.backward and _no_backward(problem) is None:
+        words += f"; backward {backward_config_for(problem).name}"
+        if problem.layout == "dense":
+            words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
     return (variant.tile_m, variant.tile_n), words
 
 
 def warm(args: AttentionArgs) -> None:
-    """Load or build the call's module and run it once on two tokens, so that a capturing stream finds it ready."""
-    from warploom.attention.hopper.run import warm as run
+    """Load or build the call's modules and run them once on a token, so that a capturing stream finds them ready.
 
-    run(args)
+    The backward's too, where a tensor of the call requires a gradient.
+    """
+    from warploom.attention.hopper import run, run_backward
+
+    run.warm(args)
+    if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, False):
+        run_backward.warm(args)
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -188,14 +198,23 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
-    from warploom.attention.problem import AttentionProblem
-
-    # The mask is an infinite score, which only a positive scale keeps at the right end.
-    if args.scale > 0.0 and _no_backward(AttentionProblem.from_args(args, True), dlse is not None) is None:
+    if _takes_backward(args, dlse is not None):
         from warploom.attention.hopper.run_backward import backward as run
 
         return run(args, dout, dlse, out, lse)
     return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
+
+
+def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
+    from warploom.attention.hopper.run_backward import is_ready
+    from warploom.attention.problem import AttentionProblem
+
+    # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
+    if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
+        return False
+    if is_ready(args, dlse):
+        return True
+    return _no_backward(AttentionProblem.from_args(args, True), dlse, args.seqused_k is not None) is None
 
 
 def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]

@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.primitives import bulk_add, bulk_load, pass_on, store_transposed, wait_for
+from warploom.attention.hopper.primitives import bulk_add, bulk_load, pass_on, store_matrices, wait_for
 from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 
 WARPGROUP = 128
@@ -34,6 +34,8 @@ LOADER, WRITERS = 0, (1, 2)
 DS_READY = 1  # both warpgroups have written their dS
 DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
 ROW_THREADS = 256  # of the kernels before and after
+# A packed sequence is read by TMA as the end of a dimension of so many rows, past which TMA fills in zeros.
+RAGGED = 1 << 24
 
 
 class Names:
@@ -61,16 +63,19 @@ class HopperBackward:
         self.columns = self.part // 64
         # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
         self.lean = config.tile_m == 128
+        self.staged = WARPGROUPS * self.part  # elements of dQ on its way out through shared memory
+        self.slots = 2  # tiles of dS
+        self.writes = True  # whether the writer warps have work
 
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)
         k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
         out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
         dout: cute.Tensor,  # as out
-        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32, or packed (heads_q, total_q)
         dlse: cute.Tensor | None,  # as lse
         dq: cute.Tensor,  # gradients: as their tensors
         dk: cute.Tensor,
@@ -78,6 +83,9 @@ class HopperBackward:
         sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
         stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
         turns: cute.Tensor | None,  # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ
+        cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
+        cu_k: cute.Tensor | None,
+        used: cute.Tensor | None,  # (sequences,) int32: keys of a sequence that count
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -87,26 +95,53 @@ class HopperBackward:
     ):
         """Lay out shared memory, describe the TMA copies and launch the three kernels."""
         config = self.config
-        batch, heads_q, seqlen_q = lse.shape
-        m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
-        n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
+        batch, seqlen_q = Int32(1), Int32(0)
+        if const_expr(config.varlen):
+            # Tiles of a sequence are numbered from start // tile + its number, which leaves none of two sequences.
+            heads_q, total_q = lse.shape
+            sequences = cu_q.shape[0] - 1  # type: ignore[union-attr]
+            m_blocks = total_q // self.tile_m + sequences
+            n_blocks = k.shape[0] // self.tile_n + sequences
+        else:
+            batch, heads_q, seqlen_q = lse.shape
+            m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+            n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
         rows = m_blocks * heads_q * batch
-        self.before(out, dout, lse, dlse, sums, stats, turns).launch(
+        self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
 
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
-        modes = [1, 3, 2, 0]
+        modes = [0, 2, 1] if const_expr(config.varlen) else [1, 3, 2, 0]
         tq, tk, tv, tdo = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
+        if const_expr(config.varlen):
+            tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
+        heads_kv = tk.shape[2]
         layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages)
         layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages)
         layout_k = self.tile_layout((self.tile_n, config.head_dim), 1)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), 2)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots)
         tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
         tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
+        scores, values, keys, queries = self.products()
+        self.kernel(
+            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
+            layout_q, layout_do, layout_k, layout_v, layout_ds,
+            cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
+        ).launch(
+            grid=[n_blocks * heads_kv * batch, 1, 1],
+            block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        self.after(dq, sums, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
+
+    def products(self) -> tuple[Any, Any, Any, Any]:
+        """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
+        config = self.config
         smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
@@ -115,26 +150,26 @@ class HopperBackward:
             keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
         else:
             keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
-        queries = self.mma((64, self.columns, 16), smem, by_k, by_mn)
-        self.kernel(
-            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
-            layout_q, layout_do, layout_k, layout_v, layout_ds, seqlen_q, scale, softcap, left, right, section,
-        ).launch(
-            grid=[n_blocks * k.shape[2] * batch, 1, 1],
-            block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )  # fmt: skip
-        self.after(dq, sums, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
+        return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
 
     def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
         return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
 
     def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles with the widest swizzle that the row allows, one after the other."""
+        """Row-major tiles with a swizzle as wide as the row allows, one after the other."""
+        atom = warpgroup.make_smem_layout_atom(self.swizzle(tile[1]), self.dtype)
+        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+
+    def swizzle(self, columns: int) -> Any:
         kinds = warpgroup.SmemLayoutAtomKind
-        kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+        return kinds.K_SW128 if columns % 64 == 0 else kinds.K_SW64
+
+    def ragged(self, t: Any) -> Any:
+        """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
+        is token e - n + i, and rows of a sequence of n tokens that ends at e stop where it does.
+        """
+        layout = cute.make_layout((RAGGED, t.shape[1], t.shape[2], t.shape[0] + 1), stride=(*t.stride, t.stride[0]))
+        return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0), t).iterator, layout)
 
     def tma(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
         """The TMA load of one tile, and the tensor of its coordinates."""
@@ -153,6 +188,8 @@ class HopperBackward:
         sums: cute.Tensor,
         stats: cute.Tensor,
         turns: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        m_blocks: Int32,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up.
 
@@ -160,10 +197,7 @@ class HopperBackward:
         """
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        _, heads_q, seqlen_q = lse.shape
-        m_blocks = cute.ceil_div(seqlen_q, tile_m)
-        slice_, m_block = index // m_blocks, index % m_blocks
-        batch, head = slice_ // heads_q, slice_ % heads_q
+        batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, out, cu_q)
         size = tile_m * self.config.head_dim
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
@@ -179,27 +213,69 @@ class HopperBackward:
             in_tile = thread // lanes + i * (ROW_THREADS // lanes)
             row = m_block * tile_m + in_tile
             total = Float32(0.0)
-            if row < seqlen_q and column < out.shape[3]:
-                a, b = self.eight(out, batch, row, head, column), self.eight(dout, batch, row, head, column)
+            if row < seqlen_q and column < out.shape[-1]:
+                a, b = self.eight(out, batch, start + row, head, column), self.eight(dout, batch, start + row, head, column)
                 for j in cutlass.range_constexpr(8):
                     total += a[j].to(Float32) * b[j].to(Float32)
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if column == 0:
                 level = Float32.inf
                 if row < seqlen_q:
-                    found = lse[batch, head, row]
+                    at = (head, start + row) if const_expr(self.config.varlen) else (batch, head, row)
+                    found = lse[at]
                     if const_expr(dlse is not None):
-                        total -= dlse[batch, head, row]  # type: ignore[index]
+                        total -= dlse[at]  # type: ignore[index]
                     level = Float32.inf if found == -Float32.inf else found * LOG2_E
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
                 stats[base + tile_m] = total
 
+    def element(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
+        """Address of eight elements of a row, which packed tensors count through all sequences."""
+        *outer, along_rows, along_heads, _ = t.stride
+        offset = Int64(row) * along_rows + Int64(head) * along_heads + column
+        if const_expr(len(outer) > 0):
+            offset += Int64(batch) * outer[0]
+        return (t.iterator + offset).align(16)
+
+    @cute.jit
+    def query_tile(self, index, m_blocks, rows, cu_q):
+        """Batch, head, first row and rows of the sequence, and query tile in it, of a block of the kernels before and after."""
+        slice_, m_block = index // m_blocks, index % m_blocks
+        if const_expr(self.config.varlen):
+            _, start, length, m_block = self.locate(cu_q, m_block, self.tile_m, rows.shape[0])
+            return Int32(0), slice_, start, length, m_block
+        heads = rows.shape[2]
+        return slice_ // heads, slice_ % heads, Int32(0), rows.shape[1], m_block
+
+    @cute.jit
+    def locate(self, cu, tile, size, total):
+        """Number, start and length of the packed sequence that a tile belongs to, and the tile's number in it."""
+        lower, upper = Int32(0), Int32(cu.shape[0] - 2)
+        while lower < upper:
+            middle = (lower + upper + 1) // 2
+            if self.first_tile(cu, middle, size, total) <= tile:
+                lower = middle
+            else:
+                upper = middle - 1
+        start, length = self.bounds(cu, lower, total)
+        block = tile - self.first_tile(cu, lower, size, total)
+        return lower, start, length, self.choose(block < 0, length // size + 1, block)
+
+    @cute.jit
+    def first_tile(self, cu, sequence, size, total):
+        return cutlass.min(cutlass.max(cu[sequence], 0), total) // size + sequence
+
+    @cute.jit
+    def bounds(self, cu, sequence, total):
+        """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
+        start = cutlass.min(cutlass.max(cu[sequence], 0), total)
+        return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
+
     def eight(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
         """Eight elements of a row in registers, by one load."""
-        offset = Int64(batch) * t.stride[0] + Int64(row) * t.stride[1] + Int64(head) * t.stride[2] + column
-        source = cute.make_tensor((t.iterator + offset).align(16), cute.make_layout(8))
+        source = cute.make_tensor(self.element(t, batch, row, head, column), cute.make_layout(8))
         values = cute.make_rmem_tensor(8, self.dtype)
         cute.autovec_copy(source, values)
         return values
@@ -207,14 +283,11 @@ class HopperBackward:
     # After
 
     @cute.kernel
-    def after(self, dq: cute.Tensor, sums: cute.Tensor, scale: Float32):
+    def after(self, dq: cute.Tensor, sums: cute.Tensor, cu_q: cute.Tensor | None, m_blocks: Int32, scale: Float32):
         """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers."""
         config, tile_m = self.config, self.tile_m
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        seqlen_q, heads_q = dq.shape[1], dq.shape[2]
-        m_blocks = cute.ceil_div(seqlen_q, tile_m)
-        slice_, m_block = index // m_blocks, index % m_blocks
-        batch, head = slice_ // heads_q, slice_ % heads_q
+        batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, dq, cu_q)
         group, own, lane = thread // WARPGROUP, thread % WARPGROUP, thread % 32
         source = sums.iterator + Int64(index) * (tile_m * config.head_dim) + group * self.part + own * 4
         count = self.part // (4 * WARPGROUP)
@@ -232,18 +305,16 @@ class HopperBackward:
                     for i in range(4 * chunk, 4 * chunk + 4)
                 ]
                 words = transpose_quad(words, lane)
-                self.store_words(dq, batch, row, head, first_column + chunk * 32 + word * 8, words)
+                column = first_column + chunk * 32 + word * 8
+                if row < seqlen_q and column < dq.shape[-1]:
+                    self.store_words(self.element(dq, batch, start + row, head, column), words)
 
-    @cute.jit
-    def store_words(self, t, batch, row, head, column, words):
-        """Eight 16-bit elements to a row, by one store, where there is such a row and column."""
-        if row < t.shape[1] and column < t.shape[3]:
-            four = cute.make_rmem_tensor(4, Int32)
-            for i in cutlass.range_constexpr(4):
-                four[i] = words[i]
-            offset = Int64(batch) * t.stride[0] + Int64(row) * t.stride[1] + Int64(head) * t.stride[2] + column
-            target = cute.make_tensor((t.iterator + offset).align(16), cute.make_layout(8))
-            cute.autovec_copy(four, cute.recast_tensor(target, Int32))
+    def store_words(self, target: Any, words: list[Any]) -> None:
+        """Eight 16-bit elements by one store."""
+        four = cute.make_rmem_tensor(4, Int32)
+        for i in range(4):
+            four[i] = words[i]
+        cute.autovec_copy(four, cute.recast_tensor(cute.make_tensor(target, cute.make_layout(8)), Int32))
 
     # The kernel
 
@@ -272,7 +343,13 @@ class HopperBackward:
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
         layout_ds: cute.ComposedLayout,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used: cute.Tensor | None,
         seqlen_q: Int32,
+        m_blocks: Int32,
+        n_blocks: Int32,
+        batches: Int32,
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -294,7 +371,7 @@ class HopperBackward:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.part], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.staged], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
@@ -325,34 +402,56 @@ class HopperBackward:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        seqlen_k, heads_kv, batches = k.shape[0], k.shape[2], k.shape[3]
-        n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
+        heads_kv = k.shape[2]
         n_block, slice_ = schedule.sections(
             cute.arch.block_idx()[0], n_blocks, heads_kv * batches, section, self.choose
         )  # fmt: skip
         batch, head = slice_ // heads_kv, slice_ % heads_kv
+        q_start, k_start, seqlen_k, first_tile = Int32(0), Int32(0), k.shape[0], Int32(0)
+        if const_expr(cu_q is not None):
+            total_q, total_k = q.shape[3] - 1, k.shape[3] - 1
+            sequence, k_start, seqlen_k, n_block = self.locate(cu_k, n_block, self.tile_n, total_k)
+            if const_expr(used is not None):
+                seqlen_k = cutlass.max(cutlass.min(seqlen_k, used[sequence]), 0)  # type: ignore[index]
+            q_start, seqlen_q = self.bounds(cu_q, sequence, total_q)
+            first_tile = self.first_tile(cu_q, sequence, tile_m, total_q)
+        shift = seqlen_k - seqlen_q
+        if const_expr(self.config.varlen):
+            # Keys that no query of the sequence sees stay outside of what TMA reads.
+            if const_expr(self.config.right):
+                seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
+            if const_expr(self.config.left):
+                hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
+                k_start += hidden
+                seqlen_k -= hidden
+                shift -= hidden
         work = Names(
             shared=shared,
             group_size=q.shape[2] // heads_kv,
             batch=batch,
             head=head,
             n_block=n_block,
+            q_start=q_start,
+            k_start=k_start,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            m_blocks=cute.ceil_div(seqlen_q, tile_m),
+            shift=shift,
             heads_q=q.shape[2],
-            bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, left, right),
+            m_blocks=m_blocks,
+            first_tile=first_tile,
+            bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right),
         )
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            for i in cutlass.range_constexpr(WARPGROUPS):
-                if warp == WRITERS[i]:
-                    self.write(work, sums, turns, i, left)
+            if const_expr(self.writes):
+                for i in cutlass.range_constexpr(WARPGROUPS):
+                    if warp == WRITERS[i]:
+                        self.write(work, sums, turns, i, left)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right)
+            self.compute(work, dk, dv, sums, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -360,9 +459,8 @@ class HopperBackward:
         return Int32(a) if condition else Int32(b)
 
     @cute.jit
-    def query_tiles(self, n_block, seqlen_q, seqlen_k, left, right):
+    def query_tiles(self, n_block, seqlen_q, seqlen_k, shift, left, right):
         """Query tiles [first, end) that some key of the block sees, and [whole_first, whole_end) that all of them see."""
-        shift = seqlen_k - seqlen_q
         key, past = n_block * self.tile_n, (n_block + 1) * self.tile_n
         first, end = Int32(0), cute.ceil_div(seqlen_q, self.tile_m)
         if const_expr(self.config.left):
@@ -377,6 +475,8 @@ class HopperBackward:
         if const_expr(self.config.left):
             whole_end = cutlass.max(key + left - shift + 1, 0) // self.tile_m
             whole_end = cutlass.max(cutlass.min(whole_end, end), whole_first)
+        if key >= seqlen_k:  # no such block: tiles of packed sequences are counted generously
+            first = end
         if past > seqlen_k:  # keys past the last one are masked in every tile
             whole_first, whole_end = end, end
         return first, whole_first, whole_end, end
@@ -388,8 +488,9 @@ class HopperBackward:
         """K and V once; Q with the row statistics, and dO, for every query tile."""
         shared, config = work.shared, self.config
         first, _, _, end = work.bounds
-        gk = cute.local_tile(k[None, None, work.head, work.batch], (self.tile_n, config.head_dim), (work.n_block, 0))
-        gv = cute.local_tile(v[None, None, work.head, work.batch], (self.tile_n, config.head_dim_v), (work.n_block, 0))
+        tk, tv = (self.sequence(t, work.head, work.batch, work.k_start, work.seqlen_k) for t in (k, v))
+        gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (work.n_block, 0))
+        gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (work.n_block, 0))
         tks, tkg = self.tma_views(tma_k, shared.k, gk)
         tvs, tvg = self.tma_views(tma_v, shared.v, gv)
         if first < end:  # else nobody waits for what would still be on its way when the block ends
@@ -397,28 +498,32 @@ class HopperBackward:
             cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
         stage, phase = Int32(0), Int32(1)
         stats_bytes = 8 * self.tile_m
-        for member in cutlass.range(work.group_size, unroll=1):
-            head = work.head * work.group_size + member
-            gq = cute.local_tile(q[None, None, head, work.batch], (self.tile_m, config.head_dim), (None, 0))
-            gdo = cute.local_tile(dout[None, None, head, work.batch], (self.tile_m, config.head_dim_v), (None, 0))
+        for j in cutlass.range(work.group_size * (end - first), unroll=1):
+            head, m, tile = self.place(work, j)
+            tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
+            gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (m, 0))
+            gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
-            tile = (work.batch * work.heads_q + head) * work.m_blocks
-            for i in cutlass.range(first, end, unroll=1):
-                m = self.in_turn(i, first, end)
-                cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
-                self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
-                cute.copy(tma_q, tqg[None, m], tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
-                with cute.arch.elect_one():
-                    source = stats.iterator + Int64(tile + m) * (2 * self.tile_m)
-                    bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
-                if member == 0 and i == first:
-                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
-                    cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
-                cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
-                self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
-                cute.copy(tma_do, tdg[None, m], tds[None, stage], tma_bar_ptr=shared.do_full + stage)
-                stage, phase = self.advance(stage, phase)
+            cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+            self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
+            with cute.arch.elect_one():
+                source = stats.iterator + Int64(tile) * (2 * self.tile_m)
+                bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
+            if j == 0:
+                self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+            cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
+            self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
+            cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
+            stage, phase = self.advance(stage, phase)
+
+    def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
+        """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
+        if const_expr(self.config.varlen):
+            return cute.domain_offset((RAGGED - length, 0), t[None, None, head, start + length])
+        return t[None, None, head, batch]
 
     def in_turn(self, i: Any, first: Any, end: Any) -> Any:
         """The query tile of step i in [first, end): the last one first where key blocks queue for dQ.
@@ -426,6 +531,26 @@ class HopperBackward:
         Under a causal mask they then reach a tile one after the other, and without one none waits for more than its elders.
         """
         return first + end - 1 - i if self.config.deterministic else i
+
+    @cute.jit
+    def place(self, work, j):
+        """Query head, query tile in it and number of that tile in the workspaces, of a block's j-th step.
+
+        A head after the other; where key blocks queue for dQ all heads of the group at a tile before the next one, since the
+        elders, which see more tiles, would else reach the second head long after this block.
+        """
+        first, _, _, end = work.bounds
+        if const_expr(self.config.deterministic):
+            i = j // work.group_size
+            member, i = j - i * work.group_size, first + i
+        else:
+            member = j // (end - first)
+            i = first + j - member * (end - first)
+        head, m = work.head * work.group_size + member, self.in_turn(i, first, end)
+        return head, m, self.query_tile_number(work, head, m)
+
+    def query_tile_number(self, work: Any, head: Any, m: Any) -> Any:
+        return (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
 
     @cute.jit
     def expect(self, barrier, size):
@@ -460,54 +585,42 @@ class HopperBackward:
         shared = work.shared
         first, _, _, end = work.bounds
         source = shared.dq + group * self.part
-        for member in cutlass.range(work.group_size, unroll=1):
-            head = work.head * work.group_size + member
-            tile = (work.batch * work.heads_q + head) * work.m_blocks
-            for i in cutlass.range(first, end, unroll=1):
-                m = self.in_turn(i, first, end)
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-                if cute.arch.lane_idx() == 0:
-                    part = Int64(tile + m) * WARPGROUPS + group
-                    if const_expr(self.config.deterministic):
-                        rank = work.n_block
-                        if const_expr(self.config.left):
-                            shift = work.seqlen_k - work.seqlen_q
-                            rank -= cutlass.max(m * self.tile_m + shift - left, 0) // self.tile_n
-                        wait_for(turns.iterator + part, rank)
-                    bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
-                    cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(self.config.deterministic):
-                        cute.arch.cp_async_bulk_wait_group(0, read=False)
-                        pass_on(turns.iterator + part)
-                    else:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
+        for j in cutlass.range(work.group_size * (end - first), unroll=1):
+            _, m, tile = self.place(work, j)
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+            if cute.arch.lane_idx() == 0:
+                part = Int64(tile) * WARPGROUPS + group
+                if const_expr(self.config.deterministic):
+                    wait_for(turns.iterator + part, self.rank(work, m, left))
+                bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
+                cute.arch.cp_async_bulk_commit_group()
+                if const_expr(self.config.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(turns.iterator + part)
+                else:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def rank(self, work, m, left):
+        """How many key blocks add to a query tile before this one."""
+        rank = work.n_block
+        if const_expr(self.config.left):
+            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
+        return rank
 
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, work, dk, dv, mma_scores, mma_values, mma_keys, mma_queries, scale, softcap, left, right):
-        """dK and dV of 64 keys, and a half of every dQ."""
+    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
+        """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         config, shared = self.config, work.shared
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        own = cute.arch.thread_idx()[0] % WARPGROUP
-        row = work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4  # key, and that + 8
         first, whole_first, whole_end, end = work.bounds
-        r = self.registers(shared, mma_scores, mma_values, mma_keys, mma_queries, group, own, scale, softcap)
-        shift = work.seqlen_k - work.seqlen_q
-        column = own % 4 * 2
-        for i in cutlass.range_constexpr(2):
-            key = row + 8 * i
-            # This thread's first visible query row, and the one past the last.
-            visible = Int32(0)
-            if const_expr(config.right):
-                visible = key - shift - right - column
-            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
-            if const_expr(config.left):
-                r.limits[i, 1] = key + left - shift + 1 - column
+        r = self.registers(work, products, sums, scale, softcap)
+        self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
@@ -517,25 +630,45 @@ class HopperBackward:
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
+        outer, inner = work.group_size, Int32(1)  # heads of the group before tiles, or at each tile: as in place()
         if const_expr(config.deterministic):
             parts.reverse()
-        for _ in cutlass.range(work.group_size, unroll=1):
+            outer, inner = inner, outer
+        for a in cutlass.range(outer, unroll=1):
             for lower, upper, masked in parts:
                 for i in cutlass.range(lower, upper, unroll=1):
                     m = self.in_turn(i, lower, upper)
-                    stage, phase, slot = self.step(r, m, stage, phase, slot, masked)
-        self.epilogue(r.acc_dv, dv, work, row, Float32(1.0), config.head_dim_v)
-        self.epilogue(r.acc_dk, dk, work, row, scale, config.head_dim)
+                    for b in cutlass.range(inner, unroll=1):
+                        head = work.head * work.group_size + a + b
+                        stage, phase, slot = self.step(r, work, head, m, stage, phase, slot, masked)
+        self.finish(r, work, dk, dv, scale)
 
-    def registers(
-        self, shared: Any, mma_scores: Any, mma_values: Any, mma_keys: Any, mma_queries: Any,
-        group: Any, own: Any, scale: Any, softcap: Any,
-    ) -> Names:  # fmt: skip
+    @cute.jit
+    def set_limits(self, r, work, left, right):
+        """This thread's first visible query row, and the one past the last, of each of its keys."""
+        for i in cutlass.range_constexpr(2):
+            key = r.row + 8 * i
+            visible = Int32(0)
+            if const_expr(self.config.right):
+                visible = key - work.shift - right - r.column
+            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
+            if const_expr(self.config.left):
+                r.limits[i, 1] = key + left - work.shift + 1 - r.column
+
+    @cute.jit
+    def finish(self, r, work, dk, dv, scale):
+        """Store dK and dV."""
+        self.epilogue(r.acc_dv, dv, work, r.row, 0, Float32(1.0))
+        self.epilogue(r.acc_dk, dk, work, r.row, 0, scale)
+
+    def registers(self, work: Any, products: Any, sums: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
+        mma_scores, mma_values, mma_keys, mma_queries = products
+        shared = work.shared
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
         config, tile_m = self.config, self.tile_m
-        multiplier, cap_in = scale * LOG2_E, Float32(0.0)
-        if const_expr(config.softcap):
-            multiplier, cap_in = softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+        multiplier, cap_in = self.multipliers(scale, softcap)
         scores, values, keys, queries = (m.get_slice(0) for m in (mma_scores, mma_values, mma_keys, mma_queries))
         turned = [1, 0, 2]
         q_turned, do_turned, k_turned = (
@@ -587,8 +720,15 @@ class HopperBackward:
             limits=cute.make_rmem_tensor((2, 2), Int32),
             ds_target=ds_target,
             dq_target=shared.dq + group * self.part + own * 4,
+            row=work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4,  # key, and that + 8
             column=own % 4 * 2,
         )
+
+    def multipliers(self, scale: Any, softcap: Any) -> tuple[Any, Any]:
+        """What turns raw scores into log2 units: scale, or softcap and what goes into its tanh."""
+        if const_expr(self.config.softcap):
+            return softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+        return scale * LOG2_E, Float32(0.0)
 
     def part_of(self, operand: Any, index: Any) -> Any:
         """One of an operand's tiles of rows (A) or columns (B): (element, 1, step, stage)."""
@@ -602,7 +742,7 @@ class HopperBackward:
         return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     @cute.jit
-    def step(self, r, m, stage, phase, slot, masked):
+    def step(self, r, work, head, m, stage, phase, slot, masked):
         """One query tile: five GEMMs, each elementwise part under the GEMM before."""
         shared = r.shared
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
@@ -670,20 +810,24 @@ class HopperBackward:
         words = self.words(r.p)
         for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
             for i in cutlass.range_constexpr(2):
-                p, slope = [], []
+                p = []
                 for j in (0, 1):
-                    score = r.rows_s[i, c + j] * r.multiplier
-                    if const_expr(self.config.softcap):
-                        # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
-                        rest = 2 * reciprocal(exp2(r.rows_s[i, c + j] * r.cap_in) + 1)
-                        score = r.multiplier - r.multiplier * rest
-                        slope.append(rest * (2 - rest))
-                        if const_expr(masked):
-                            score = -Float32.inf if r.rows_s[i, c + j] == -Float32.inf else score
-                    p.append(exp2(score - level[c + j]))
+                    weight, slope = self.weigh(r, r.rows_s[i, c + j], level[c + j], masked)
+                    r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
+                    p.append(weight)
                 words[i + c] = pack16(p[0], p[1], self.dtype)
-                for j in (0, 1):
-                    r.rows_s[i, c + j] = p[j] * slope[j] if const_expr(self.config.softcap) else p[j]
+
+    @cute.jit
+    def weigh(self, r, raw, level, masked):
+        """P of a raw score whose row has this lse, and the softcap's derivative there."""
+        score, slope = raw * r.multiplier, Float32(1.0)
+        if const_expr(self.config.softcap):
+            # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
+            rest = 2 * reciprocal(exp2(raw * r.cap_in) + 1)
+            score, slope = r.multiplier - r.multiplier * rest, rest * (2 - rest)
+            if const_expr(masked):
+                score = -Float32.inf if raw == -Float32.inf else score
+        return exp2(score - level), slope
 
     @cute.jit
     def differentiate(self, r, stage):
@@ -714,7 +858,7 @@ class HopperBackward:
                 words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
             else:
                 words = [self.words(r.ds)[4 * i + j] for j in range(4)]
-            store_transposed(target + i * (16 * 64), words)
+            store_matrices(target + i * (16 * 64), words, transposed=True)
 
     @cute.jit
     def hand_over(self, r):
@@ -735,14 +879,16 @@ class HopperBackward:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def epilogue(self, acc, target, work, row, factor, head_dim):
+    def epilogue(self, acc, target, work, row, first_column, factor):
         """Store rows of dK or dV: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
-        word = lane % 4
-        rows = cute.make_tensor(acc.iterator, self.row_view(head_dim))
+        columns = 2 * cute.size(acc)
+        rows = cute.make_tensor(acc.iterator, self.row_view(columns))
         for i in cutlass.range_constexpr(2):
-            for chunk in cutlass.range_constexpr(head_dim // 32):
+            for chunk in cutlass.range_constexpr(columns // 32):
                 pairs = [(rows[i, chunk * 8 + j], rows[i, chunk * 8 + j + 1]) for j in range(0, 8, 2)]
                 words = [pack16(low * factor, high * factor, self.dtype) for low, high in pairs]
                 words = transpose_quad(words, lane)
-                self.store_words(target, work.batch, row + 8 * i, work.head, chunk * 32 + word * 8, words)
+                here, column = row + 8 * i, first_column + chunk * 32 + lane % 4 * 8
+                if here < work.seqlen_k and column < target.shape[-1]:
+                    self.store_words(self.element(target, work.batch, work.k_start + here, work.head, column), words)

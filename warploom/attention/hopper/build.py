@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.backward_wide import WideBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import DTYPES, HopperForward
 from warploom.runtime.cubin import resources
@@ -54,22 +55,28 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     """As ``compile_forward``; registers and stack are the largest of the three kernels."""
     variant = BackwardConfig(**config)
     dtype = DTYPES[variant.dtype]
-    inputs = [_view(dtype, 3) for _ in range(5)]
+    modes = 2 if variant.varlen else 3  # besides head_dim
+    inputs = [_view(dtype, modes) for _ in range(5)]
     lse, dlse = (
         make_fake_tensor(
             Float32,
-            tuple(cute.sym_int() for _ in range(3)),
-            stride=(cute.sym_int64(), cute.sym_int64(), last),
+            tuple(cute.sym_int() for _ in range(modes)),
+            stride=(*(cute.sym_int64() for _ in range(modes - 1)), last),
             assumed_align=4,
         )
         for last in (1, cute.sym_int64())
     )
-    gradients = [_view(dtype, 3) for _ in range(3)]
+    gradients = [_view(dtype, modes) for _ in range(3)]
     workspaces = [make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16) for _ in range(2)]
     turns = make_fake_tensor(Int32, (cute.sym_int64(),), stride=(1,), assumed_align=4) if variant.deterministic else None
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)]
-    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *scalars]
-    return {**_compile(HopperBackward(variant), arguments, name, library), "shared": variant.shared_bytes}
+    vectors = [
+        make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
+        for present in (variant.varlen, variant.varlen, variant.used)
+    ]
+    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *vectors, *scalars]
+    kernel = WideBackward(variant) if variant.wide else HopperBackward(variant)
+    return {**_compile(kernel, arguments, name, library), "shared": variant.shared_bytes}
 
 
 def _compile(kernel: Any, arguments: list[Any], name: str, library: Path) -> dict[str, Any]:

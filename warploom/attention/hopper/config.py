@@ -11,7 +11,7 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (*(f"{_HERE}/{file}.py" for file in ("build", "config", "primitives", "schedule")), "runtime/instructions.py")
 SOURCES = (*_COMMON, f"{_HERE}/forward.py")
-BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py")
+BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_wide.py")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class BackwardConfig:
     softcap: bool = False
     dlse: bool = False  # a gradient arrives through lse too
     deterministic: bool = False  # key blocks add to dQ in their order
-    tile_n: int = 128  # keys a block, 64 a warpgroup
+    varlen: bool = False  # packed sequences
+    used: bool = False  # whose keys may end early (seqused_k)
+    tile_n: int = 128  # keys a block: 64 a warpgroup, or 64 whose dK and dV two warpgroups share by columns
     stages: int = 2  # of the Q ring and of the dO ring
 
     @property
@@ -85,7 +87,7 @@ class BackwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += [feature for feature in ("softcap", "dlse", "deterministic") if getattr(self, feature)]
+        parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -95,8 +97,17 @@ class BackwardConfig:
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_backward", config, BACKWARD_SOURCES)
 
     @property
+    def wide(self) -> bool:
+        """Whether warpgroups share the block's keys, each with a half of the head dims."""
+        return self.tile_n == 64
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, and dQ on its way out."""
+        """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, and dQ on its way out.
+
+        Wide variants have two tiles of P, one of dS, and dQ leaves from registers.
+        """
         dims = self.head_dim + self.head_dim_v
         rings = self.stages * self.tile_m * (2 * dims + 8)
-        return 2 * self.tile_n * dims + rings + 2 * 2 * self.tile_m * self.tile_n + 4 * self.tile_m * self.head_dim
+        tiles, dq = (3, 0) if self.wide else (2, 4 * self.tile_m * self.head_dim)
+        return 2 * self.tile_n * dims + rings + 2 * tiles * self.tile_m * self.tile_n + dq

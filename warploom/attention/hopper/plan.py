@@ -105,26 +105,9 @@ def named_set() -> list[ForwardConfig]:
     return list(found)
 
 
-# Query rows a step of the backward by its tile's head dim, q's and v's alike; smaller ones run in it by TMA bounds.
-BACKWARD_ROWS = {64: 128, 128: 64}
-
-
-def backward_refusal(problem: AttentionProblem, dlse: bool = False) -> str | None:
-    """Why the backward kernel does not take a problem, or None; the forward's refusals come first.
-
-    Past head dims and packed sequences these are what it could do, but no test on a GPU has confirmed yet.
-    """
-    dim = max(problem.head_dim, problem.head_dim_v)
-    if dim > max(BACKWARD_ROWS):
-        return f"takes head dims up to {max(BACKWARD_ROWS)}, not {dim}"
-    if problem.layout != "dense":
-        return f"takes dense calls, not {problem.layout} ones"
-    if problem.left is not None and problem.right is None:
-        return "takes no window without a limit on the right"
-    if dim > min(BACKWARD_ROWS) and (problem.softcap or dlse):
-        what = "softcap" if problem.softcap else "a gradient through lse"
-        return f"takes {what} up to head dim {min(BACKWARD_ROWS)}, not {dim}"
-    return None
+# (queries a step, keys a block) of the backward by (head_dim, head_dim_v) of its tile; smaller ones run in the next larger
+# tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by columns.
+BACKWARD_TILES = {(64, 64): (128, 128), (128, 128): (64, 128), (192, 128): (64, 64), (192, 192): (64, 64), (256, 256): (64, 64)}
 
 
 @cache
@@ -137,14 +120,17 @@ def backward_config(
     softcap: bool = False,
     dlse: bool = False,
     deterministic: bool = False,
+    varlen: bool = False,
+    used: bool = False,
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features."""
-    dim = min(d for d in BACKWARD_ROWS if d >= max(head_dim, head_dim_v))
-    return BackwardConfig(dtype, dim, dim, BACKWARD_ROWS[dim], right, left, softcap, dlse, deterministic)
+    dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
+    tile_m, tile_n = BACKWARD_TILES[dims]
+    return BackwardConfig(dtype, *dims, tile_m, right, left, softcap, dlse, deterministic, varlen, used, tile_n)
 
 
-def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
-    """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse."""
+def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> BackwardConfig:
+    """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse; ``used`` as ``config_for``."""
     return backward_config(
         str(problem.dtype).removeprefix("torch."),
         problem.head_dim,
@@ -154,27 +140,28 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> Backwa
         problem.softcap,
         dlse,
         problem.deterministic,
+        problem.layout == "varlen",
+        used,
     )
 
 
 def workspace(problem: AttentionProblem) -> int:
-    """Bytes that the backward allocates besides gradients: dQ in fp32, lse and rowsum(dO∘O), counters."""
+    """Bytes that the backward of a dense call allocates besides gradients: dQ in fp32, lse and rowsum(dO∘O), counters."""
     variant = backward_config_for(problem)
-    tiles = -(-problem.seqlen_q // variant.tile_m) * problem.batch * problem.heads_q
-    return tiles * (4 * variant.tile_m * (variant.head_dim + 2) + 8 * problem.deterministic)
+    tiles = -(-problem.seqlen_q // variant.tile_m) * problem.batch
+    return tiles * problem.heads_q * (4 * variant.tile_m * (variant.head_dim + 2) + 8 * problem.deterministic)
 
 
 BACKWARD_BANDS = ((False, False), (True, False), (True, True))  # (right, left)
 
 
 def backward_set() -> list[BackwardConfig]:
-    """The backward variants that `warploom build` prepares: any band, deterministic or not; softcap, a gradient of lse."""
-    flags = (False, True)
-    found = [
-        backward_config(dtype, dim, dim, *band, deterministic=deterministic)
-        for dim, band, deterministic, dtype in product(BACKWARD_ROWS, BACKWARD_BANDS, flags, DTYPES)
+    """The backward variants that `warploom build` prepares: full, causal, windows, each plain, deterministic or packed.
+
+    Others are compiled when first called for.
+    """
+    extras: tuple[dict[str, bool], ...] = ({}, {"deterministic": True}, {"varlen": True})
+    return [
+        backward_config(dtype, *dims, *band, **extra)
+        for extra, dims, band, dtype in product(extras, BACKWARD_TILES, BACKWARD_BANDS, DTYPES)
     ]
-    least = min(BACKWARD_ROWS)
-    for extra, band, dtype in product(({"softcap": True}, {"dlse": True}), BACKWARD_BANDS, DTYPES):
-        found.append(backward_config(dtype, least, least, *band, **extra))
-    return found

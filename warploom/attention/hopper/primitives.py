@@ -24,11 +24,19 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def store_transposed(target: Any, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
-    """stmatrix of four 8 × 8 tiles of 16-bit elements, each transposed; lane l addresses row l % 8 of tile l // 8."""
-    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *, loc: Any = None, ip: Any = None) -> None:
+    """stmatrix of four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
+    text = f"stmatrix.sync.aligned.m8n8.x4{'.trans' * transposed}.shared.b16 [$0], {{$1, $2, $3, $4}};"
     values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
     assembly(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def add_four(target: Any, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
+    """Add four fp32 to four in global memory, 16 bytes aligned."""
+    text = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    operands = [target.to_llvm_ptr(loc=loc, ip=ip), *(Float32(value).ir_value(loc=loc, ip=ip) for value in values)]
+    assembly(None, operands, text, "l,f,f,f,f,~{memory}", side_effects=True)
 
 
 @dsl_user_op

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +16,20 @@ from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 
+PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
+
 
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    if args.cu_seqlens_q is not None:
+        return _packed(args, dout, dlse, out, lse)
     q, k, v = args.q, args.k, args.v
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k = k.shape[1]
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
-    first, end = 0, seqlen_k
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
@@ -41,23 +44,81 @@ def backward(
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
     function, variant = _function(args, dlse is not None)
-    rows = batch * heads * -(-seqlen_q // variant.tile_m)
-    sums = q.new_empty(rows * variant.tile_m * variant.head_dim, dtype=torch.float32)
-    stats = q.new_empty(rows * 2 * variant.tile_m, dtype=torch.float32)
-    turns = q.new_empty(2 * rows, dtype=torch.int32) if args.deterministic else None
+    batch, heads = q.shape[0], q.shape[2]
     together = 1
-    if args.deterministic or args.right is not None:
-        shared = seqlen_q * heads // k.shape[2] * 4 * (q.shape[3] + v.shape[3])
+    if args.deterministic or right is not None:
+        shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
         together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-    inputs = [aligned(t) for t in (q, k, v, out, dout)]
-    tensors = (*inputs, lse.contiguous(), dlse, *gradients, sums, stats, turns)
-    with on_device(q):
-        function(*tensors, args.scale, args.softcap, reach(left), reach(right), together)
+    tiles = batch * heads * -(-seqlen_q // variant.tile_m)
+    inputs = (q, k, v, out, dout, lse, dlse)
+    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together)
     delta = None
     if args.sink is not None:
-        tiles = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1]
-        delta = tiles.flatten(2)[:, :, :seqlen_q]
+        delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
+
+
+def warm(args: AttentionArgs) -> None:
+    """Load or build the module of a call's backward pass, and launch it on one token."""
+    packed = args.cu_seqlens_q is not None
+    one = (1,) if packed else (1, 1)
+    q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
+    function, variant = _function(args, False)
+    starts: tuple[Tensor | None, ...] = (None, None, None)
+    if args.cu_seqlens_q is not None:
+        ends = args.cu_seqlens_q.new_tensor([0, 1])
+        starts = ends, ends, None if args.seqused_k is None else ends[1:]
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = out.new_zeros((q.shape[1], 1) if packed else (1, q.shape[2], 1), dtype=torch.float32)
+    gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
+    tiles = q.shape[-2] * (1 // variant.tile_m + 1)
+    _launch(function, variant, args, tiles, (q, k, v, out, out, lse, None), gradients, starts, (args.left, args.right), 1)
+
+
+def _packed(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    assert cu_q is not None
+    # Tokens of no sequence, and keys that none of theirs sees, keep these zeros.
+    dq, dk, dv = gradients = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    function, variant = _function(args, dlse is not None)
+    cu_q = cu_q.contiguous()
+    starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
+    tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
+    inputs = (q, k, v, out, dout, lse, dlse)
+    _launch(function, variant, args, tiles, inputs, gradients, starts, (args.left, args.right), min(k.shape[1], PACKED_HEADS))
+    if args.sink is None:
+        return dq, dk, dv, _dsink(args, dlse, None, lse)
+    delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
+    return dq, dk, dv, _dsink(args, dlse, delta if dlse is None else delta - dlse, lse)
+
+
+def _launch(
+    function: Callable[..., None],
+    variant: BackwardConfig,
+    args: AttentionArgs,
+    tiles: int,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    gradients: tuple[Tensor, ...],
+    starts: tuple[Tensor | None, ...],
+    band: tuple[int | None, int | None],
+    together: int,
+) -> Tensor:
+    """Allocate the workspaces and launch; the row statistics, (tiles, 2, tile_m) flat."""
+    *tensors, lse, dlse = inputs
+    q = tensors[0]
+    sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
+    stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
+    turns = q.new_empty(2 * tiles, dtype=torch.int32) if args.deterministic else None
+    views = [aligned(t) for t in tensors]
+    left, right = map(reach, band)
+    with on_device(q):
+        function(
+            *views, lse.contiguous(), dlse, *gradients, sums, stats, turns, *starts,
+            args.scale, args.softcap, left, right, together,
+        )  # fmt: skip
+    return stats
 
 
 def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
@@ -67,11 +128,17 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
     if delta is None:
         delta = torch.zeros_like(lse) if dlse is None else -dlse
     share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return -(share * delta).sum((0, 2)).to(args.sink.dtype)
+    return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
 
 
-def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], BackwardConfig]:
-    key = (
+def is_ready(args: AttentionArgs, dlse: bool) -> bool:
+    """Whether such a call has run before."""
+    return _key(args, dlse) in _ready
+
+
+def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
+    """What the variant depends on, in the order of ``backward_config``'s parameters."""
+    return (
         DTYPES[args.q.dtype],
         args.q.shape[-1],
         args.v.shape[-1],
@@ -80,7 +147,13 @@ def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], Bac
         args.softcap != 0.0,
         dlse,
         args.deterministic,
+        args.cu_seqlens_q is not None,
+        args.seqused_k is not None,
     )
+
+
+def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], BackwardConfig]:
+    key = _key(args, dlse)
     ready = _ready.get(key)
     if ready is None:
         variant = backward_config(*key)
@@ -90,4 +163,4 @@ def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], Bac
     return ready
 
 
-_ready: dict[tuple[object, ...], tuple[Callable[..., None], BackwardConfig]] = {}
+_ready: dict[tuple[Any, ...], tuple[Callable[..., None], BackwardConfig]] = {}
