@@ -65,6 +65,7 @@ class HopperBackward:
         self.lean = config.tile_m == 128
         self.staged = WARPGROUPS * self.part  # elements of dQ on its way out through shared memory
         self.slots = 2  # tiles of dS
+        self.spans = config.head_dim, config.head_dim_v  # columns of Q and dO that one warpgroup's dK and dV take
         self.writes = True  # whether the writer warps have work
 
     @cute.jit
@@ -117,11 +118,11 @@ class HopperBackward:
         if const_expr(config.varlen):
             tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
         heads_kv = tk.shape[2]
-        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages)
-        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages)
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots)
+        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, self.spans[0])
+        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages, self.spans[1])
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, self.columns)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, config.head_dim_v)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, self.tile_n)
         tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
         tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
@@ -155,14 +156,11 @@ class HopperBackward:
     def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
         return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
 
-    def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles with a swizzle as wide as the row allows, one after the other."""
-        atom = warpgroup.make_smem_layout_atom(self.swizzle(tile[1]), self.dtype)
-        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
-
-    def swizzle(self, columns: int) -> Any:
+    def tile_layout(self, tile: tuple[int, int], stages: int, span: int) -> Any:
+        """Row-major tiles, one after the other; the widest swizzle of which ``span`` columns, an operand's, are whole ones."""
         kinds = warpgroup.SmemLayoutAtomKind
-        return kinds.K_SW128 if columns % 64 == 0 else kinds.K_SW64
+        kind = kinds.K_SW128 if span % 64 == 0 else kinds.K_SW64 if span % 32 == 0 else kinds.K_SW32
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
 
     def ragged(self, t: Any) -> Any:
         """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
@@ -299,14 +297,14 @@ class HopperBackward:
         first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
         for r in cutlass.range_constexpr(2):
             row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
-            for chunk in cutlass.range_constexpr(count // 4):
+            for chunk in cutlass.range_constexpr(-(-count // 4)):
                 words = [
-                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype)
+                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype) if i < count else Int32(0)
                     for i in range(4 * chunk, 4 * chunk + 4)
                 ]
                 words = transpose_quad(words, lane)
                 column = first_column + chunk * 32 + word * 8
-                if row < seqlen_q and column < dq.shape[-1]:
+                if row < seqlen_q and column < dq.shape[-1] and chunk * 32 + word * 8 < 8 * count:
                     self.store_words(self.element(dq, batch, start + row, head, column), words)
 
     def store_words(self, target: Any, words: list[Any]) -> None:

@@ -42,6 +42,7 @@ class WideBackward(HopperBackward):
         self.keys_each = config.tile_n // WARPGROUPS
         self.staged = 0
         self.slots = 3
+        self.spans = config.head_dim // 2, config.head_dim_v // 2
         self.writes = config.deterministic
 
     def products(self) -> tuple[Any, Any, Any, Any]:
@@ -51,11 +52,6 @@ class WideBackward(HopperBackward):
         values = self.mma((64, self.config.head_dim_v // 2, 16), smem, by_mn, by_mn)
         keys = self.mma((64, self.config.head_dim // 2, 16), smem, by_mn, by_mn)
         return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
-
-    def swizzle(self, columns: int) -> Any:
-        """The widest one of which a warpgroup's half of the columns has a whole number."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        return kinds.K_SW128 if columns == self.tile_n or columns // 2 % 64 == 0 else kinds.K_SW64
 
     # Writer warps only keep the order of blocks: consumers add to dQ themselves.
 

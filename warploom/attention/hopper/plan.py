@@ -107,7 +107,14 @@ def named_set() -> list[ForwardConfig]:
 
 # (queries a step, keys a block) of the backward by (head_dim, head_dim_v) of its tile; smaller ones run in the next larger
 # tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by columns.
-BACKWARD_TILES = {(64, 64): (128, 128), (128, 128): (64, 128), (192, 128): (64, 64), (192, 192): (64, 64), (256, 256): (64, 64)}
+BACKWARD_TILES = {
+    (64, 64): (128, 128),
+    (96, 96): (64, 128),
+    (128, 128): (64, 128),
+    (192, 128): (64, 64),
+    (192, 192): (64, 64),
+    (256, 256): (64, 64),
+}
 
 
 @cache
