@@ -56,13 +56,14 @@ class HopperBackward:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.stages = config.stages
+        self.stages, self.dout_stages = config.stages, config.dout_stages
         self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
         self.by_rows = config.tile_m == 64 * WARPGROUPS
         self.columns = self.part // 64
         # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
         self.lean = config.tile_m == 128
+        self.shared_ds = self.lean
         self.staged = WARPGROUPS * self.part  # elements of dQ on its way out through shared memory
         self.slots = 2  # tiles of dS
         self.spans = config.head_dim, config.head_dim_v  # columns of Q and dO that one warpgroup's dK and dV take
@@ -119,7 +120,7 @@ class HopperBackward:
             tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
         heads_kv = tk.shape[2]
         layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, self.spans[0])
-        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages, self.spans[1])
+        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, self.spans[1])
         layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, self.columns)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, config.head_dim_v)
         layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, self.tile_n)
@@ -147,7 +148,7 @@ class HopperBackward:
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
         values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
-        if const_expr(self.lean):
+        if const_expr(self.shared_ds):
             keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
         else:
             keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
@@ -358,11 +359,11 @@ class HopperBackward:
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
-        stages, tile_m = self.stages, self.tile_m
+        stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 * stages + 2]
+            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 2]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -377,9 +378,9 @@ class HopperBackward:
             q_full=barriers,
             q_empty=barriers + stages,
             do_full=barriers + 2 * stages,
-            do_empty=barriers + 3 * stages,
-            k_full=barriers + 4 * stages,
-            v_full=barriers + 4 * stages + 1,
+            do_empty=barriers + 2 * stages + dout_stages,
+            k_full=barriers + 2 * (stages + dout_stages),
+            v_full=barriers + 2 * (stages + dout_stages) + 1,
             stats=storage.stats.data_ptr(),
             ds_start=storage.ds.data_ptr(),
             dq=storage.dq.data_ptr(),
@@ -391,8 +392,11 @@ class HopperBackward:
         )
         if warp == LOADER:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(stages):
-                    for full, empty in ((shared.q_full, shared.q_empty), (shared.do_full, shared.do_empty)):
+                for full, empty, count in (
+                    (shared.q_full, shared.q_empty, stages),
+                    (shared.do_full, shared.do_empty, dout_stages),
+                ):
+                    for i in cutlass.range_constexpr(count):
                         cute.arch.mbarrier_init(full + i, 1)
                         cute.arch.mbarrier_init(empty + i, 4 * WARPGROUPS)
                 cute.arch.mbarrier_init(shared.k_full, 1)
@@ -494,7 +498,6 @@ class HopperBackward:
         if first < end:  # else nobody waits for what would still be on its way when the block ends
             self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
             cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
-        stage, phase = Int32(0), Int32(1)
         stats_bytes = 8 * self.tile_m
         for j in cutlass.range(work.group_size * (end - first), unroll=1):
             head, m, tile = self.place(work, j)
@@ -503,7 +506,8 @@ class HopperBackward:
             gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
-            cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+            stage, phase = schedule.ring(j, self.stages)
+            cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
             cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
             with cute.arch.elect_one():
@@ -512,10 +516,10 @@ class HopperBackward:
             if j == 0:
                 self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
                 cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
-            cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
+            stage, phase = schedule.ring(j, self.dout_stages)
+            cute.arch.mbarrier_wait(shared.do_empty + stage, phase ^ 1)
             self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
             cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
-            stage, phase = self.advance(stage, phase)
 
     def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
         """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
@@ -523,28 +527,23 @@ class HopperBackward:
             return cute.domain_offset((RAGGED - length, 0), t[None, None, head, start + length])
         return t[None, None, head, batch]
 
-    def in_turn(self, i: Any, first: Any, end: Any) -> Any:
-        """The query tile of step i in [first, end): the last one first where key blocks queue for dQ.
-
-        Under a causal mask they then reach a tile one after the other, and without one none waits for more than its elders.
-        """
-        return first + end - 1 - i if self.config.deterministic else i
-
     @cute.jit
     def place(self, work, j):
         """Query head, query tile in it and number of that tile in the workspaces, of a block's j-th step.
 
-        A head after the other; where key blocks queue for dQ all heads of the group at a tile before the next one, since the
-        elders, which see more tiles, would else reach the second head long after this block.
+        Tiles in order, a head after the other. Where key blocks queue for dQ the last tile comes first: under a causal mask
+        they then reach a tile one after the other, and without one none waits for more than its elders. And all heads of the
+        group pass a tile before the next one, since the elders, which see more tiles, would else reach the second head long
+        after this block.
         """
         first, _, _, end = work.bounds
         if const_expr(self.config.deterministic):
             i = j // work.group_size
-            member, i = j - i * work.group_size, first + i
+            member, m = j - i * work.group_size, end - 1 - i
         else:
             member = j // (end - first)
-            i = first + j - member * (end - first)
-        head, m = work.head * work.group_size + member, self.in_turn(i, first, end)
+            m = first + j - member * (end - first)
+        head = work.head * work.group_size + member
         return head, m, self.query_tile_number(work, head, m)
 
     def query_tile_number(self, work: Any, head: Any, m: Any) -> Any:
@@ -562,15 +561,6 @@ class HopperBackward:
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
-    @cute.jit
-    def advance(self, stage, phase):
-        """The next stage of the rings; the phase flips when they wrap."""
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase
-
     # The writer warps
 
     @cute.jit
@@ -583,24 +573,35 @@ class HopperBackward:
         shared = work.shared
         first, _, _, end = work.bounds
         source = shared.dq + group * self.part
-        for j in cutlass.range(work.group_size * (end - first), unroll=1):
-            _, m, tile = self.place(work, j)
+        steps = work.group_size * (end - first)
+        before = Int64(0)
+        if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+        for j in cutlass.range(steps, unroll=1):
+            _, m, tile = self.place(work, j)
+            part = Int64(tile) * WARPGROUPS + group
             cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
             if cute.arch.lane_idx() == 0:
-                part = Int64(tile) * WARPGROUPS + group
                 if const_expr(self.config.deterministic):
                     wait_for(turns.iterator + part, self.rank(work, m, left))
                 bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
                 cute.arch.cp_async_bulk_commit_group()
-                if const_expr(self.config.deterministic):
-                    cute.arch.cp_async_bulk_wait_group(0, read=False)
-                    pass_on(turns.iterator + part)
-                else:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
+            if j + 1 < steps:
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if const_expr(self.config.deterministic):
+                # The add before this one has arrived by now; to wait for this one would delay the next.
+                if cute.arch.lane_idx() == 0 and j > 0:
+                    cute.arch.cp_async_bulk_wait_group(1, read=False)
+                    pass_on(turns.iterator + before)
+                before = part
+                cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+            if const_expr(self.config.deterministic):  # noqa: SIM102
+                if steps > 0:
+                    pass_on(turns.iterator + before)
 
     @cute.jit
     def rank(self, work, m, left):
@@ -621,24 +622,25 @@ class HopperBackward:
         self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
-        stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        j = Int32(0)
         if first < end:
             cute.arch.mbarrier_wait(shared.k_full, 0)
             cute.arch.mbarrier_wait(shared.v_full, 0)
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
-        outer, inner = work.group_size, Int32(1)  # heads of the group before tiles, or at each tile: as in place()
         if const_expr(config.deterministic):
-            parts.reverse()
-            outer, inner = inner, outer
-        for a in cutlass.range(outer, unroll=1):
-            for lower, upper, masked in parts:
-                for i in cutlass.range(lower, upper, unroll=1):
-                    m = self.in_turn(i, lower, upper)
-                    for b in cutlass.range(inner, unroll=1):
-                        head = work.head * work.group_size + a + b
-                        stage, phase, slot = self.step(r, work, head, m, stage, phase, slot, masked)
+            for lower, upper, masked in reversed(parts):
+                for _ in cutlass.range((upper - lower) * work.group_size, unroll=1):
+                    head, m, _ = self.place(work, j)
+                    self.step(r, work, head, m, j, masked)
+                    j += 1
+        else:
+            for member in cutlass.range(work.group_size, unroll=1):
+                for lower, upper, masked in parts:
+                    for m in cutlass.range(lower, upper, unroll=1):
+                        self.step(r, work, work.head * work.group_size + member, m, j, masked)
+                        j += 1
         self.finish(r, work, dk, dv, scale)
 
     @cute.jit
@@ -656,6 +658,7 @@ class HopperBackward:
     @cute.jit
     def finish(self, r, work, dk, dv, scale):
         """Store dK and dV."""
+        warpgroup.wait_group(0)
         self.epilogue(r.acc_dv, dv, work, r.row, 0, Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, r.row, 0, scale)
 
@@ -679,7 +682,7 @@ class HopperBackward:
         dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
         dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
         dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
-        if const_expr(self.lean):
+        if const_expr(self.shared_ds):
             ds_turned = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=turned))
             ds = self.part_of(mma_keys.make_fragment_A(keys.partition_A(ds_turned)), group)
         else:
@@ -740,14 +743,19 @@ class HopperBackward:
         return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     @cute.jit
-    def step(self, r, work, head, m, stage, phase, slot, masked):
+    def step(self, r, work, head, m, j, masked):
         """One query tile: five GEMMs, each elementwise part under the GEMM before."""
         shared = r.shared
+        stage, phase = schedule.ring(j, self.stages)
+        slot = stage
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
         warpgroup.wait_group(1)
+        if const_expr(self.shared_ds):  # noqa: SIM102
+            if j > 0:  # dK of the step before has ended
+                self.release(shared.q_empty + (stage ^ 1))
         self.probabilities(r, m, stage, masked)
         if const_expr(self.lean):
             warpgroup.wait_group(0)
@@ -758,20 +766,20 @@ class HopperBackward:
             self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
             warpgroup.wait_group(1)
             self.differentiate(r, stage)
-            self.pack(r.acc_dp, r.ds)
+            if const_expr(not self.shared_ds):
+                self.pack(r.acc_dp, r.ds)
             self.share(r, slot)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
         self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, slot], r.dq_b, False)
-        ds = r.ds[None, None, None, slot] if const_expr(self.lean) else r.ds
+        ds = r.ds[None, None, None, slot] if const_expr(self.shared_ds) else r.ds
         self.gemm(r.mma_keys, r.acc_dk, ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.release(shared.do_empty + stage)
-        self.hand_over(r)
-        warpgroup.wait_group(0)
-        self.release(shared.q_empty + stage)
-        stage, phase = self.advance(stage, phase)
-        return stage, phase, slot ^ 1
+        self.hand_over(r, self.query_tile_number(work, head, m))
+        if const_expr(not self.shared_ds):  # ptxas would serialise all products if dS stayed in registers under dK
+            warpgroup.wait_group(0)
+            self.release(shared.q_empty + stage)
 
     @cute.jit
     def gemm(self, mma, acc, a, b, accumulate):
@@ -851,7 +859,7 @@ class HopperBackward:
         """dS, rows now queries, where both warpgroups read it."""
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
         for i in cutlass.range_constexpr(self.tile_m // 16):
-            if const_expr(self.lean):
+            if const_expr(self.shared_ds):
                 acc = r.acc_dp
                 words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
             else:
@@ -859,7 +867,7 @@ class HopperBackward:
             store_matrices(target + i * (16 * 64), words, transposed=True)
 
     @cute.jit
-    def hand_over(self, r):
+    def hand_over(self, r, tile):
         """dQ to the writer warp, in accumulator order."""
         id_ = r.group
         cute.arch.barrier(barrier_id=DQ_EMPTY + id_, number_of_threads=WARPGROUP + 32)

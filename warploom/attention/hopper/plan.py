@@ -105,15 +105,15 @@ def named_set() -> list[ForwardConfig]:
     return list(found)
 
 
-# (queries a step, keys a block) of the backward by (head_dim, head_dim_v) of its tile; smaller ones run in the next larger
-# tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by columns.
+# Of the backward by (head_dim, head_dim_v) of its tile: queries a step, keys a block, stages of the Q and dO rings. Smaller
+# head dims run in the next larger tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by columns.
 BACKWARD_TILES = {
-    (64, 64): (128, 128),
-    (96, 96): (64, 128),
-    (128, 128): (64, 128),
-    (192, 128): (64, 64),
-    (192, 192): (64, 64),
-    (256, 256): (64, 64),
+    (64, 64): (128, 128, 2, 2),
+    (96, 96): (64, 128, 2, 2),
+    (128, 128): (64, 128, 2, 2),
+    (192, 128): (128, 64, 2, 1),
+    (192, 192): (128, 64, 2, 1),
+    (256, 256): (64, 64, 2, 2),
 }
 
 
@@ -132,8 +132,9 @@ def backward_config(
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
-    tile_m, tile_n = BACKWARD_TILES[dims]
-    return BackwardConfig(dtype, *dims, tile_m, right, left, softcap, dlse, deterministic, varlen, used, tile_n)
+    tile_m, tile_n, stages, dout_stages = BACKWARD_TILES[dims]
+    features = (right, left, softcap, dlse, deterministic, varlen, used)
+    return BackwardConfig(dtype, *dims, tile_m, *features, tile_n, stages, dout_stages)
 
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> BackwardConfig:
