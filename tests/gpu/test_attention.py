@@ -273,3 +273,14 @@ def test_autocast_and_default_dispatch() -> None:
         out = warploom.attention(q, k, v, causal=True)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), warploom.attention(q, k, v, causal=True), rtol=3e-2, atol=3e-2)
+
+
+def test_intersection_that_needs_values_refuses_in_a_capture() -> None:
+    """Of three intervals a column, which may be two once their values are known."""
+    vectors = [torch.tensor([[[5, 6, 7]]], dtype=torch.int32, device="cuda") for _ in range(4)]
+    both = masks.ColumnMask(*vectors) & masks.ColumnMask(*[v + 20 for v in vectors])
+    both.resolve(40, 3)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match="captured CUDA graph cannot"), torch.cuda.graph(graph):
+        both.resolve(40, 3)
+    torch.cuda.synchronize()

@@ -78,9 +78,10 @@ def united(
     merged = iv.merge_by_structure(intervals)
     if len(merged) <= 2:
         return iv.pack(*band, merged)
-    if torch.compiler.is_compiling():
+    unreadable = _unreadable(merged)
+    if unreadable:
         raise ValueError(
-            f"{mask!r} needs its values to see whether two intervals per column do, which a compiled region "
+            f"{mask!r} needs its values to see whether two intervals per column do, which {unreadable} "
             "cannot: intersect outside, and pass ColumnMask.from_startend_row_indices(*both.to_startend_row_indices())"
         )
     merged, needed = iv.merge_by_value(band, merged, seqlen_q, seqlen_k)
@@ -91,6 +92,14 @@ def united(
             f"{int(needed[batch, head, column])} separate intervals of rows, and a column has two"
         )
     return iv.pack(*band, merged)
+
+
+def _unreadable(intervals: list[iv.Interval]) -> str | None:
+    """Where nothing can be read back, if here."""
+    if torch.compiler.is_compiling():
+        return "a compiled region"
+    on_cuda = any(t.is_cuda for interval in intervals for t in interval if isinstance(t, Tensor))
+    return "a captured CUDA graph" if on_cuda and torch.cuda.is_current_stream_capturing() else None
 
 
 def _check_broadcast(mask: Intersection, vectors: list[Tensor]) -> None:

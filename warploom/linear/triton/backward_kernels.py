@@ -23,6 +23,7 @@ from warploom.linear.triton.device import (
     head_base,
     load_chunk,
     load_keys,
+    load_operand,
     load_queries,
     load_state,
     operand,
@@ -146,7 +147,7 @@ def dq_kernel(
         dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
+            fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
             w = dot(dout, tl.trans(v), None)
             s_operand, s_factor = operand(s, dtype)
             s = dot(tl.trans(v), fk, s)
@@ -155,7 +156,7 @@ def dq_kernel(
             g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE or MAP_Q != IDENTITY:
             # Rounded as in the forward pass: delta then cancels what it must.
-            fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q).to(dtype).to(tl.float32)
+            fq = load_operand(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q, False).to(tl.float32)
         if NORMALIZE:
             live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
@@ -276,7 +277,7 @@ def dkdv_kernel(
     CARRIED: tl.constexpr = WITH_DV and MAP_K != IDENTITY
     if CARRIED:
         t = at.first + tl.maximum(chunks - 1, 0) * C
-        fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
+        fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
@@ -342,7 +343,7 @@ def dkdv_kernel(
         if CARRIED:
             # The first chunk again in the end, so that nothing before the segment is read.
             t = tl.maximum(t - C, at.first)
-            fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K).to(dtype)
+            fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
 
     if s_out_ptr is not None:
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)

@@ -87,7 +87,8 @@ class Call:
         dout = None if dout is None else _rows_contiguous(dout)
         inputs = [t for t in (q, k, v, dout) if t is not None]
         s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
-        tiling = config(v.dtype, q.shape[3], v.shape[3], _capability(q.device), c.normalize)
+        mapped = c.map_q != "identity" or c.map_k != "identity"
+        tiling = config(v.dtype, q.shape[3], v.shape[3], _capability(q.device), c.normalize, mapped)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:

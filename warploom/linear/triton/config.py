@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -43,20 +43,41 @@ def _same(t: Tiling, together: bool) -> Config:
     return Config(t, t, t, t if together else None, t, t)
 
 
-# Measured on an H200, bf16, without maps or normalization unless said, us; see the lab notes.
-_HOPPER = {
-    64: _same(Tiling(64, 64, 4, 3), together=True),
-    128: Config(
-        forward=Tiling(64, 128, 8, 3),
-        state=Tiling(64, 128, 8, 3),
-        dq=Tiling(64, 128, 8, 3),
-        dkdv=Tiling(64, 128, 8, 2),
-        dk=Tiling(64, 64, 8, 2),
-        dv=Tiling(64, 64, 8, 2),
-        segment=2048,
-    ),
-    256: _same(Tiling(64, 64, 8, 2), together=False),
-}
+# Measured on an H100, bf16, us; see the lab notes.
+def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
+    plain = not (normalize or mapped)
+    if width == 64:
+        # Two programs fit a multiprocessor. Half as many warps: a denominator's row sums then stay within a warp.
+        narrow = Tiling(64, 64, 4, 3)
+        return Config(
+            forward=Tiling(64, 64, 8, 4) if plain else narrow,
+            state=narrow,
+            dq=Tiling(64, 64, 4, 4) if plain else narrow,
+            # With a denominator four warps have too few registers: 174 against 118 at 8 × 16 heads of 2048 tokens.
+            dkdv=Tiling(64, 64, 8, 3) if normalize else narrow,
+            dk=narrow,
+            dv=narrow,
+        )
+    if width == 128:
+        deep, flat = Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 2)
+        return Config(
+            forward=deep,
+            state=deep,
+            dq=deep,
+            # With a denominator the two together have too few registers, 1131 against 923 in two launches at 4 × 32 heads of
+            # 8192 tokens; without they read less, 689 against 719.
+            dkdv=None if normalize else flat,
+            # Keys are read twice for the slope of a map: three chunks of them do not fit.
+            dk=flat if mapped else deep,
+            dv=deep,
+            segment=2048,
+        )
+    wide = Tiling(64, 64, 8, 2)
+    # A map is worked out once a block of columns: 176 against 221; without one fewer blocks read less, 85 against 130.
+    state = wide if mapped else Tiling(64, 128, 8, 2)
+    return Config(forward=wide, state=state, dq=wide, dkdv=None, dk=wide, dv=wide)
+
+
 # Tensor cores of the generation before (A100), and 99 KiB of shared memory a block (sm_86, sm_89, sm_120). Compiled, not
 # timed.
 _AMPERE = {
@@ -86,23 +107,14 @@ _FLOAT32 = {
 }
 
 
-# With a denominator dK and dV of 64 columns need more registers (116 us against 175 at 8 × 16 heads of 2048 tokens), and of
-# 128 columns more than there are (1173 us against 1319 in one launch at 4 × 32 heads of 8192).
-_HOPPER_NORMALIZED = {
-    **_HOPPER,
-    64: replace(_HOPPER[64], dkdv=Tiling(64, 64, 8, 3)),
-    128: replace(_HOPPER[128], dkdv=None, dk=Tiling(64, 128, 8, 2), dv=Tiling(64, 128, 8, 2)),
-}
-
-
 @cache
-def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool) -> Config:
-    """The variant for a dtype, the dims of keys and values, a compute capability (90 for Hopper) and a denominator or none."""
+def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool) -> Config:
+    """The variant for a dtype, the dims of keys and values, a compute capability (90 for Hopper), a denominator and a map."""
     width = next(w for w in (64, 128, 256) if max(e, m) <= w)
     if dtype == torch.float32:
         return _FLOAT32[width]
     if 90 <= capability < 120:
-        return (_HOPPER_NORMALIZED if normalize else _HOPPER)[width]
+        return _hopper(width, normalize, mapped)
     return _AMPERE[width]
 
 

@@ -15,6 +15,9 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Terms of one sum on tensor cores where operands are fp32: each step of eight or fewer rounds towards zero.
+DEPTH = tl.constexpr(32)
+
 # Feature maps.
 IDENTITY = tl.constexpr(0)
 ELU_PLUS_ONE = tl.constexpr(1)
@@ -146,6 +149,60 @@ def load_keys(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.con
 
 
 @triton.jit
+def elu_plus_one_pairs(x):
+    """phi of bf16 numbers in bf16, two at a time: elu(x) + 1 = max(x + 1, min(e^x, 1)), also once rounded."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high, one, grown;
+            .reg .f32 a, b;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xFFFF0000;
+            mov.b32 a, low;
+            mov.b32 b, high;
+            mul.f32 a, a, 0f3FB8AA3B;
+            mul.f32 b, b, 0f3FB8AA3B;
+            ex2.approx.ftz.f32 a, a;
+            ex2.approx.ftz.f32 b, b;
+            cvt.rn.bf16x2.f32 $0, b, a;
+            mov.b32 one, 0x3F803F80;
+            fma.rn.bf16x2 grown, $1, one, one;
+            min.NaN.bf16x2 $0, $0, one;
+            max.NaN.bf16x2 $0, $0, grown;
+        }
+        """,
+        "=&r,r",
+        [x],
+        tl.bfloat16,
+        True,
+        2,
+    )
+
+
+@triton.jit
+def kept(x, rows):
+    """x where its row is one of `rows`, (C,), else 0; both halves of a register at once."""
+    mask = tl.where(rows, -1, 0).to(tl.int16)[:, None]
+    mask = tl.broadcast_to(mask, x.shape)
+    return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def load_operand(
+    base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr, KEYS: tl.constexpr
+):
+    """phi of rows t + n in their dtype, as a product's operand; of KEYS 0 past `length`."""
+    dtype = base.dtype.element_ty
+    if MAP == ELU_PLUS_ONE and dtype == tl.bfloat16 and WHOLE and not INTERPRETED:
+        fx = elu_plus_one_pairs(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE))
+        return kept(fx, t + n < length) if KEYS else fx
+    elif KEYS:
+        return load_keys(base, t, n, length, dims, stride, DIM, WHOLE, MAP).to(dtype)
+    else:
+        return load_queries(base, t, n, length, dims, stride, DIM, WHOLE, MAP).to(dtype)
+
+
+@triton.jit
 def through_map(gradient, fx, MAP: tl.constexpr):
     """The gradient of x from that of fx = phi(x)."""
     if MAP == ELU_PLUS_ONE:
@@ -158,11 +215,21 @@ def through_map(gradient, fx, MAP: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """a @ b, plus acc; fp32 operands as three TF32 products."""
-    if a.dtype == tl.float32:
+    """a @ b, plus acc; fp32 operands as three TF32 products.
+
+    Tensor cores truncate each sum of a few terms, always downwards where all are positive: of fp32 operands no more than
+    DEPTH terms are summed so, and those sums by fp32 additions.
+    """
+    if a.dtype != tl.float32:
+        return tl.dot(a, b, acc)
+    elif a.shape[1] <= DEPTH:
         return tl.dot(a, b, acc, input_precision="tf32x3")
     else:
-        return tl.dot(a, b, acc)
+        parts: tl.constexpr = a.shape[1] // DEPTH
+        left = tl.permute(tl.reshape(a, (a.shape[0], parts, DEPTH)), (1, 0, 2))
+        right = tl.reshape(b, (parts, DEPTH, b.shape[1]))
+        product = tl.sum(tl.dot(left, right, input_precision="tf32x3"), 0)
+        return product if acc is None else acc + product
 
 
 @triton.jit

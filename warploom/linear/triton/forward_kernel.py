@@ -18,8 +18,7 @@ from warploom.linear.triton.device import (
     dot,
     head_base,
     load_chunk,
-    load_keys,
-    load_queries,
+    load_operand,
     load_state,
     operand,
     place,
@@ -131,9 +130,9 @@ def forward_kernel(
     # memory, and one computed on the spot from registers, mapped anew by every warpgroup. Unmapped ones are used as loaded.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
     if MAP_Q != IDENTITY:
-        fq = load_queries(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q).to(dtype)
+        fq = load_operand(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
     if CAUSAL and MAP_K != IDENTITY:
-        fk = load_keys(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K).to(dtype)
+        fk = load_operand(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
         if MAP_Q == IDENTITY:
             fq = load_chunk(q_base, t, rows, e, stride_qs * UNIT, len_q, E, E == DE)
@@ -160,9 +159,9 @@ def forward_kernel(
                 z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
         if MAP_Q != IDENTITY:
-            fq = load_queries(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q).to(dtype)
+            fq = load_operand(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
         if CAUSAL and MAP_K != IDENTITY:
-            fk = load_keys(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K).to(dtype)
+            fk = load_operand(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
 
     if s_out_ptr is not None:
         lives = lives & (head % group == 0)

@@ -10,7 +10,7 @@ from warploom.linear.triton.device import (
     dot,
     head_base,
     load_chunk,
-    load_keys,
+    load_operand,
     load_queries,
     place,
     power_of_two,
@@ -88,8 +88,14 @@ def state_kernel(
     rows = n.to(tl.int64) if WIDE else n
     dtype = y_ptr.dtype.element_ty
     s = tl.zeros([BM, DE], tl.float32)
-    # Summed over rows at the end: a sum over rows takes two barriers.
-    z = tl.zeros([C, DE], tl.float32)
+    if BACKWARD:
+        # Summed over rows at the end: a sum over rows takes two barriers.
+        z = tl.zeros([C, DE], tl.float32)
+    else:
+        # Sixteen equal columns, as in the forward kernel. A sum of rows would read the tile into registers too, and of such a
+        # tile Triton 3.6 keeps a buffer too few: the next one lands in it while the product for S still reads.
+        z = tl.zeros([DE, 16], tl.float32)
+        ones = tl.full([C, 16], 1.0, dtype)
     for i in tl.range(0, tl.cdiv(tokens, C) * GROUP, num_stages=STAGES):
         t = at.first + i // GROUP * C
         head = head_kv * GROUP + i % GROUP
@@ -115,12 +121,13 @@ def state_kernel(
             else:
                 s = dot(tl.trans(y), fx.to(dtype), s)
         else:
-            fx = load_keys(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
-            s = dot(tl.trans(y), fx.to(dtype), s)
-            z += fx
+            fx = load_operand(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP, True)
+            s = dot(tl.trans(y), fx, s)
+            z = dot(tl.trans(fx), ones, z)
     index = slot.to(tl.int64) * heads_kv + head_kv
     store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
-    tl.store(z_ptr + index * E + e, tl.sum(z, 0), mask=(e < E) & (block == 0))
+    total = tl.sum(z, 0) if BACKWARD else tl.sum(z, 1) / 16
+    tl.store(z_ptr + index * E + e, total, mask=(e < E) & (block == 0))
 
 
 @triton.jit(
