@@ -17,10 +17,10 @@ WARPGROUPS = 2
 
 
 class NamedBarrier:
-    """bar.sync and bar.arrive of some parties (warpgroups, single warps): opens once all have come, then starts over."""
+    """bar.sync and bar.arrive of two parties, warpgroups or single warps: opens once both have come, then starts over."""
 
-    def __init__(self, parties: int = WARPGROUPS) -> None:
-        self.parties, self.arrived, self.opened = parties, 0, 0
+    def __init__(self) -> None:
+        self.arrived, self.opened = 0, 0
 
     def passed(self, opened: int) -> bool:
         return self.opened > opened
@@ -29,8 +29,8 @@ class NamedBarrier:
         """Come; returns what a party that stays waits for."""
         opened = self.opened
         self.arrived += 1
-        assert self.arrived <= self.parties
-        if self.arrived == self.parties:
+        assert self.arrived <= 2
+        if self.arrived == 2:
             self.arrived, self.opened = 0, self.opened + 1
         return opened
 
@@ -51,6 +51,7 @@ class Block:
     """One block: key block ``rank`` of its head, over query tiles [first, end) of ``members`` heads."""
 
     STAGES = DOUT_STAGES = SLOTS = 2
+    PIECES = 1  # in which dQ of a step leaves
     LATE = False  # whether dK of a step is waited for in the next one
 
     def __init__(self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None) -> None:
@@ -98,25 +99,36 @@ class Block:
 
     def writer(self, group: int) -> Iterator[Wait]:
         steps = self.steps()
+        empty, full = self.dq_empty[group], self.dq_full[group]
         if steps:
-            self.dq_empty[group].arrive()
+            empty.arrive()
         for j, step in enumerate(steps):
-            yield self.dq_full[group], self.dq_full[group].arrive()
-            if self.turns:
-                while self.turns[group].count.get(step, 0) != self.rank:
+            more = j + 1 < len(steps)
+            for piece in range(self.PIECES):
+                yield full, full.arrive()
+                while self.turns and piece == 0 and self.turns[group].count.get(step, 0) != self.rank:
                     yield None
-            value = self.dq[group]
-            assert value == step
-            yield None  # the copy is reading
-            assert self.dq[group] == value, "dQ was overwritten while it left"
-            if j + 1 < len(steps):
-                self.dq_empty[group].arrive()
+                value = self.dq[group]
+                assert value == (step, piece)
+                yield None  # the copy is reading
+                assert self.dq[group] == value, "dQ was overwritten while it left"
+                if piece + 1 < self.PIECES:
+                    empty.arrive()
             self.added[group].append(step)
-            yield None  # the copy before this one has arrived
-            if self.turns and j > 0:
-                self.turns[group].count[steps[j - 1]] = self.rank + 1
-        if self.turns and steps:
-            self.turns[group].count[steps[-1]] = self.rank + 1
+            if more and (not self.turns or self.members > 1):
+                empty.arrive()
+            if self.turns:
+                yield None  # the add has arrived
+                self.turns[group].count[step] = self.rank + 1
+                if more and self.members == 1:
+                    empty.arrive()
+
+    def hand_over(self, group: int, step: Step) -> Iterator[Wait]:
+        for piece in range(self.PIECES):
+            yield self.dq_empty[group], self.dq_empty[group].arrive()
+            self.dq[group] = step, piece
+            yield None
+            self.dq_full[group].arrive()
 
     def consumer(self, group: int) -> Iterator[Wait]:
         if self.first < self.end:
@@ -141,10 +153,7 @@ class Block:
             assert self.ds[slot] == [step] * WARPGROUPS, "dS was overwritten under dQ"
             assert self.dout[dout_stage] == step and self.q[stage] == step
             self.do_empty[dout_stage].arrive()
-            yield self.dq_empty[group], self.dq_empty[group].arrive()
-            self.dq[group] = step
-            yield None
-            self.dq_full[group].arrive()
+            yield from self.hand_over(group, step)
             yield None
             assert self.q[stage] == step
             if not self.LATE:
@@ -164,30 +173,13 @@ class Late(Block):
 
 
 class Wide(Block):
-    """A block of the wide kernel: P through one of two slots, dS through one, dQ from registers when it is the block's turn."""
-
-    SLOTS = 2  # of P
+    """A block of the wide kernel: P through one of two slots, dS through one, both read by both warpgroups."""
 
     def __init__(self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None) -> None:
         super().__init__(first, end, members, rank, turns)
         self.p_ready = NamedBarrier()
-        self.may_add, self.has_added = NamedBarrier(WARPGROUPS + 2), NamedBarrier(WARPGROUPS + 1)
         self.p: list[list[object]] = [[None] * WARPGROUPS for _ in range(self.SLOTS)]
         self.ds = [[None] * WARPGROUPS]
-
-    def waiter(self) -> Iterator[Wait]:
-        for step in self.steps() if self.turns else []:
-            while self.turns and self.turns[0].count.get(step, 0) != self.rank:
-                yield None
-            yield self.may_add, self.may_add.arrive()
-
-    def passer(self) -> Iterator[Wait]:
-        for step in self.steps() if self.turns else []:
-            yield self.may_add, self.may_add.arrive()
-            yield self.has_added, self.has_added.arrive()
-            yield None
-            if self.turns:
-                self.turns[0].count[step] = self.rank + 1
 
     def consumer(self, group: int) -> Iterator[Wait]:
         if self.first < self.end:
@@ -212,36 +204,22 @@ class Wide(Block):
             assert self.p[slot] == [step] * WARPGROUPS, "dV reads P of another step"
             yield None  # dV is running
             self.ds[0][group] = step
-            if self.SLOTS == 1:  # dV ends before the warpgroups meet
-                assert self.p[slot] == [step] * WARPGROUPS and self.dout[dout_stage] == step, "P was overwritten under dV"
-                self.do_empty[dout_stage].arrive()
             yield self.ds_ready, self.ds_ready.arrive()
             assert self.ds[0] == [step] * WARPGROUPS, "dQ reads dS of another step"
             yield None  # dQ and dK are issued, dV and dQ end
             assert self.ds[0] == [step] * WARPGROUPS, "dS was overwritten under dQ"
-            if self.SLOTS > 1:
-                assert self.p[slot] == [step] * WARPGROUPS and self.dout[dout_stage] == step, "P was overwritten under dV"
-                self.do_empty[dout_stage].arrive()
-            if self.turns:
-                yield self.may_add, self.may_add.arrive()
-                assert self.turns[0].count.get(step, 0) == self.rank, "added out of turn"
-            self.added[group].append(step)
-            yield None
-            if self.turns:
-                self.has_added.arrive()
-
-    def roles(self) -> dict[str, Iterator[Wait]]:
-        found = {"loader": self.loader(), "waiter": self.waiter(), "passer": self.passer()}
-        return found | {f"consumer {group}": self.consumer(group) for group in range(WARPGROUPS)}
+            assert self.p[slot] == [step] * WARPGROUPS and self.dout[dout_stage] == step, "P was overwritten under dV"
+            self.do_empty[dout_stage].arrive()
+            yield from self.hand_over(group, step)
 
 
-class Tall(Wide):
-    """The wide kernel with 128 queries a step: one stage of dO, and for want of memory one slot of P."""
+class Wider(Wide):
+    """Head dim 256: one stage of dO, and dQ leaves in two pieces."""
 
-    DOUT_STAGES = SLOTS = 1
+    DOUT_STAGES, PIECES = 1, 2
 
 
-KINDS = [Block, Late, Wide, Tall]
+KINDS = [Block, Late, Wide, Wider]
 
 
 def play(blocks: list[Block], processors: int, draw: random.Random) -> None:
@@ -295,7 +273,7 @@ def test_deterministic_blocks_add_in_their_order(processors: int, causal: bool, 
         blocks = [kind(2 * n if causal else 0, 8, members, n, turns) for n in range(4)]
         play(blocks, processors, random.Random(seed))
         counted = {(h, m): m // 2 + 1 if causal else 4 for h in range(members) for m in range(8)}
-        assert turns[0].count == counted and (isinstance(blocks[0], Wide) or turns[1].count == counted)
+        assert all(part.count == counted for part in turns)
 
 
 def test_blocks_that_start_in_the_wrong_order_hang() -> None:

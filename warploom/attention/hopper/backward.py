@@ -63,11 +63,9 @@ class HopperBackward:
         self.columns = self.part // 64
         # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
         self.lean = config.tile_m == 128
-        self.shared_ds = self.lean
-        self.staged = WARPGROUPS * self.part  # elements of dQ on its way out through shared memory
+        self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
         self.spans = config.head_dim, config.head_dim_v  # columns of Q and dO that one warpgroup's dK and dV take
-        self.writes = True  # whether the writer warps have work
 
     @cute.jit
     def __call__(
@@ -148,7 +146,7 @@ class HopperBackward:
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
         values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
-        if const_expr(self.shared_ds):
+        if const_expr(self.lean):
             keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
         else:
             keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
@@ -370,7 +368,7 @@ class HopperBackward:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.staged], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.piece], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
@@ -447,13 +445,12 @@ class HopperBackward:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            if const_expr(self.writes):
-                for i in cutlass.range_constexpr(WARPGROUPS):
-                    if warp == WRITERS[i]:
-                        self.write(work, sums, turns, i, left)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write(work, sums, turns, i, left)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(work, dk, dv, sums, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
+            self.compute(work, dk, dv, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -544,10 +541,7 @@ class HopperBackward:
             member = j // (end - first)
             m = first + j - member * (end - first)
         head = work.head * work.group_size + member
-        return head, m, self.query_tile_number(work, head, m)
-
-    def query_tile_number(self, work: Any, head: Any, m: Any) -> Any:
-        return (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
+        return head, m, (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
 
     @cute.jit
     def expect(self, barrier, size):
@@ -568,40 +562,42 @@ class HopperBackward:
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
         When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
-        start in that order, so a block never waits for one that waits for a processor.
+        start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back
+        when the add has arrived, which keeps blocks in step, or for grouped heads at once: measured both.
         """
         shared = work.shared
         first, _, _, end = work.bounds
-        source = shared.dq + group * self.part
+        source = shared.dq + group * self.piece
         steps = work.group_size * (end - first)
-        before = Int64(0)
         if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         for j in cutlass.range(steps, unroll=1):
             _, m, tile = self.place(work, j)
             part = Int64(tile) * WARPGROUPS + group
-            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-            if cute.arch.lane_idx() == 0:
-                if const_expr(self.config.deterministic):
-                    wait_for(turns.iterator + part, self.rank(work, m, left))
-                bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            if j + 1 < steps:
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-            if const_expr(self.config.deterministic):
-                # The add before this one has arrived by now; to wait for this one would delay the next.
-                if cute.arch.lane_idx() == 0 and j > 0:
-                    cute.arch.cp_async_bulk_wait_group(1, read=False)
-                    pass_on(turns.iterator + before)
-                before = part
+            for piece in cutlass.range_constexpr(self.config.pieces):
+                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    if const_expr(self.config.deterministic and piece == 0):
+                        wait_for(turns.iterator + part, self.rank(work, m, left))
+                    bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
+                if const_expr(piece + 1 < self.config.pieces):
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if const_expr(self.config.deterministic):
+                if j + 1 < steps and work.group_size > 1:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(turns.iterator + part)
+                cute.arch.sync_warp()
+                if j + 1 < steps and work.group_size == 1:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            elif j + 1 < steps:
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-            if const_expr(self.config.deterministic):  # noqa: SIM102
-                if steps > 0:
-                    pass_on(turns.iterator + before)
 
     @cute.jit
     def rank(self, work, m, left):
@@ -614,11 +610,11 @@ class HopperBackward:
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
+    def compute(self, work, dk, dv, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         config, shared = self.config, work.shared
         first, whole_first, whole_end, end = work.bounds
-        r = self.registers(work, products, sums, scale, softcap)
+        r = self.registers(work, products, scale, softcap)
         self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
@@ -632,14 +628,14 @@ class HopperBackward:
         if const_expr(config.deterministic):
             for lower, upper, masked in reversed(parts):
                 for _ in cutlass.range((upper - lower) * work.group_size, unroll=1):
-                    head, m, _ = self.place(work, j)
-                    self.step(r, work, head, m, j, masked)
+                    _, m, _ = self.place(work, j)
+                    self.step(r, m, j, masked)
                     j += 1
         else:
-            for member in cutlass.range(work.group_size, unroll=1):
+            for _ in cutlass.range(work.group_size, unroll=1):
                 for lower, upper, masked in parts:
                     for m in cutlass.range(lower, upper, unroll=1):
-                        self.step(r, work, work.head * work.group_size + member, m, j, masked)
+                        self.step(r, m, j, masked)
                         j += 1
         self.finish(r, work, dk, dv, scale)
 
@@ -662,7 +658,7 @@ class HopperBackward:
         self.epilogue(r.acc_dv, dv, work, r.row, 0, Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, r.row, 0, scale)
 
-    def registers(self, work: Any, products: Any, sums: Any, scale: Any, softcap: Any) -> Names:
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
         mma_scores, mma_values, mma_keys, mma_queries = products
         shared = work.shared
@@ -682,7 +678,7 @@ class HopperBackward:
         dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
         dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
         dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
-        if const_expr(self.shared_ds):
+        if const_expr(self.lean):
             ds_turned = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=turned))
             ds = self.part_of(mma_keys.make_fragment_A(keys.partition_A(ds_turned)), group)
         else:
@@ -720,7 +716,7 @@ class HopperBackward:
             rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             ds_target=ds_target,
-            dq_target=shared.dq + group * self.part + own * 4,
+            dq_target=shared.dq + group * self.piece + own * 4,
             row=work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4,  # key, and that + 8
             column=own % 4 * 2,
         )
@@ -743,7 +739,7 @@ class HopperBackward:
         return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     @cute.jit
-    def step(self, r, work, head, m, j, masked):
+    def step(self, r, m, j, masked):
         """One query tile: five GEMMs, each elementwise part under the GEMM before."""
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)
@@ -753,7 +749,7 @@ class HopperBackward:
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
         warpgroup.wait_group(1)
-        if const_expr(self.shared_ds):  # noqa: SIM102
+        if const_expr(self.lean):  # noqa: SIM102
             if j > 0:  # dK of the step before has ended
                 self.release(shared.q_empty + (stage ^ 1))
         self.probabilities(r, m, stage, masked)
@@ -766,18 +762,17 @@ class HopperBackward:
             self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
             warpgroup.wait_group(1)
             self.differentiate(r, stage)
-            if const_expr(not self.shared_ds):
-                self.pack(r.acc_dp, r.ds)
+            self.pack(r.acc_dp, r.ds)
             self.share(r, slot)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
         self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, slot], r.dq_b, False)
-        ds = r.ds[None, None, None, slot] if const_expr(self.shared_ds) else r.ds
+        ds = r.ds[None, None, None, slot] if const_expr(self.lean) else r.ds
         self.gemm(r.mma_keys, r.acc_dk, ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.release(shared.do_empty + stage)
-        self.hand_over(r, self.query_tile_number(work, head, m))
-        if const_expr(not self.shared_ds):  # ptxas would serialise all products if dS stayed in registers under dK
+        self.hand_over(r)
+        if const_expr(not self.lean):  # ptxas would serialise all products if dS stayed in registers under dK
             warpgroup.wait_group(0)
             self.release(shared.q_empty + stage)
 
@@ -859,7 +854,7 @@ class HopperBackward:
         """dS, rows now queries, where both warpgroups read it."""
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
         for i in cutlass.range_constexpr(self.tile_m // 16):
-            if const_expr(self.shared_ds):
+            if const_expr(self.lean):
                 acc = r.acc_dp
                 words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
             else:
@@ -867,16 +862,17 @@ class HopperBackward:
             store_matrices(target + i * (16 * 64), words, transposed=True)
 
     @cute.jit
-    def hand_over(self, r, tile):
+    def hand_over(self, r):
         """dQ to the writer warp, in accumulator order."""
-        id_ = r.group
-        cute.arch.barrier(barrier_id=DQ_EMPTY + id_, number_of_threads=WARPGROUP + 32)
-        for i in cutlass.range_constexpr(self.part // (4 * WARPGROUP)):
-            four = cute.make_tensor(r.acc_dq.iterator + 4 * i, cute.make_layout(4))
-            target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
-            cute.autovec_copy(four, target)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=DQ_FULL + id_, number_of_threads=WARPGROUP + 32)
+        count = self.piece // (4 * WARPGROUP)
+        for piece in cutlass.range_constexpr(self.config.pieces):
+            cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
+            for i in cutlass.range_constexpr(count):
+                four = cute.make_tensor(r.acc_dq.iterator + 4 * (piece * count + i), cute.make_layout(4))
+                target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
+                cute.autovec_copy(four, target)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=DQ_FULL + r.group, number_of_threads=WARPGROUP + 32)
 
     @cute.jit
     def release(self, barrier):

@@ -1,8 +1,7 @@
 """The backward of head dims past 128: a block owns 64 keys, whose dK and dV two warpgroups share by columns.
 
 As registers hold no more than 64 keys of dK and dV, each warpgroup keeps half of the head dims of all of them. S and dP are
-computed once, by each warpgroup 64 of 128 queries, or 32 of the keys, and P and dS pass through shared memory, where both
-read them. dQ goes from registers to its fp32 accumulator, by 16-byte reductions; shared memory has no room for it.
+computed once, 32 keys a warpgroup, and P and dS pass through shared memory, where both read them.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -13,39 +12,28 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward import (
-    DQ_EMPTY,
-    DQ_FULL,
-    DS_READY,
-    WARPGROUP,
-    WARPGROUPS,
-    HopperBackward,
-    Names,
-)
+from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, HopperBackward, Names
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.primitives import add_four, pass_on, store_matrices, wait_for
+from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16
 
 P_READY = 6  # named barrier: both warpgroups have written their P
+DS_SLOT = 2  # tiles of P take turns in slots 0 and 1
 BOTH = WARPGROUPS * WARPGROUP
 
 
 class WideBackward(HopperBackward):
-    """As ``HopperBackward``, for tiles of 64 or 128 queries by 64 keys."""
+    """As ``HopperBackward``, for tiles of 64 queries by 64 keys."""
 
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
-        # 128 queries: each warpgroup computes P and dS of 64 of them; 64 queries: of 32 keys each.
-        self.tall = config.tile_m == 64 * WARPGROUPS
-        self.keys_each = config.tile_n if self.tall else config.tile_n // WARPGROUPS
-        self.staged = 0
-        self.slots = config.slots + 1
+        self.keys_each = config.tile_n // WARPGROUPS
+        self.slots = 3
         self.spans = config.head_dim // 2, config.head_dim_v // 2
-        self.writes = config.deterministic
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         smem = warpgroup.OperandSource.SMEM
@@ -55,30 +43,10 @@ class WideBackward(HopperBackward):
         keys = self.mma((64, self.config.head_dim // 2, 16), smem, by_mn, by_mn)
         return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
 
-    # Writer warps only keep the order of blocks: consumers add to dQ themselves.
-
-    @cute.jit
-    def write(self, work, sums, turns, role, left):
-        """Let consumers add to a tile of dQ when it is this block's turn (role 0), and pass the turn on (role 1)."""
-        first, _, _, end = work.bounds
-        for j in cutlass.range(work.group_size * (end - first), unroll=1):
-            _, m, tile = self.place(work, j)
-            if const_expr(role == 0):
-                if cute.arch.lane_idx() == 0:
-                    wait_for(turns.iterator + tile, self.rank(work, m, left))
-                cute.arch.sync_warp()
-                cute.arch.barrier(barrier_id=DQ_EMPTY, number_of_threads=BOTH + 64)
-            else:
-                cute.arch.barrier(barrier_id=DQ_EMPTY, number_of_threads=BOTH + 64)
-                cute.arch.barrier(barrier_id=DQ_FULL, number_of_threads=BOTH + 32)
-                if cute.arch.lane_idx() == 0:
-                    pass_on(turns.iterator + tile)
-                cute.arch.sync_warp()
-
     @cute.jit
     def set_limits(self, r, work, left, right):
         """Keys of this thread, counted from its first one: past the last, and by a row's number behind and before its band."""
-        key = work.n_block * self.tile_n + r.column + (0 if const_expr(self.tall) else r.group * self.keys_each)
+        key = work.n_block * self.tile_n + r.column + r.group * self.keys_each
         r.limits[0, 0] = work.seqlen_k - key
         r.limits[0, 1] = work.shift + right + 1 - key
         r.limits[1, 0] = work.shift - left - key
@@ -86,11 +54,11 @@ class WideBackward(HopperBackward):
     @cute.jit
     def finish(self, r, work, dk, dv, scale):
         warpgroup.wait_group(0)
-        row = work.n_block * self.tile_n + r.row % 64
+        row = work.n_block * self.tile_n + r.row
         self.epilogue(r.acc_dv, dv, work, row, r.group * (self.config.head_dim_v // 2), Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, row, r.group * (self.config.head_dim // 2), scale)
 
-    def registers(self, work: Any, products: Any, sums: Any, scale: Any, softcap: Any) -> Names:
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         mma_scores, mma_values, mma_keys, mma_queries = products
         scores, values, keys, queries = (m.get_slice(0) for m in products)
         shared, config = work.shared, self.config
@@ -106,35 +74,26 @@ class WideBackward(HopperBackward):
         multiplier, cap_in = self.multipliers(scale, softcap)
         # A warp's 16 queries × 16 keys of P or dS go out as four 8 × 8 tiles, those of the first 8 keys first; lane l
         # addresses row l % 8 of tile l // 8 in rows of 64 keys, eight swizzled chunks of 16 bytes.
-        row, chunk = own // 32 * 16 + lane // 8 % 2 * 8 + lane % 8, lane // 16
-        first_row, of_rows, of_keys = Int32(0), 0, group
-        if const_expr(self.tall):
-            first_row, of_rows, of_keys = group * 64, group, 0
-        else:
-            chunk += group * (self.keys_each // 8)
-        row += first_row
-        ds_slot = self.slots - 1
+        row, chunk = own // 32 * 16 + lane // 8 % 2 * 8 + lane % 8, group * (self.keys_each // 8) + lane // 16
         return Names(
             shared=shared,
             group=group,
-            own=own,
-            sums=sums,
             multiplier=multiplier,
             cap_in=cap_in,
             mma_scores=mma_scores,
             mma_values=mma_values,
             mma_keys=mma_keys,
             mma_queries=mma_queries,
-            q=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.q)), of_rows),
-            dout=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.dout)), of_rows),
-            k=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.k)), of_keys)[None, None, None, 0],
-            v=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.v)), of_keys)[None, None, None, 0],
+            q=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.q)), 0),
+            dout=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.dout)), 0),
+            k=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.k)), group)[None, None, None, 0],
+            v=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.v)), group)[None, None, None, 0],
             p=self.part_of(mma_values.make_fragment_A(values.partition_A(tiles_turned)), 0),
             do_turned=self.part_of(mma_values.make_fragment_B(values.partition_B(do_turned)), group),
-            ds=self.part_of(mma_keys.make_fragment_A(keys.partition_A(tiles_turned)), 0)[None, None, None, ds_slot],
+            ds=self.part_of(mma_keys.make_fragment_A(keys.partition_A(tiles_turned)), 0)[None, None, None, DS_SLOT],
             q_turned=self.part_of(mma_keys.make_fragment_B(keys.partition_B(q_turned)), group),
-            dq_a=self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), of_rows)[None, None, None, ds_slot],
-            dq_b=self.part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), of_keys)[None, None, None, 0],
+            dq_a=self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)[None, None, None, DS_SLOT],
+            dq_b=self.part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), group)[None, None, None, 0],
             acc_s=acc_s,
             acc_dp=acc_dp,
             acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.columns))),
@@ -145,19 +104,20 @@ class WideBackward(HopperBackward):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
             targets=[shared.ds_start + row * 64 + ((chunk + 2 * i) ^ lane % 8) * 8 for i in range(self.keys_each // 16)],
-            row=first_row + own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
+            dq_target=shared.dq + group * self.piece + own * 4,
+            row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
             column=own % 4 * 2,
         )
 
     @cute.jit
-    def step(self, r, work, head, m, j, masked):
-        """One query tile. P passes through one of two slots, so that nobody overwrites what the other warpgroup's dV reads, or
-        through one, and then both meet after dV. dS has one: who writes it has met the other after that one's last dK.
+    def step(self, r, m, j, masked):
+        """One query tile. P passes through one of two slots, so that nobody overwrites what the other warpgroup's dV reads;
+        dS has one: who writes it has met the other after that one's last dK.
         """
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
-        slot = j & 1 if const_expr(self.slots > 2) else 0
+        slot = j & 1
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
@@ -172,18 +132,14 @@ class WideBackward(HopperBackward):
         self.gemm(r.mma_values, r.acc_dv, r.p[None, None, None, slot], r.do_turned[None, None, None, dout_stage], True)
         warpgroup.wait_group(1)
         self.differentiate(r, stage)
-        self.share(r, r.acc_dp, self.slots - 1)
-        if const_expr(self.slots == 2):
-            warpgroup.wait_group(0)
-            self.release(shared.do_empty + dout_stage)
+        self.share(r, r.acc_dp, DS_SLOT)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
         self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b, False)
         self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        if const_expr(self.slots > 2):
-            self.release(shared.do_empty + dout_stage)
-        self.hand_over(r, self.query_tile_number(work, head, m))
+        self.release(shared.do_empty + dout_stage)
+        self.hand_over(r)
 
     @cute.jit
     def statistics(self, r, stage, which):
@@ -227,14 +183,3 @@ class WideBackward(HopperBackward):
         for i in cutlass.range_constexpr(self.keys_each // 16):
             words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
             store_matrices(r.targets[i] + slot * (self.tile_m * self.tile_n), words)
-
-    @cute.jit
-    def hand_over(self, r, tile):
-        """Add dQ of this warpgroup's columns to the accumulator, in accumulator order, when it is this block's turn."""
-        if const_expr(self.config.deterministic):
-            cute.arch.barrier(barrier_id=DQ_EMPTY, number_of_threads=BOTH + 64)
-        target = r.sums.iterator + (Int64(tile) * WARPGROUPS + r.group) * self.part + r.own * 4
-        for i in cutlass.range_constexpr(self.part // (4 * WARPGROUP)):
-            add_four(target + i * 4 * WARPGROUP, [r.acc_dq[4 * i + j] for j in range(4)])
-        if const_expr(self.config.deterministic):
-            cute.arch.barrier_arrive(barrier_id=DQ_FULL, number_of_threads=BOTH + 32)

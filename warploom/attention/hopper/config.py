@@ -81,6 +81,8 @@ class BackwardConfig:
     tile_n: int = 128  # keys a block: 64 a warpgroup, or 64 whose dK and dV two warpgroups share by columns
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
+    pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
+    pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
 
     @property
     def name(self) -> str:
@@ -106,14 +108,9 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, and dQ on its way out.
 
-        Wide variants have two tiles of P, one of dS, and dQ leaves from registers.
+        Wide variants have two tiles of P and one of dS.
         """
         dims = self.head_dim + self.head_dim_v
         rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
-        tiles, dq = (self.slots + 1, 0) if self.wide else (2, 4 * self.tile_m * self.head_dim)
-        return 2 * self.tile_n * dims + rings + 2 * tiles * self.tile_m * self.tile_n + dq
-
-    @property
-    def slots(self) -> int:
-        """Tiles of P of a wide variant: two, or one where only that fits, and then dV has to end before dS is shared."""
-        return 1 if self.tile_m == 128 and self.head_dim_v > 128 else 2
+        tiles = 2 * (3 if self.wide else 2) * self.tile_m * self.tile_n
+        return 2 * self.tile_n * dims + rings + tiles + 4 * self.tile_m * self.head_dim // self.pieces
