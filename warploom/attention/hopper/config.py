@@ -82,7 +82,6 @@ class BackwardConfig:
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
-    pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
 
     @property
     def name(self) -> str:
