@@ -229,6 +229,17 @@ def test_report_of_bank_counters_and_of_unknown_files(tmp_path: Path, capsys: py
     data.write_text(json.dumps({"device": "Some GPU", "kernels": 7, "agree": 6}))
     report.write([data], tmp_path)
     assert "predicted the counters of 6 of 7 kernels" in (tmp_path / "performance.md").read_text()
+    large = {"kernel": "product", "work": "large", "predicted_excess": 1234, "excess": 1235, "agrees": True}
+    data.write_text(json.dumps({"device": "Some GPU", "kernels": 8, "agree": 7, "large": [large]}))
+    report.write([data], tmp_path)
+    page = (tmp_path / "performance.md").read_text()
+    assert "predicted the counters of 6 of 7 kernels" in page and "| product | large | 1,234 | 1,235 |" in page
+    ours = {"kernel": "ours", "excess": 5678, "ms": 0.35, "tflops": 392.7}
+    trial = {"work": "a product", "kernels": [ours, {"kernel": "theirs", "refused": "no"}]}
+    data.write_text(json.dumps({"device": "Some GPU", "trials": [trial]}))
+    report.write([data], tmp_path)
+    page = (tmp_path / "performance.md").read_text()
+    assert "| ours | 5,678 | 350.0 | 393 |" in page and "| theirs | – | no | – |" in page
     data.write_text("{}")
     assert main(["bench", "report", str(data), "--docs", str(tmp_path)]) == 2
     assert "banks.json is no file of" in capsys.readouterr().err

@@ -118,6 +118,8 @@ def test_text_names_the_conflict(capsys: pytest.CaptureFixture) -> None:
         ("--access lds.32 --rows 8 --cols 8 --draw tile.jpg", "ending in .svg, .png or .html"),
         ("--design --access lds.32 --rows 8 --cols 8 --pad 1", "without padding"),
         ("--access sts.128 --access lds.32 --rows 8 --cols 8 --draw tile.html", "takes one access"),
+        ("--access lds.32 --rows 8 --cols 8 --size 128", "--size takes one of --gemm and --attention"),
+        ("--gemm --access lds.32 --rows 8 --cols 8", "take no --access"),
     ],
 )
 def test_errors(capsys: pytest.CaptureFixture, line: str, message: str) -> None:

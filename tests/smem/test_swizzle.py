@@ -26,7 +26,7 @@ def inside(tile: Tile) -> bool:
 
 def brute_force(tile: Tile, patterns: list[str]) -> dict[int, int]:
     """The least excess of every swizzle that the model counts and that stays in the tile, by bits: no candidate is left out."""
-    top = (tile.rows * tile.cols).bit_length()
+    top = (tile.size_bytes // tile.itemsize).bit_length()
     best = {0: total(tile, patterns)}
     for b, m, s in itertools.product(range(1, 6), range(0, 7), range(1, top + 1)):
         swizzled = replace(tile, swizzles=(Swizzle(b, m, s),))
@@ -73,6 +73,37 @@ def test_no_padding_is_better(tile: Tile, patterns: list[str]) -> None:
     assert found.pad == min(pad for pad, excess in by_pad.items() if excess == found.pad_excess)
 
 
+def test_padding_with_a_swizzle() -> None:
+    """Against every swizzle of every padded tile, by the model's count."""
+    tile, patterns = Tile(24, 20), ["lds.16", "lds.64@columns"]
+    found = design(tile, patterns)
+    assert (found.excess, found.stack_excess, found.pad_excess) == (2, None, 2)
+    assert (found.padded.pad, found.padded.swizzle, found.padded.excess) == (4, Swizzle(1, 2, 4), 0)
+    for pad in range(1, 5):
+        padded = replace(tile, pad=pad)
+        if all(fits(padded, pattern) for pattern in patterns):
+            assert min(brute_force(padded, patterns).values()) == (0 if pad == 4 else 2)
+    assert found.best == replace(tile, pad=4, swizzles=(Swizzle(1, 2, 4),))
+    words = describe(found)
+    assert "both      4 elements a row with <1,2,4> leave 0" in words and "4 elements after each row make rows of 48" in words
+
+
+@pytest.mark.parametrize(
+    ("tile", "patterns", "searched"),
+    [
+        (Tile(32, 32, "f32"), ["sts.128", "lds.32@columns"], True),
+        (Tile(16, 16), ["sts.128", "ldmatrix.x4"], False),  # a swizzle suffices
+        (Tile(16, 24), ["ldmatrix.x2", "lds.128@columns"], False),  # nothing to remove
+        (Tile(16, 256), ["lds.32@columns@256x16", "sts.128"], False),  # no rows to pad
+    ],
+    ids=str,
+)
+def test_padding_with_a_swizzle_is_searched_where_it_may_help(tile: Tile, patterns: list[str], searched: bool) -> None:
+    found = design(tile, patterns)
+    assert (found.padded.searched > 0, found.padded.swizzle) == (searched, None)
+    assert ("no padding with a swizzle leaves fewer" in describe(found)) == searched
+
+
 NAMES = [
     "ldmatrix.x4",
     "ldmatrix.x2.trans",
@@ -109,8 +140,11 @@ def test_search_and_model_agree(rows: int, cols: int, dtype: str, names: list[st
     check(found)
     reached = [found.before, found.excess, found.pad_excess]
     if found.stack_excess is not None:
-        assert found.stack_excess < found.excess
+        assert found.stack_excess < found.excess and found.stack_excess <= found.pad_excess
         reached.append(found.stack_excess)
+    if found.padded.excess is not None:
+        assert found.padded.excess < min(reached)
+        reached.append(found.padded.excess)
     assert max(reached) == found.before
     assert describe(found)
     assert total(found.best, patterns) == min(reached)
@@ -189,6 +223,7 @@ def test_words_of_small_and_uneven_tiles(tile: Tile, pattern: str, phrase: str) 
         (Tile(256, 256, "f32"), ["sts.32", "lds.32@columns", "sts.64@fragment", "lds.128"]),
         (Tile(240, 200), ["sts.128", "ldmatrix.x2", "lds.16", "lds.32@columns"]),
         (Tile(255, 250), ["sts.16", "lds.32", "lds.16@columns", "lds.32@columns"]),
+        (Tile(253, 251, "f8"), ["sts.8", "lds.8@columns"]),
     ],
     ids=str,
 )

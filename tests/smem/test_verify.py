@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.smem.oracle import simulate
 from warploom.cli import main
 from warploom.smem.access import ACCESSES
-from warploom.smem.kernels import ladder, single
+from warploom.smem.kernels import attention, gemm, ladder, single
 from warploom.smem.model import RULES, Rules, predict
 from warploom.smem.patterns import Measured, generate
-from warploom.smem.verify import CONFLICTS, LOADS, METRICS, RULE_SETS, STORES, Launch, agreement, parse, run, single_rows
+from warploom.smem.profiler import CONFLICTS, LOADS, METRICS, STORES, Launch, parse, run
+from warploom.smem.residual import Instruction
+from warploom.smem.verify import GEMM_SIZE, RULE_SETS, SEQLEN, Large, agreement, single_rows
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
@@ -109,9 +114,6 @@ def test_source_has_a_kernel_for_every_access() -> None:
             vector = re.search(r"\.v(\d)", instructions[0])
             bits = int(instructions[0][-2:].strip(".bu"))
             assert bits * (int(vector[1]) if vector else 1) == 8 * access.width
-    assert Counter(re.findall(r"[a-z]+_[a-z0-9_]+(?=, |\};)", source.split("kernels[] = {")[1].split("\n")[0])).total() == len(
-        ACCESSES
-    )
 
 
 def test_ladder_predictions() -> None:
@@ -130,29 +132,54 @@ def test_ladder_predictions() -> None:
     assert all(f"void {rung.name}(" in ladder.SOURCE for rung in ladder.RUNGS)
 
 
-NVCC = """#!/bin/sh
-while [ "$1" != "-o" ]; do shift; done
-touch "$2"
-"""
-NCU = """#!{python}
-import sys
-sys.path.insert(0, {root!r})
-from tests.smem.test_verify import stand_in_for_ncu
-stand_in_for_ncu(sys.argv[1:], wrong={wrong})
-"""
+SOURCE_HEADER = '"Address","Source","Instructions Executed","L1 Wavefronts Shared","L1 Wavefronts Shared Ideal"'
+SASS = {
+    "cp.async.128": "LDGSTS.E.BYPASS.LTC128B.128 [R2], desc[UR4][R4.64]",
+    "ldmatrix.x4": "LDSM.16.M88.4 R4, [R2]",
+    "ldmatrix.x4.trans": "LDSM.16.MT88.4 R4, [R2]",
+    "sts.32": "STS [R2], R4",
+    "lds.128": "LDS.128 R4, [R2]",
+}
+
+
+def large_kernels(kind: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """(wavefronts, ideal) of each access of the large kernels, in the order in which they are launched."""
+    if kind == "gemm":
+        size = (GEMM_SIZE,) * 3
+        return {config.name: gemm.wavefronts(config, *size) for config in gemm.configs().values()}
+    configs = attention.layouts()
+    return {f"kernel_cutlass_AmpereForward_{n}": attention.wavefronts(c, SEQLEN) for n, c in configs.items()}
 
 
 def stand_in_for_ncu(arguments: list[str], wrong: bool) -> None:
-    """What ncu would print if the hardware were the simulation of `oracle.py`."""
+    """What ncu would print if the hardware were the simulation of `oracle.py` and the large kernels as predicted."""
+    print("==PROF== Connected")
+    if "--import" in arguments:
+        kernels = large_kernels(Path(arguments[arguments.index("--import") + 1]).read_text())
+        if arguments[arguments.index("--page") + 1] == "raw":
+            print(HEADER)
+            for number, kernel in enumerate(kernels):
+                print(line(number, kernel, 1_000_000_000, 0, 0))
+            return
+        for kernel, accesses in kernels.items():
+            print(f'"Kernel Name","{kernel}",\n{SOURCE_HEADER}')
+            for place, (access, (wavefronts, ideal)) in enumerate(accesses.items()):
+                wavefronts += ideal // 50 * (wrong and kernel == "hgemm_padded" and access == "ldmatrix.x4")
+                print(f'"0x{place:x}0","    {SASS[access]}","{ideal // 4}","{wavefronts}","{ideal}"')
+        return
     assert arguments[arguments.index("--metrics") + 1] == ",".join(METRICS)
-    print("==PROF== Connected\n" + HEADER)
-    if "table.txt" not in arguments[-1]:
+    program = arguments[arguments.index("warploom.smem.program") + 1 :]
+    if "--export" in arguments:
+        Path(arguments[arguments.index("--export") + 1]).write_text(program[0])
+        return
+    print(HEADER)
+    if program == ["ladder"]:
         for number, rung in enumerate(ladder.RUNGS):
             conflicts = rung.excess(True) + rung.excess(False)
             print(line(number, rung.name, conflicts, rung.wavefronts(True), rung.wavefronts(False)))
         return
     names = list(ACCESSES)
-    for number, row in enumerate(Path(arguments[-1]).read_text().splitlines()):
+    for number, row in enumerate(Path(program[1]).read_text().splitlines()):
         kernel, *addresses = map(int, row.split())
         access = ACCESSES[names[kernel]]
         turns, cycles = simulate(access.name, [None if a < 0 else a for a in addresses])
@@ -162,27 +189,39 @@ def stand_in_for_ncu(arguments: list[str], wrong: bool) -> None:
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    import sys
+def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    def run(command: list[str], seconds: float) -> str:
+        assert command[0] == "ncu"
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            stand_in_for_ncu(command[1:], wrong=request.param)
+        return printed.getvalue()
 
-    root = str(Path(__file__).parents[2])
-    ncu = NCU.format(python=sys.executable, root=root, wrong=request.param)
-    smi = '#!/bin/sh\necho "NVIDIA H100, 9.0"\n'
-    for name, text in (("nvcc", NVCC), ("ncu", ncu), ("nvidia-smi", smi)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("warploom.smem.profiler.run", run)
+    monkeypatch.setattr("warploom.smem.verify.find", lambda name: name)
+    monkeypatch.setattr("warploom.smem.kernels.nvrtc.refusal", lambda: None)
+    monkeypatch.setattr("warploom.smem.kernels.attention.refusal", lambda: None)
+    monkeypatch.setattr("warploom.runtime.modules.load", lambda spec: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
+    device = SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: device)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
 
 
 @pytest.mark.parametrize("stand_ins", [False], indirect=True)
 def test_the_command_agrees_with_a_perfect_machine(stand_ins: None, capsys: pytest.CaptureFixture) -> None:
     assert main(["banks", "--verify", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
     assert result["device"] == "NVIDIA H100"
-    assert result["agree"] == result["kernels"] == len(generate()) + len(ladder.RUNGS)
+    assert result["agree"] == result["kernels"] == len(generate()) + len(ladder.RUNGS) + 6
     best, *others = result["variants"]
     assert best["agree"] == len(generate()) > others[0]["agree"]
     assert result["rows"][0].keys() >= {"kernel", "pattern", "predicted", "measured", "addresses"}
+    excess = {one["kernel"]: one["excess"] for one in result["large"]}
+    assert excess["hgemm_swizzled"] == excess["attention_swizzled"] == 0 < excess["attention_padded"]
+    assert all(one["excess"] == one["predicted_excess"] for one in result["large"])
+    assert printed.err.count("warploom banks: ") == 4
 
 
 @pytest.mark.parametrize("stand_ins", [True], indirect=True)
@@ -190,8 +229,35 @@ def test_the_command_names_a_disagreement(stand_ins: None, capsys: pytest.Captur
     assert main(["banks", "--verify", "--seed", "3"]) == 1
     text = capsys.readouterr().out
     total = len(generate(3)) + len(ladder.RUNGS)
-    assert f"{total - 1} of {total} kernels predicted exactly" in text
+    assert f"{total - 1} of {total} kernels predicted exactly, 5 of 6 large kernels within 1%" in text
     assert "disagreements" in text and "pairs n^1" in text
+    (named,) = re.findall(r"hgemm_padded: \d of 5; .*\n((?:    .*\n)+)", text)
+    assert "LDSM.16.M88.4" in named and "LDS.128" not in named
+
+
+@pytest.mark.parametrize("stand_ins", [False], indirect=True)
+def test_the_command_runs_the_named_parts(
+    stand_ins: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["banks", "--verify", "--gemm", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["rows"], result["kernels"], result["left_out"]) == ([], 3, {})
+    monkeypatch.setattr("warploom.smem.kernels.attention.refusal", lambda: "has no DSL")
+    assert main(["banks", "--verify", "--ladder", "--attention"]) == 0
+    text = capsys.readouterr().out
+    assert "attention left out: has no DSL" in text and "6 of 6 kernels predicted exactly in" in text
+
+
+def test_a_large_kernel_agrees_within_a_hundredth() -> None:
+    def large(excess: int, ideal: int = 100_000) -> Large:
+        measured = Instruction(16, "LDSM.16.M88.4", "ldmatrix.x4", ideal // 4, ideal + excess, ideal)
+        return Large("kernel", "work", {"ldmatrix.x4": (110_000, 100_000)}, (measured,), 12_000)
+
+    assert large(10_000).agrees and large(10_100).agrees and large(9_900).agrees
+    assert not large(10_101).agrees and not large(9_899).agrees and not large(10_000, 100_004).agrees
+    assert not Large("kernel", "work", {}, large(10_000).instructions, 0).agrees
+    for excess, within in ((10_000, True), (4_000, True), (0, True), (10_001, False)):
+        assert replace(large(excess), at_most=("ldmatrix.x4",)).agrees == within
 
 
 def test_finds_tools_in_the_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,8 +271,14 @@ def test_finds_tools_in_the_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         run(["ncu", "3"], 10)
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for options in (["--verify"], ["--ladder"], ["--gemm"], ["--attention"]):
+        monkeypatch.setattr("warploom.smem.kernels.nvrtc.refusal", lambda: "no CUDA device is visible")
+        assert main(["banks", *options]) == 2
+        assert capsys.readouterr().err == f"warploom banks: {options[0]}: no CUDA device is visible\n"
+    monkeypatch.setattr("warploom.smem.kernels.nvrtc.refusal", lambda: None)
     monkeypatch.setattr("warploom.smem.verify.find", lambda name: None)
     assert main(["banks", "--verify"]) == 2
-    assert "needs a CUDA GPU with nvcc and ncu on the PATH; not found: nvcc, ncu, nvidia-smi" in capsys.readouterr().err
+    assert "Nsight Compute's ncu is not on the PATH" in capsys.readouterr().err
+    assert main(["banks", "--verify", "--size", "512"]) == 2
+    assert "--size is of the timed kernels" in capsys.readouterr().err

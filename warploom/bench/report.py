@@ -31,6 +31,8 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
             sections.append(_cpu_run(path, run))
         elif "agree" in run:
             sections.append(_banks_run(path, run))
+        elif "trials" in run:
+            sections.append(_trials_run(path, run))
         elif "kernels" in run:
             sections.append(
                 "## Bank conflicts of an attention kernel\n\n"
@@ -38,7 +40,7 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
                 f"`{path}`; [Shared memory](smem.md) has their sums.\n"
             )
         else:
-            raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_*.py or `warploom banks --verify`")
+            raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_*.py or `warploom banks`")
     if not any("roofs" in run and "CPU" not in run["device"] for _, run in runs):
         sections.append("No run on a GPU is among the files.\n")
     docs.mkdir(parents=True, exist_ok=True)
@@ -260,13 +262,41 @@ def _cpu_run(path: Path, run: dict[str, Any]) -> str:
 
 def _banks_run(path: Path, run: dict[str, Any]) -> str:
     """A file of `warploom banks --verify --json`."""
-    return (
+    large = run.get("large", [])
+    small, agree = run["kernels"] - len(large), run["agree"] - sum(kernel["agrees"] for kernel in large)
+    section = (
         "## Bank conflicts, predicted and counted\n\n"
-        f"On one {run['device']} the [bank model](smem.md) predicted the counters of {run['agree']} of {run['kernels']} "
+        f"On one {run['device']} the [bank model](smem.md) predicted the counters of {agree} of {small} "
         "kernels exactly: single shared-memory instructions, whole and partial, and a 16×16×16 product in six layouts, "
         "counted by ncu. "
-        f"Data: `{path.as_posix()}`.\n"
     )
+    if large:
+        section += (
+            "Larger kernels, excess wavefronts of all their instructions:\n\n"
+            "| kernel | work | predicted | counted |\n| --- | --- | --- | --- |\n"
+            + "".join(f"| {k['kernel']} | {k['work']} | {k['predicted_excess']:,} | {k['excess']:,} |\n" for k in large)
+            + "\n"
+        )
+    return f"{section}Data: `{path.as_posix()}`.\n"
+
+
+def _trials_run(path: Path, run: dict[str, Any]) -> str:
+    """A file of `warploom banks --ladder --gemm --attention --json`."""
+    lines = [
+        "## What bank conflicts cost",
+        "",
+        f"The [laboratory's kernels](smem.md) on one {run['device']}, checked and timed; excess wavefronts are predicted.",
+    ]
+    for trial in run["trials"]:
+        lines += ["", f"{trial['work']}:", "", "| kernel | excess | us | TFLOP/s |", "| --- | --- | --- | --- |"]
+        for kernel in trial["kernels"]:
+            excess = f"{kernel['excess']:,}" if "excess" in kernel else "–"
+            if "ms" in kernel:
+                cells = f"{kernel['ms'] * 1e3:.1f} | {kernel['tflops']:.3g}"
+            else:
+                cells = f"{kernel.get('wrong') or kernel.get('refused')} | –"
+            lines.append(f"| {kernel['kernel']} | {excess} | {cells} |")
+    return "\n".join([*lines, "", f"Data: `{path.as_posix()}`.", ""])
 
 
 def draw(rows: Sequence[Row], path: Path, title: str, roof: float) -> None:

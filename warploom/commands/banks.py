@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from warploom.commands.table import table
+from warploom.smem import copies
 from warploom.smem.access import ACCESSES, ORDERS, Pattern, parse_pattern
+from warploom.smem.copies import CopyCount
 from warploom.smem.explain import describe, witness
 from warploom.smem.layout import DTYPES, Tile, join, parse_swizzles, tma_refusals
 from warploom.smem.model import Prediction, predict
@@ -22,9 +24,11 @@ EXAMPLES = f"""examples:
   warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16 --swizzle 3,3,4 --draw tile.svg
   warploom banks --access lds.64 --addresses 0,8,16,24,-,...       (32 byte addresses, - for a lane that is off)
   warploom banks --design --rows 16 --cols 16 --access sts.128 --access ldmatrix.x4
-  warploom banks --verify                                          (needs a GPU, nvcc and ncu)
+  warploom banks --ladder --gemm --attention                       (needs a GPU and cuda-core: checks and times the kernels)
+  warploom banks --verify                                          (needs ncu too: predicted against measured)
 
-accesses: {", ".join(ACCESSES)}
+accesses: {", ".join(ACCESSES)};
+also {copies.NAME}, which fills the tile by cp.async
 orders, as in lds.32@columns:
 {table([(name, meaning) for name, meaning in ORDERS.items()])}
 ACCESS@ROWSxCOLS, as in ldmatrix.x4@256x16, sees the same memory in another shape.
@@ -43,24 +47,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_argument_group("what to do with it, beside counting")
     actions.add_argument("--design", action="store_true", help="search the best swizzle, padding and pair of swizzles")
     actions.add_argument("--draw", metavar="FILE", help="a picture, .svg or .png, or an interactive page, .html")
-    actions.add_argument("--verify", action="store_true", help="compare the model with Nsight Compute's counters on this GPU")
-    actions.add_argument("--seed", type=_number, default=0, metavar="N", help="of the random patterns of --verify; default: 0")
+    gpu = parser.add_argument_group("the laboratory's kernels, on this GPU")
+    gpu.add_argument("--ladder", action="store_true", help="check and time the 16×16×16 product, from WMMA to stmatrix")
+    gpu.add_argument("--gemm", action="store_true", help="check and time a large product, plain, padded, swizzled, and cuBLAS")
+    gpu.add_argument("--attention", action="store_true", help="the same with the Ampere forward, beside FlashAttention-2")
+    gpu.add_argument("--size", type=_number, metavar="N", help="rows, columns or tokens of the two; default: 4096")
+    gpu.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the model with Nsight Compute's counters: single instructions and these kernels, or the named ones",
+    )
+    gpu.add_argument("--seed", type=_number, default=0, metavar="N", help="of the random patterns of --verify; default: 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.verify:
-        return _verify(options)
-    patterns = [parse_pattern(text) for text in options.access or ()]
-    if not patterns:
-        raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none")
+    if options.verify or options.ladder or options.gemm or options.attention:
+        if options.access or options.design or options.draw:
+            raise ValueError("--ladder, --gemm, --attention and --verify take no --access, --design or --draw")
+        return _verify(options) if options.verify else _time(options)
+    if options.size is not None:
+        raise ValueError("--size takes one of --gemm and --attention beside it")
+    named = options.access or []
+    copied = named.count(copies.NAME)
+    patterns = [parse_pattern(text) for text in named if text != copies.NAME]
+    if not named:
+        raise ValueError(f"--access takes one of {', '.join(ACCESSES)}, and got none; --help has examples")
+    if copied and (options.addresses is not None or options.design or options.draw):
+        raise ValueError(f"{copies.NAME} depends on global memory too: it takes no --addresses, --design or --draw")
     if options.addresses is not None:
         return _addresses(options, patterns)
     if options.rows is None or options.cols is None:
         raise ValueError("--rows and --cols are needed without --addresses")
     swizzles = () if options.swizzle is None else parse_swizzles(options.swizzle)
     tile = Tile(options.rows, options.cols, options.dtype, options.pad, swizzles)
-    return _design(options, tile, patterns) if options.design else _count(options, tile, patterns)
+    return _design(options, tile, patterns) if options.design else _count(options, tile, patterns, copied)
 
 
 def _addresses(options: argparse.Namespace, patterns: Sequence[Pattern]) -> int:
@@ -91,18 +112,19 @@ def _busiest(prediction: Prediction, number: int) -> str:
     return f"{bank}: words {', '.join(map(str, words))}"
 
 
-def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]) -> int:
+def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern], copied: int) -> int:
     counts = [count(pattern, tile) for pattern in patterns]
+    filled = [copies.count(tile)] * copied
     if options.draw:
         _draw(options.draw, counts)
     if options.json:
-        print(json.dumps({**_tile(tile), **_sums(counts), "tma": tma_refusals(tile), "drawn": options.draw}))
+        print(json.dumps({**_tile(tile), **_sums([*filled, *counts]), "tma": tma_refusals(tile), "drawn": options.draw}))
         return 0
     print(f"tile      {tile}, rows of {tile.pitch_bytes} bytes")
+    for copy in filled:
+        print(f"access    {copies.NAME}, {_many(copy.instructions)}, each row from a line of global memory on\n{_totals(copy)}")
     for one in counts:
-        print(
-            f"access    {one.pattern}, {len(one.instructions)} instruction{'s' * (len(one.instructions) > 1)}\n{_totals(one)}"
-        )
+        print(f"access    {one.pattern}, {_many(len(one.instructions))}\n{_totals(one)}")
         conflict = witness(one.pattern, tile)
         if conflict:
             print(f"  first conflict: {conflict}")
@@ -139,10 +161,13 @@ def _draw(path: str, counts: Sequence[TileCount]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from warploom.smem.verify import report, verify
+    from warploom.smem.verify import PARTS, report, say, verify
 
+    if options.size is not None:
+        raise ValueError("--size is of the timed kernels, --verify has its own")
+    named = tuple(part for part in PARTS if getattr(options, part, False))
     try:
-        result = verify(seed=options.seed)
+        result = verify(options.seed, named or PARTS, say)
     except RuntimeError as error:
         print(f"warploom banks: {error}", file=sys.stderr)
         return 1
@@ -150,16 +175,37 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if result.agrees else 1
 
 
-def _totals(one: Prediction | TileCount) -> str:
-    phases = one.phases if isinstance(one.phases, int) else len(one.phases)
-    return f"  {phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefronts, {one.ideal} ideal, {one.excess} excess"
+def _time(options: argparse.Namespace) -> int:
+    from warploom.smem.tester import Trial, report, time_attention, time_gemm, time_ladder, to_dict
+
+    size = 4096 if options.size is None else options.size
+    trials: list[Trial] = []
+    trials += [time_ladder()] if options.ladder else []
+    trials += [time_gemm(size)] if options.gemm else []
+    trials += [time_attention(size)] if options.attention else []
+    if options.json:
+        print(json.dumps(to_dict(trials)))
+    else:
+        print("\n".join(map(report, trials)))
+    return 0 if all(trial.right for trial in trials) else 1
 
 
-def _sums(counts: Sequence[TileCount]) -> dict[str, Any]:
+def _many(instructions: int) -> str:
+    return f"{instructions} instruction{'s' * (instructions > 1)}"
+
+
+def _totals(one: Prediction | TileCount | CopyCount) -> str:
+    phases: int = one.to_dict()["phases"]
+    shown = f"{phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefront{'s' * (one.wavefronts != 1)}"
+    return f"  {shown}, {one.ideal} ideal, {one.excess} excess"
+
+
+def _sums(counts: Sequence[TileCount | CopyCount]) -> dict[str, Any]:
     if len(counts) == 1:
         return counts[0].to_dict()
-    sums = {name: sum(getattr(one, name) for one in counts) for name in ("phases", "wavefronts", "ideal", "excess")}
-    return {**sums, "accesses": [one.to_dict() for one in counts]}
+    each = [one.to_dict() for one in counts]
+    sums = {name: sum(one[name] for one in each) for name in ("phases", "wavefronts", "ideal", "excess")}
+    return {**sums, "accesses": each}
 
 
 def _tile(tile: Tile) -> dict[str, Any]:

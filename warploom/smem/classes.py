@@ -94,13 +94,13 @@ class PhaseClasses:
         return torch.cat([self._excess(part) for part in stacks.split(chunk)])
 
     def _excess(self, stacks: Tensor) -> Tensor:
-        present = self.offsets >= 0
+        present = (self.offsets >= 0).to(torch.int8)
         moved = apply(stacks, self.offsets.clamp(min=0).expand(len(stacks), *self.offsets.shape))
         groups = BANKS * BANK_BYTES // self.unit
-        places = moved // self.unit % groups
-        held = torch.zeros(*moved.shape[:2], groups, dtype=torch.int32)
-        held.scatter_add_(2, places.long(), present.to(torch.int32).expand_as(places))
-        return ((held.amax(2) - 1) * self.weights).sum(1)
+        places = (moved >> self.unit.bit_length() - 1).bitwise_and_(groups - 1).long()
+        held = torch.zeros(*moved.shape[:2], groups, dtype=torch.int8)
+        held.scatter_add_(2, places, present.expand_as(places))
+        return ((held.amax(2).long() - 1) * self.weights).sum(1)
 
 
 def encode(stacks: Sequence[Sequence[Swizzle]]) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from warploom.smem import copies
 from warploom.smem.access import Pattern
 from warploom.smem.classes import NOWHERE, PhaseClasses, Places
 from warploom.smem.layout import Swizzle, Tile, join
@@ -57,6 +58,8 @@ def describe(found: Design) -> str:
     ]
     if found.pairs:
         lines.append(f"two       {_stack_line(found)}")
+    if found.padded.searched:
+        lines.append(f"both      {_both_line(found)}")
     return "\n".join([*lines, "why", *(f"  {n}. {step}" for n, step in enumerate(_steps(found), start=1))])
 
 
@@ -78,14 +81,27 @@ def _padding_line(found: Design) -> str:
         return "not searched: an access sees the tile in another shape"
     if found.pad:
         extra = found.pad * found.tile.itemsize * found.tile.rows
-        return f"{found.pad} elements a row leave {found.pad_excess}, for {extra} bytes more; no smaller padding does as well"
+        text = f"{found.pad} elements a row leave {found.pad_excess}, for {extra} bytes more; no smaller padding does as well"
+        if any(pattern.access.name == "sts.128" for pattern in found.patterns):
+            copied = copies.count(replace(found.tile, pad=found.pad)).excess - copies.count(found.tile).excess
+            text += f", but filled by {copies.NAME} it costs {copied} more" if copied > 0 else ""
+        return text
     return "none is needed" if found.before == 0 else f"none up to a line of {LINE} bytes leaves fewer than {found.before}"
 
 
 def _stack_line(found: Design) -> str:
     if found.stack is None:
-        return f"no two swizzles in a row leave fewer than {found.excess} ({found.pairs} distinct pairs tried)"
+        least = min(found.excess, found.pad_excess + 1)
+        return f"no two swizzles in a row leave fewer than {least} ({found.pairs} distinct pairs tried)"
     return f"{join(found.stack)} leave {found.stack_excess} ({found.pairs} distinct pairs tried)"
+
+
+def _both_line(found: Design) -> str:
+    both = found.padded
+    if both.swizzle is None:
+        return f"no padding with a swizzle leaves fewer than any of these ({both.searched} tried)"
+    shown = f"{both.pad} elements a row with {both.swizzle} leave {both.excess}"
+    return f"{shown}; no smaller padding with a swizzle does as well ({both.searched} tried)"
 
 
 def _steps(found: Design) -> Iterable[str]:
@@ -102,6 +118,9 @@ def _steps(found: Design) -> Iterable[str]:
         yield _pattern_step(tile, pattern, lowest, names)
 
     chosen = found.best.swizzles
+    if chosen and found.best.pad:
+        names = bit_names(found.best)
+        yield f"{found.best.pad} elements after each row make rows of {found.best.pitch_bytes} bytes."
     for swizzle in chosen:
         yield _swizzle_step(swizzle, tile, names)
     if chosen:

@@ -17,8 +17,8 @@ h1 { font-size: 1.3rem; margin: 0 0 .8rem; }
 form { display: flex; flex-wrap: wrap; gap: .7rem 1rem; align-items: end; margin-bottom: 1rem; }
 label { display: flex; flex-direction: column; font-size: .8rem; gap: .15rem; }
 input, select { font: inherit; padding: .25rem .4rem; border: 1px solid #b0bec5; border-radius: 4px; width: 8.2em;
-  background: white; }
-input.short { width: 5em; }
+  height: 2rem; background: white; }
+input.short { width: 5.5em; }
 input[type=range] { width: 14em; padding: 0; }
 #numbers { display: flex; flex-wrap: wrap; gap: 1rem 2rem; margin: .4rem 0 1rem; }
 #numbers div { font-size: .8rem; } #numbers b { display: block; font-size: 1.5rem; }

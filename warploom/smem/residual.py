@@ -49,21 +49,25 @@ def access_of(sass: str) -> str | None:
     return None
 
 
-def parse_source(text: str) -> list[Instruction]:
-    """The shared-memory instructions of the first kernel in a source page that moved anything; RuntimeError if it is none."""
+def parse_source(text: str) -> list[list[Instruction]]:
+    """The shared-memory instructions of every kernel in a source page that moved anything; RuntimeError if it is none."""
     lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if '"Source"' in line and '"Address"' in line), None)
-    if start is None:
+    starts = [n for n, line in enumerate(lines) if '"Source"' in line and '"Address"' in line]
+    if not starts:
         raise RuntimeError("no source page:\n" + "\n".join(lines[-12:]))
-    rows = csv.DictReader(lines[start:])
+    return [_kernel(lines[start:end]) for start, end in zip(starts, [*starts[1:], len(lines)], strict=True)]
+
+
+def _kernel(lines: list[str]) -> list[Instruction]:
+    """One kernel's: a header, its instructions in the order of their addresses, and whatever ncu says after them."""
+    rows = csv.DictReader(lines)
     absent = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if absent:
         raise RuntimeError(f"the source page lacks {', '.join(absent)}")
-    found, addresses = [], set()
+    found = []
     for position, row in enumerate(rows):
-        if not row["Source"] or row["Address"] in addresses:
-            break  # what follows the table, or the next kernel
-        addresses.add(row["Address"])
+        if not row["Source"] or row["Instructions Executed"] is None:
+            break  # the table is over
         access = access_of(row["Source"])
         executed, wavefronts, ideal = (_number(row[name]) for name in _COLUMNS[1:])
         if access is not None and wavefronts:

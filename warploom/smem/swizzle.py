@@ -1,8 +1,9 @@
-"""The best swizzle, the least padding and the best stack of two swizzles for a tile and all accesses made to it."""
+"""The best swizzle, the least padding, the best two swizzles and the best of both for a tile and all accesses made to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,16 @@ from warploom.smem.walk import count, viewed
 
 LINE = BANKS * BANK_BYTES  # bytes after which the banks repeat
 TOP = LINE.bit_length() - 1  # address bits from here on choose no bank
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The least padding that, with some swizzle, conflicts less than anything else; none without a swizzle."""
+
+    pad: int = 0
+    swizzle: Swizzle | None = None
+    excess: int | None = None
+    searched: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,11 @@ class Design:
     stack: tuple[Swizzle, ...] | None
     stack_excess: int | None
     pairs: int
+    padded: Padded
 
     @property
     def best(self) -> Tile:
-        """The tile with the layout to use: the swizzle, else two of them, else padding, whatever conflicts least."""
+        """The tile with the layout to use: whatever conflicts least; of equals a swizzle, two, padding, padding with one."""
         choices = [(self.before, 0, self.tile)]
         if self.swizzle is not None:
             choices.append((self.excess, 1, replace(self.tile, swizzles=(self.swizzle,))))
@@ -49,6 +61,9 @@ class Design:
             choices.append((self.stack_excess, 2, replace(self.tile, swizzles=self.stack)))
         if all(pattern.view is None for pattern in self.patterns):
             choices.append((self.pad_excess, 3, replace(self.tile, pad=self.pad)))
+        if self.padded.swizzle is not None and self.padded.excess is not None:
+            both = replace(self.tile, pad=self.padded.pad, swizzles=(self.padded.swizzle,))
+            choices.append((self.padded.excess, 4, both))
         return min(choices, key=lambda choice: choice[:2])[2]
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,16 +82,33 @@ class Design:
             "stack": None if self.stack is None else [numbers(one) for one in self.stack],
             "stack_excess": self.stack_excess,
             "pairs_searched": self.pairs,
+            "padded_swizzle": None if self.padded.swizzle is None else [self.padded.pad, *numbers(self.padded.swizzle)],
+            "padded_swizzle_excess": self.padded.excess,
+            "padded_swizzles_searched": self.padded.searched,
         }
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The search's tensors are small: waiting for other threads, on a busy machine above all, costs more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
     """Search the layouts of a tile for the fewest bank conflicts over all of its accesses together.
 
     `tile` is without padding and swizzles; `patterns` are the accesses that write and read it, at least one. Swizzles are
     all Swizzle<B, M, S> with S ≥ B (as CuTe demands) that change bank bits only, keep each lane's bytes together and stay
     within the tile; ties go to fewer bits, then to the smaller shift. Pads are all up to one line of banks, after which
-    they repeat. Pairs of swizzles are searched where one swizzle leaves conflicts.
+    they repeat. Pairs of swizzles are searched where one swizzle leaves conflicts; where no padding and no pair removes them
+    either, every swizzle of every tile padded to whole words. Pairs worse than padding, and padded swizzles no better than
+    all else, are not reported.
     """
     if tile.pad or tile.swizzles:
         raise ValueError(f"design takes a tile without padding and swizzles, got {tile}")
@@ -101,9 +133,13 @@ def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
     by_bits = {0: before}
     for score, one in ranked:
         by_bits[one.b] = min(score, by_bits.get(one.b, score))
-    pairs = _pairs(singles) if excess else []
-    stack_excess, stack = _least(pairs, classes, excess)
     pad, pad_excess = _padding(tile, parsed, places, before)
+    # Two swizzles take no memory, so they are as good as a padding that leaves as much.
+    reach = min(excess, pad_excess + 1)
+    pairs = _pairs(singles) if excess else []
+    stack_excess, stack = _least(pairs, classes, reach)
+    least = min(excess, pad_excess) if stack_excess is None else stack_excess
+    padded = _padded_and_swizzled(tile, parsed, places, least)
     return Design(
         tile=tile,
         patterns=parsed,
@@ -117,6 +153,7 @@ def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
         stack=None if stack is None else tuple(map(in_elements, stack)),
         stack_excess=stack_excess,
         pairs=len(pairs),
+        padded=replace(padded, swizzle=None if padded.swizzle is None else in_elements(padded.swizzle)),
     )
 
 
@@ -168,7 +205,7 @@ def _least(
     alive = torch.arange(len(stacks))
     scores = torch.zeros(len(stacks), dtype=torch.int64)
     for one in classes:
-        start, size = 0, 1
+        start, size = 0, 8
         while start < len(one):
             scores += one.part(start, start + size).excess(encoded[alive])
             winning = scores < limit
@@ -196,6 +233,24 @@ def _padding(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], 
     return best
 
 
+def _padded_and_swizzled(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], limit: int) -> Padded:
+    """The swizzle of a padded tile that leaves fewer than `limit` conflicts, and the fewest; of equals the least padding."""
+    if any(pattern.view for pattern in patterns):
+        return Padded()
+    widest = max(pattern.access.width for pattern in patterns)
+    best, searched = Padded(), 0
+    for pad in range(1, LINE // tile.itemsize):
+        padded = replace(tile, pad=pad)
+        if padded.pitch_bytes % max(widest, BANK_BYTES) or not limit:
+            continue
+        stacks = [(one,) for one in candidates(padded, patterns)]
+        searched += len(stacks)
+        least, found = _least(stacks, [PhaseClasses.of(one, padded.pitch_bytes).merged() for one in places], limit)
+        if least is not None and found is not None:
+            limit, best = least, Padded(pad, found[0], least)
+    return replace(best, searched=searched)
+
+
 def check(found: Design) -> None:
     """Recount the chosen layouts with the model, lane by lane; an error if the search and the model disagree."""
     layouts = [(found.tile, found.before)]
@@ -205,6 +260,9 @@ def check(found: Design) -> None:
         layouts.append((replace(found.tile, swizzles=found.stack), found.stack_excess))
     if found.pad:
         layouts.append((replace(found.tile, pad=found.pad), found.pad_excess))
+    if found.padded.swizzle is not None and found.padded.excess is not None:
+        both = replace(found.tile, pad=found.padded.pad, swizzles=(found.padded.swizzle,))
+        layouts.append((both, found.padded.excess))
     for layout, expected in layouts:
         counted = sum(count(pattern, layout).excess for pattern in found.patterns)
         if counted != expected:

@@ -1,43 +1,37 @@
 """Predictions against the counters of Nsight Compute: `warploom banks --verify`.
 
-Compiles two programs with nvcc and runs each once under ncu: single instructions with generated addresses, and the ladder
-of small matrix products. Needs a CUDA GPU, nvcc and ncu, and the permission to read performance counters.
+Every kernel of the laboratory runs once under ncu: single instructions with generated addresses, the ladder of small matrix
+products, a full-size product and the Ampere forward in three layouts each. Needs a CUDA GPU, ncu, cuda-core, and the
+permission to read performance counters; the forward also needs the CuTe DSL.
 """
 
 from __future__ import annotations
 
-import csv
 import itertools
-import os
-import shutil
-import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from warploom.commands.table import table
+from warploom.smem import copies
 from warploom.smem.access import ACCESSES
-from warploom.smem.kernels import ladder, single
+from warploom.smem.kernels import attention, gemm, ladder, nvrtc, single
 from warploom.smem.model import RULES, Rules, predict
 from warploom.smem.patterns import Measured, generate
+from warploom.smem.profiler import CONFLICTS, LOADS, METRICS, STORES, Launch, find, measure, measure_instructions
+from warploom.smem.residual import Instruction, by_access, residuals
 
-LOADS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum"
-STORES = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum"
-CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
-METRICS = (LOADS, STORES, CONFLICTS)
-SECONDS = 240  # for one program under ncu; some 600 launches of one pass each
+PARTS = ("single", "ladder", "gemm", "attention")
+GEMM_SIZE = 4096
+SEQLEN = 3072  # whole tiles of 128 queries and of 48 keys
+TOLERANCE = 0.01  # of the excess wavefronts of a large kernel
 RULE_SETS = tuple(Rules(*v) for v in itertools.product(("warp", "phases"), ("ignored", "breaks"), (0, 1)))
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch as ncu reports it."""
-
-    kernel: str
-    counters: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -56,116 +50,171 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Large:
+    """One large kernel: (wavefronts, ideal) of each access predicted, and every instruction measured.
+
+    `conflicts` is the counter of the whole kernel, which also counts delays by other traffic of the data pipe. Of the
+    accesses in `at_most`, the prediction is an upper bound.
+    """
+
+    kernel: str
+    work: str
+    predicted: dict[str, tuple[int, int]]
+    instructions: tuple[Instruction, ...]
+    conflicts: int
+    at_most: tuple[str, ...] = ()
+
+    @property
+    def predicted_excess(self) -> int:
+        return sum(wavefronts - ideal for wavefronts, ideal in self.predicted.values())
+
+    @property
+    def excess(self) -> int:
+        return sum(one.excess for one in self.instructions)
+
+    def to_dict(self) -> dict[str, Any]:
+        sums = {"predicted_excess": self.predicted_excess, "excess": self.excess, "agrees": self.agrees}
+        return {**asdict(self), **sums}
+
+    @property
+    def agrees(self) -> bool:
+        measured = by_access(self.instructions)
+        return measured.keys() == self.predicted.keys() and all(self._agrees(access, *measured[access]) for access in measured)
+
+    def _agrees(self, access: str, wavefronts: int, ideal: int) -> bool:
+        expected_wavefronts, expected_ideal = self.predicted[access]
+        excess, expected = wavefronts - ideal, expected_wavefronts - expected_ideal
+        if access in self.at_most:
+            return excess <= expected and ideal <= expected_ideal
+        return abs(excess - expected) <= TOLERANCE * expected and ideal == expected_ideal
+
+
+@dataclass(frozen=True)
 class Verification:
-    """All rows, and for every variant of the model's open rules how many single instructions it predicts."""
+    """All rows, and for every variant of the model's open rules how many single instructions it predicts.
+
+    `left_out` says why for every part that did not run.
+    """
 
     device: str
     seed: int
     rows: tuple[Row, ...]
     variants: tuple[tuple[Rules, int], ...]
+    large: tuple[Large, ...]
+    left_out: dict[str, str]
     seconds: float
 
     @property
     def agrees(self) -> bool:
-        return all(row.agrees for row in self.rows)
+        return all(row.agrees for row in self.rows) and all(one.agrees for one in self.large)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "device": self.device,
             "seed": self.seed,
             "seconds": round(self.seconds, 1),
-            "kernels": len(self.rows),
-            "agree": sum(row.agrees for row in self.rows),
+            "kernels": len(self.rows) + len(self.large),
+            "agree": sum(row.agrees for row in self.rows) + sum(one.agrees for one in self.large),
             "counters": list(METRICS),
             "variants": [{**asdict(rules), "agree": agree} for rules, agree in self.variants],
             "rows": [asdict(row) for row in self.rows],
+            "large": [one.to_dict() for one in self.large],
+            "left_out": self.left_out,
         }
 
 
-def verify(seed: int = 0) -> Verification:
-    """Measure every generated pattern and every rung; some 90 s at most on an H100 is intended, most of it ncu's.
+def verify(seed: int = 0, parts: Sequence[str] = PARTS, say: Callable[[str], None] = lambda words: None) -> Verification:
+    """Measure the kernels of the named parts, some two minutes for all of them; `say` is told what is under way.
 
     Raises ValueError where a GPU or a tool is missing, RuntimeError with a tool's own words where it fails.
     """
     start = time.monotonic()
-    missing = [name for name in ("nvcc", "ncu", "nvidia-smi") if find(name) is None]
-    if missing:
-        raise ValueError(f"--verify needs a CUDA GPU with nvcc and ncu on the PATH; not found: {', '.join(missing)}")
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    device, _, capability = run(query, 30).splitlines()[0].partition(", ")
-    hopper = float(capability) >= 9
-    patterns = [one for one in generate(seed) if hopper or not one.access.name.startswith("stmatrix")]
-    rungs = [rung for rung in ladder.RUNGS if hopper or rung.name != "mma_stmatrix"]
+    missing = nvrtc.refusal()
+    if missing is None and find("ncu") is None:
+        missing = "Nsight Compute's ncu is not on the PATH"
+    if missing is not None:
+        raise ValueError(f"--verify: {missing}")
+    rows: list[Row] = []
+    variants: list[tuple[Rules, int]] = []
+    large: list[Large] = []
+    left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        architecture = f"sm_{capability.strip().replace('.', '')}"
-        numbers = {access: n for n, access in enumerate(ACCESSES)}
-        lines = [[numbers[one.access.name], *(-1 if a is None else a for a in one.addresses)] for one in patterns]
-        (folder / "table.txt").write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
-        singles = measure(compile_program(folder, "single", single.source(), architecture), [str(folder / "table.txt")])
-        climbed = measure(compile_program(folder, "ladder", ladder.SOURCE, architecture), [])
-    rows = [*single_rows(patterns, singles), *ladder_rows(rungs, climbed)]
-    variants = [(rules, agreement(patterns, singles, rules)) for rules in RULE_SETS]
-    variants.sort(key=lambda pair: -pair[1])
-    return Verification(device, seed, tuple(rows), tuple(variants), time.monotonic() - start)
+        if "single" in parts:
+            patterns = _patterns(seed)
+            say(f"{len(patterns)} single instructions")
+            launches = _measure_single(patterns, folder)
+            rows += single_rows(patterns, launches)
+            variants = [(rules, agreement(patterns, launches, rules)) for rules in RULE_SETS]
+            variants.sort(key=lambda pair: -pair[1])
+        if "ladder" in parts:
+            say("the ladder: 16×16×16 products")
+            rows += ladder_rows(ladder.rungs(), measure("^(wmma|mma)_", ["ladder"]))
+        if "gemm" in parts:
+            say(f"products of {GEMM_SIZE}×{GEMM_SIZE} halves")
+            large += _large_gemm(folder)
+        if "attention" in parts:
+            refusal = attention.refusal()
+            if refusal is not None:
+                left_out["attention"] = refusal
+            else:
+                say(f"the Ampere forward, {SEQLEN} tokens")
+                large += _large_attention(folder)
+    device = torch.cuda.get_device_name()
+    return Verification(device, seed, tuple(rows), tuple(variants), tuple(large), left_out, time.monotonic() - start)
 
 
-def find(name: str) -> str | None:
-    """A tool on the PATH, or in the CUDA toolkit's folder, which often is not on it."""
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [os.environ.get("PATH", ""), *(os.path.join(root, "bin") for root in roots if root)]
-    return shutil.which(name, path=os.pathsep.join(folders))
+def _patterns(seed: int) -> list[Measured]:
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    return [one for one in generate(seed) if hopper or not one.access.name.startswith("stmatrix")]
 
 
-def run(command: Sequence[str], seconds: float) -> str:
-    """The standard output of a tool; RuntimeError with the end of what it said where it fails."""
-    command = [find(command[0]) or command[0], *command[1:]]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{command[0]} took more than {seconds:.0f} s") from error
-    if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-        raise RuntimeError(f"{command[0]} failed ({done.returncode}):\n{tail}")
-    return done.stdout
+def _measure_single(patterns: Sequence[Measured], folder: Path) -> list[Launch]:
+    numbers = {access: n for n, access in enumerate(ACCESSES)}
+    lines = [[numbers[one.access.name], *(-1 if a is None else a for a in one.addresses)] for one in patterns]
+    (folder / "table.txt").write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
+    return measure("^(lds|sts|ldmatrix|stmatrix)_", ["single", str(folder / "table.txt")])
 
 
-def compile_program(folder: Path, name: str, source: str, architecture: str) -> Path:
-    (folder / f"{name}.cu").write_text(source)
-    program = folder / name
-    run(["nvcc", "-std=c++17", "-O2", f"-arch={architecture}", "-o", str(program), str(folder / f"{name}.cu")], 120)
-    return program
+def _large_gemm(folder: Path) -> list[Large]:
+    configs = list(gemm.configs().values())
+    found = measure_instructions("^hgemm_", ["gemm", str(GEMM_SIZE)], folder / "gemm.ncu-rep")
+    _matching([config.name for config in configs], [launch for launch, _ in found])
+    size = GEMM_SIZE
+    return [
+        Large(config.name, f"{size}×{size}×{size}", gemm.wavefronts(config, size, size, size), tuple(each), _conflicts(launch))
+        for config, (launch, each) in zip(configs, found, strict=True)
+    ]
 
 
-def measure(program: Path, arguments: Sequence[str]) -> list[Launch]:
-    options = ["--csv", "--page", "raw", "--cache-control", "none", "--clock-control", "none", "--metrics", ",".join(METRICS)]
-    return parse(run(["ncu", *options, str(program), *arguments], SECONDS))
+def _large_attention(folder: Path) -> list[Large]:
+    from warploom.runtime import modules
+
+    configs = attention.layouts()
+    for config in configs.values():  # compiled here, once, and not under the profiler
+        modules.load(config.spec)
+    found = measure_instructions("AmpereForward", ["attention", str(SEQLEN)], folder / "attention.ncu-rep")
+    if len(found) != len(configs):
+        raise RuntimeError(f"ncu reports {len(found)} launches of the forward for {len(configs)}")
+    work = f"{attention.HEADS} heads, {SEQLEN} tokens"
+    # Padded copies of the large product are counted as predicted; of the forward's, which run between its matrix loads, about
+    # half were, and the counts by instruction that could tell which ones have not been seen yet.
+    bounds = {"padded": (copies.NAME,)}
+    return [
+        Large(
+            attention.name(layout),
+            work,
+            attention.wavefronts(config, SEQLEN),
+            tuple(each),
+            _conflicts(launch),
+            bounds.get(layout, ()),
+        )
+        for (layout, config), (launch, each) in zip(configs.items(), found, strict=True)
+    ]
 
 
-def parse(text: str) -> list[Launch]:
-    """The launches in ncu's raw CSV page: a header after ncu's own messages, a line of units, one line for each launch."""
-    lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        raise RuntimeError("ncu printed no table:\n" + "\n".join(lines[-12:]))
-    launches = []
-    reader = csv.DictReader(lines[start:])
-    absent = [name for name in METRICS if name not in (reader.fieldnames or ())]
-    if absent:
-        raise RuntimeError(f"ncu's table lacks {', '.join(absent)}")
-    for line in reader:
-        if not (line["ID"] or "").strip().isdigit():  # units, and messages of the program itself
-            continue
-        counters = {name: _number(name, line[name]) for name in METRICS}
-        launches.append(Launch(line["Kernel Name"].partition("(")[0].strip(), counters))
-    return launches
-
-
-def _number(name: str, text: str | None) -> int:
-    try:
-        return int(float((text or "").replace(",", "")))
-    except ValueError:
-        raise RuntimeError(f"ncu gives {text!r} for {name}: this GPU or user cannot read it") from None
+def _conflicts(launch: Launch) -> int:
+    return launch.counters[CONFLICTS]
 
 
 def single_rows(patterns: Sequence[Measured], launches: Sequence[Launch]) -> list[Row]:
@@ -179,7 +228,7 @@ def single_rows(patterns: Sequence[Measured], launches: Sequence[Launch]) -> lis
 
 def ladder_rows(rungs: Sequence[ladder.Rung], launches: Sequence[Launch]) -> list[Row]:
     rows = []
-    for rung, launch in zip(rungs, _matching([rung.name for rung in rungs], launches[: len(rungs)]), strict=True):
+    for rung, launch in zip(rungs, _matching([rung.name for rung in rungs], launches), strict=True):
         conflicts = rung.excess(True) + rung.excess(False)
         rows.append(Row(rung.name, "16×16×16", (rung.wavefronts(True), rung.wavefronts(False), conflicts), _triple(launch)))
     return rows
@@ -212,7 +261,22 @@ def _matching(names: Iterable[str], launches: Sequence[Launch]) -> Sequence[Laun
 
 
 def report(result: Verification, shown: int = 30) -> str:
-    """A table of the kernels, instruction by instruction, and the first disagreements."""
+    """Tables of the small kernels, of the rules' variants and of the large kernels; disagreements and residuals by name."""
+    lines = [result.device]
+    if result.rows:
+        lines += _small_lines(result, shown)
+    if result.large:
+        lines += _large_lines(result.large)
+    lines += [f"{part} left out: {why}" for part, why in result.left_out.items()]
+    exact = sum(row.agrees for row in result.rows)
+    ends = [f"{exact} of {len(result.rows)} kernels predicted exactly"] if result.rows else []
+    near = sum(one.agrees for one in result.large)
+    ends += [f"{near} of {len(result.large)} large kernels within {TOLERANCE:.0%}"] if result.large else []
+    lines.append(f"{', '.join(ends)} in {result.seconds:.0f} s, seed {result.seed}")
+    return "\n".join(lines)
+
+
+def _small_lines(result: Verification, shown: int) -> list[str]:
     rows = []
     for kernel in dict.fromkeys(row.kernel for row in result.rows):
         own = [row for row in result.rows if row.kernel == kernel]
@@ -220,7 +284,7 @@ def report(result: Verification, shown: int = 30) -> str:
         sums = [(sum(row.predicted[n] for row in own), sum(row.measured[n] for row in own)) for n in range(3)]
         rows.append([kernel, f"{agree} of {len(own)}", *(f"{predicted} / {measured}" for predicted, measured in sums)])
     heading = ["kernel", "exact", "load wavefronts", "store wavefronts", "conflicts"]
-    lines = [f"{result.device}: predicted / measured, sums over the patterns of each kernel", table(rows, heading)]
+    lines = ["predicted / measured, sums over the patterns of each kernel", table(rows, heading)]
     wrong = [row for row in result.rows if not row.agrees]
     if wrong:
         lines.append("disagreements: loads, stores, conflicts")
@@ -228,12 +292,38 @@ def report(result: Verification, shown: int = 30) -> str:
         lines.append(table(cells, ["kernel", "pattern", "predicted", "measured"]))
         if len(wrong) > shown:
             lines.append(f"  and {len(wrong) - shown} more")
-    lines.append("variants of the rules, by patterns predicted exactly")
-    variants = [
-        [f"merging by {rules.merge_scope}", f"inactive {rules.inactive}", f"empty phase {rules.empty_phase}", str(agree)]
-        for rules, agree in result.variants
-    ]
-    lines.append(table(variants))
-    exact = sum(row.agrees for row in result.rows)
-    lines.append(f"{exact} of {len(result.rows)} kernels predicted exactly in {result.seconds:.0f} s, seed {result.seed}")
-    return "\n".join(lines)
+    if result.variants:
+        variants = [
+            [f"merging by {rules.merge_scope}", f"inactive {rules.inactive}", f"empty phase {rules.empty_phase}", str(agree)]
+            for rules, agree in result.variants
+        ]
+        lines += ["variants of the rules, by patterns predicted exactly", table(variants)]
+    return lines
+
+
+def _large_lines(large: Sequence[Large], shown: int = 4) -> list[str]:
+    """Per kernel and access, then the conflicting instructions by address, the worst first."""
+    rows = []
+    for one in large:
+        measured = by_access(one.instructions)
+        for access in dict.fromkeys([*one.predicted, *measured]):
+            p, m = one.predicted.get(access, (0, 0)), measured.get(access, (0, 0))
+            bound = "at most " if access in one.at_most else ""
+            rows.append([one.kernel, access, f"{bound}{p[0]} / {m[0]}", f"{bound}{p[0] - p[1]} / {m[0] - m[1]}"])
+    heading = ["large kernel", "access", "wavefronts", "excess"]
+    lines = ["predicted / measured, sums over the instructions of each access", table(rows, heading)]
+    lines.append("instructions that conflict")
+    for one in large:
+        named = residuals(one.instructions)
+        delays = f"the whole kernel's counter adds {one.conflicts - one.excess} delays in the data pipe"
+        lines.append(f"  {one.kernel}: {len(named)} of {len(one.instructions)}; {delays}")
+        cells = [[f"  {n.address:#06x}", n.access, f"{n.wavefronts} of {n.ideal}", n.sass] for n in named[:shown]]
+        lines += [table(cells)] if cells else []
+        if len(named) > shown:
+            lines.append(f"    and {len(named) - shown} more, all in --json")
+    return lines
+
+
+def say(words: str) -> None:
+    """Progress, where it does not mix with results."""
+    print(f"warploom banks: {words}", file=sys.stderr, flush=True)

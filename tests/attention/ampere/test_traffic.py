@@ -71,10 +71,11 @@ another kernel
 {HEADER}
 "2","      STS [R2], R4","4","4","4"
 """
-    found = parse_source(page)
+    found, other = parse_source(page)
     assert [(one.address, one.access, one.excess) for one in found] == [(16, "ldmatrix.x4", 112), (48, "sts.32", 1000)]
     assert [one.access for one in residuals(found)] == ["sts.32", "ldmatrix.x4"]
     assert by_access(found) == {"ldmatrix.x4": (128, 16), "sts.32": (1004, 4)}
+    assert [(one.address, one.excess) for one in other] == [(0, 0)]
 
 
 @pytest.mark.parametrize(("text", "words"), [("==ERROR== no", "no source page"), (HEADER.replace(" Ideal", ""), "lacks")])

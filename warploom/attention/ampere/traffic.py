@@ -6,6 +6,7 @@ from collections import Counter
 
 from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.layout import swizzled
+from warploom.smem import copies
 from warploom.smem.layout import Tile
 from warploom.smem.walk import count
 
@@ -22,15 +23,14 @@ def wavefronts(config: ForwardConfig, blocks: int, key_tiles: int) -> dict[str, 
 
     times = 1 if config.q_registers else key_tiles
     moves = (
-        ("cp.async.128", "sts.128", tile(config.tile_m), 1),
-        ("cp.async.128", "sts.128", tile(config.tile_n), 2 * (key_tiles + config.stages - 1)),
-        ("ldmatrix.x4", "ldmatrix.x4", tile(16 * config.atoms), config.warps * times),
-        ("ldmatrix.x4", "ldmatrix.x4", tile(config.tile_n), config.warps * key_tiles),
-        ("ldmatrix.x4.trans", "ldmatrix.x4.trans", tile(config.tile_n), config.warps * key_tiles),
+        (copies.NAME, copies.count(tile(config.tile_m)), 1),
+        (copies.NAME, copies.count(tile(config.tile_n)), 2 * (key_tiles + config.stages - 1)),
+        ("ldmatrix.x4", count("ldmatrix.x4", tile(16 * config.atoms)), config.warps * times),
+        ("ldmatrix.x4", count("ldmatrix.x4", tile(config.tile_n)), config.warps * key_tiles),
+        ("ldmatrix.x4.trans", count("ldmatrix.x4.trans", tile(config.tile_n)), config.warps * key_tiles),
     )
     all_of, ideal = Counter[str](), Counter[str]()
-    for name, pattern, where, often in moves:
-        found = count(pattern, where)
+    for name, found, often in moves:
         all_of[name] += blocks * often * found.wavefronts
         ideal[name] += blocks * often * found.ideal
     return {name: (all_of[name], ideal[name]) for name in all_of}

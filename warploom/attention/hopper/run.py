@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -14,6 +13,7 @@ from warploom.attention.hopper.schedule import heads_in_pairs
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
+from warploom.runtime.device import on_device
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -122,11 +122,6 @@ def _launch(
     inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
     with on_device(q):
         function(*inputs, args.scale, args.softcap, left, right, pair_heads, blocks)
-
-
-def on_device(t: Tensor) -> AbstractContextManager[object]:
-    """The tensor's device as the current one; nothing to do where it is."""
-    return nullcontext() if t.device.index == torch._C._cuda_getDevice() else torch.cuda.device(t.device)
 
 
 @cache

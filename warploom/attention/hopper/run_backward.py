@@ -10,11 +10,12 @@ from torch import Tensor
 
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.run import DTYPES, on_device
+from warploom.attention.hopper.run import DTYPES
 from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
+from warploom.runtime.device import on_device
 
 PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
 

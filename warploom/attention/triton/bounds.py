@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from warploom.masks.intervals import ResolvedMask
+from warploom.runtime.device import on_device
 
 # Columns of a block; device.py's BOUND_BLOCK.
 BLOCK = 64
@@ -72,7 +73,6 @@ def _column_bounds(
     seqlen_q: int,
 ) -> Tensor:
     from warploom.attention.triton.bounds_kernel import bounds_kernel
-    from warploom.attention.triton.call import on_device
 
     vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
     some = next(t for t in vectors if t is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -165,13 +164,6 @@ def out_strides(t: Tensor) -> tuple[int, ...]:
 def lse_strides(lse: Tensor) -> tuple[int, int]:
     """Batch and head strides of a contiguous (batch, heads, seqlen) or (heads, tokens) tensor."""
     return (lse.stride(0), lse.stride(1)) if lse.ndim == 3 else (0, lse.stride(0))
-
-
-def on_device(t: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device: make that the tensor's."""
-    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(t.device)
-    return nullcontext()
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:

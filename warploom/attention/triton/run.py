@@ -12,9 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.call import Call, Variant, dims, lse_strides, on_device, out_strides
+from warploom.attention.triton.call import Call, Variant, dims, lse_strides, out_strides
 from warploom.attention.triton.config import Tiling, padded
 from warploom.attention.triton.forward_kernel import forward_kernel
+from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
 

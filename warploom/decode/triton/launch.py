@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
 from warploom.decode.triton.plan import UNIT, Plan, Shape, plan
+from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import RawLaunch
 
 # Distances the kernels add to positions in 32 bits.
@@ -151,10 +151,3 @@ def _merge_numbers(p: Plan, heads_q: int, numbers: tuple[Any, ...]) -> tuple[Any
     """The numbers that the merge kernel takes after its pointers."""
     capacity, left, right = numbers[13], numbers[17], numbers[18]
     return heads_q, p.grouped, p.max_units, capacity, left, right
-
-
-def on_device(t: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device: make that the tensor's."""
-    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(t.device)
-    return nullcontext()

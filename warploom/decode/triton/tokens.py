@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.triton.kernels import append_kernel
-from warploom.decode.triton.launch import on_device
+from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
 # Up to this many tokens one program appends a whole sequence's, and so may advance its length itself.

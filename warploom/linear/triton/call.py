@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -173,13 +172,6 @@ def dims(variant: Variant, **blocks: int) -> dict[str, Any]:
 def block_of(dim: int, block: int) -> int:
     """The columns that a program holds of a dim, no more than it has."""
     return min(block, padded(dim))
-
-
-def on_device(t: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device: make that the tensor's."""
-    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(t.device)
-    return nullcontext()
 
 
 def _rows_contiguous(t: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from warploom.linear.triton.backward_kernels import GIVEN_DELTA, PARTIAL_DELTA, WHOLE, dkdv_kernel, dq_kernel
-from warploom.linear.triton.call import MAPS, Call, Cut, Variant, block_of, dims, on_device
+from warploom.linear.triton.call import MAPS, Call, Cut, Variant, block_of, dims
 from warploom.linear.triton.config import Tiling, padded
 from warploom.linear.triton.forward_kernel import forward_kernel
 from warploom.linear.triton.state_kernels import scan_kernel, state_kernel
 from warploom.linear.triton.step_kernel import step_kernel
+from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
 if TYPE_CHECKING:

@@ -1,10 +1,17 @@
-"""A 16×16×16 half product by one warp, in six layouts of shared memory: what each should cost, and its CUDA C++."""
+"""A 16×16×16 half product by one warp, six times: what each kernel should cost, and its CUDA C++.
+
+Every kernel is `NAME(a, b, c)` on row-major 16×16 halves, launched as one block of one warp.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from warploom.smem.access import parse_pattern
+from warploom.smem.kernels.nvrtc import Kernels
 from warploom.smem.layout import Tile, parse_swizzles
 from warploom.smem.walk import count
 
@@ -51,13 +58,42 @@ RUNGS = (
     Rung("mma_stmatrix", _shared(SWIZZLED, SWIZZLED, "stmatrix.x4")),
 )
 
-SOURCE = r"""#include <cmath>
-#include <cstdio>
-#include <cstdint>
-#include <cuda_fp16.h>
+
+def rungs() -> list[Rung]:
+    """Those that this device can run: stmatrix is Hopper's."""
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    return [rung for rung in RUNGS if hopper or rung.name != "mma_stmatrix"]
+
+
+class Subjects:
+    """The rungs compiled, and one product for all of them: small integers, so that halves hold every sum exactly."""
+
+    FLOPS = 2 * 16**3
+
+    def __init__(self, seed: int = 0) -> None:
+        self._kernels = Kernels(SOURCE)
+        generator = torch.Generator().manual_seed(seed)
+        a, b = (torch.randint(-6, 7, (16, 16), generator=generator) for _ in range(2))
+        self._want = (a @ b).double()
+        self._a, self._b = a.half().cuda(), b.half().cuda()
+
+    def poisoned(self) -> Tensor:
+        return torch.full_like(self._a, float("nan"))
+
+    def launch(self, name: str, c: Tensor) -> Tensor:
+        self._kernels.launch(name, 1, 32, [self._a, self._b, c])
+        return c
+
+    def check(self, c: Tensor) -> float:
+        """The largest error; the products are exact, so that any is wrong: infinity."""
+        return 0.0 if bool((c.cpu().double() == self._want).all()) else float("inf")
+
+
+SOURCE = r"""#include <cuda_fp16.h>
 #include <mma.h>
 
 using namespace nvcuda;
+using uint32_t = unsigned;
 
 template <bool SWIZZLE> __device__ int place(int offset) { return SWIZZLE ? offset ^ ((offset >> 6 & 1) << 3) : offset; }
 
@@ -136,28 +172,4 @@ template <bool SWIZZLE, bool STMATRIX> __device__ void by_mma(const half* a, con
 extern "C" __global__ void mma_shared(const half* a, const half* b, half* c) { by_mma<false, false>(a, b, c); }
 extern "C" __global__ void mma_swizzled(const half* a, const half* b, half* c) { by_mma<true, false>(a, b, c); }
 extern "C" __global__ void mma_stmatrix(const half* a, const half* b, half* c) { by_mma<true, true>(a, b, c); }
-
-int main() {
-  half *a, *b, *c;
-  if (cudaMallocManaged(&a, 512) || cudaMallocManaged(&b, 512) || cudaMallocManaged(&c, 512)) return 1;
-  // Small integers: every product and sum is exact in half precision, so the results are to be equal.
-  for (int n = 0; n < 256; ++n) a[n] = __float2half(n * 7 % 11 - 5), b[n] = __float2half(n * 5 % 13 - 6);
-  using Kernel = void (*)(const half*, const half*, half*);
-  const Kernel kernels[] = {wmma_global, wmma_shared, wmma_padded, mma_shared, mma_swizzled, mma_stmatrix};
-  int wrong = 0;
-  for (const Kernel kernel : kernels) {
-    for (int n = 0; n < 256; ++n) c[n] = __float2half(NAN);
-    kernel<<<1, 32>>>(a, b, c);
-    const cudaError_t error = cudaDeviceSynchronize();
-    if (error != cudaSuccess) return std::fprintf(stderr, "launch: %s\n", cudaGetErrorString(error)), 1;
-    for (int row = 0; row < 16; ++row)
-      for (int column = 0; column < 16; ++column) {
-        float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += __half2float(a[row * 16 + k]) * __half2float(b[k * 16 + column]);
-        wrong += !(__half2float(c[row * 16 + column]) == sum);
-      }
-  }
-  if (wrong) std::fprintf(stderr, "%d elements are wrong\n", wrong);
-  return wrong ? 1 : 0;
-}
 """

@@ -12,13 +12,11 @@ def kernel_name(access: Access) -> str:
 
 
 def source() -> str:
-    """CUDA C++ of a program `single TABLE`: each line of TABLE is a kernel's number in ACCESSES and its 32 addresses.
+    """CUDA C++ of a kernel `NAME(addresses, out)` for each access, launched as one warp with SHARED_BYTES.
 
-    Address −1 switches a lane off. stmatrix needs compute capability 9.0.
+    `addresses` holds the 32 lanes' byte addresses as int; −1 switches a lane off. stmatrix needs compute capability 9.0.
     """
-    kernels = "\n".join(_kernel(access) for access in ACCESSES.values())
-    launches = ", ".join(kernel_name(access) for access in ACCESSES.values())
-    return _PROGRAM.replace("/*KERNELS*/", kernels).replace("/*LAUNCHES*/", launches)
+    return _SOURCE + "\n".join(_kernel(access) for access in ACCESSES.values())
 
 
 def _kernel(access: Access) -> str:
@@ -67,9 +65,7 @@ def _lanes(access: Access) -> str:
     )
 
 
-_PROGRAM = """#include <cstdio>
-#include <vector>
-
+_SOURCE = """
 #define START                                                     \\
   extern __shared__ __align__(1024) unsigned char memory[];       \\
   const unsigned base = unsigned(__cvta_generic_to_shared(memory)); \\
@@ -79,38 +75,4 @@ _PROGRAM = """#include <cstdio>
   unsigned r0 = entry, r1 = entry, r2 = entry, r3 = entry;        \\
   (void)on;
 
-/*KERNELS*/
-using Kernel = void (*)(const int*, unsigned*);
-static Kernel const kernels[] = {/*LAUNCHES*/};
-
-static int fail(const char* what, cudaError_t error) {
-  std::fprintf(stderr, "%s: %s\\n", what, cudaGetErrorString(error));
-  return 1;
-}
-
-int main(int count, char** arguments) {
-  if (count != 2) return std::fprintf(stderr, "takes the name of a table\\n"), 2;
-  std::FILE* file = std::fopen(arguments[1], "r");
-  if (!file) return std::perror(arguments[1]), 1;
-  std::vector<int> which, addresses;
-  for (int kernel; std::fscanf(file, "%d", &kernel) == 1;) {
-    which.push_back(kernel);
-    for (int lane = 0; lane < 32; ++lane) {
-      int address;
-      if (std::fscanf(file, "%d", &address) != 1) return std::fprintf(stderr, "the table ends early\\n"), 1;
-      addresses.push_back(address);
-    }
-  }
-  std::fclose(file);
-  int* table;
-  unsigned* out;
-  cudaError_t error = cudaMalloc(&table, addresses.size() * sizeof(int));
-  if (error == cudaSuccess) error = cudaMalloc(&out, 32 * sizeof(unsigned));
-  if (error == cudaSuccess)
-    error = cudaMemcpy(table, addresses.data(), addresses.size() * sizeof(int), cudaMemcpyHostToDevice);
-  if (error != cudaSuccess) return fail("memory", error);
-  for (size_t n = 0; n < which.size(); ++n) kernels[which[n]]<<<1, 32, 48 * 1024>>>(table + 32 * n, out);
-  error = cudaDeviceSynchronize();
-  return error == cudaSuccess ? 0 : fail("launch", error);
-}
 """

@@ -1,0 +1,115 @@
+"""The rule of cp.async: cases by hand, a colouring found by search, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+
+from warploom.cli import main
+from warploom.smem import Swizzle, Tile
+from warploom.smem.copies import Place, count, ideal, wavefronts
+from warploom.smem.kernels import gemm
+from warploom.smem.swizzle import design
+
+
+def pieces(*pairs: tuple[int, int]) -> list[Place]:
+    """Lanes that copy 16-byte pieces, by their numbers in global and in shared memory."""
+    return [(16 * source, 16 * shared) for source, shared in pairs]
+
+
+LINE = [
+    ("a line to a line", [(i, i) for i in range(8)], 1),
+    ("permuted within sectors", [(i, i ^ 1) for i in range(8)], 1),
+    ("sectors permuted", [(i, i ^ 6) for i in range(8)], 1),
+    ("to the halves of two lines", [(i, i + 4) for i in range(8)], 2),
+    ("a sector further on", [(i, i + 2) for i in range(8)], 2),
+    ("a piece further on: sectors straddle, and so does the line", [(i, i + 1) for i in range(8)], 3),
+    ("three pieces further on", [(i, i + 3) for i in range(8)], 4),
+    ("half a line, within one", [(i, i + 1) for i in range(4)], 2),
+    ("half a line, its sectors whole", [(i, i + 2) for i in range(4)], 1),
+    ("two lines to one", [(8 * (i // 4) + i % 4, i) for i in range(8)], 2),
+    ("a column of lines", [(i, 8 * i) for i in range(8)], 8),
+    ("nothing", [], 0),
+]
+
+
+@pytest.mark.parametrize(("pairs", "expected"), [case[1:] for case in LINE], ids=[case[0] for case in LINE])
+def test_lines_and_sectors(pairs: list[tuple[int, int]], expected: int) -> None:
+    assert wavefronts([*pieces(*pairs), None]) == expected
+    assert ideal([None, *pieces(*pairs)]) == -(-len(pairs) // 8)
+
+
+def colours(pairs: set[tuple[int, int]]) -> int:
+    """The fewest groups in which no sector of either side occurs twice, by trying all."""
+    edges = sorted(pairs)
+    for many in range(1, len(edges) + 1):
+        for colouring in itertools.product(range(many), repeat=len(edges) - 1):
+            groups = [[e for e, c in zip(edges, (0, *colouring), strict=True) if c == n] for n in range(many)]
+            if all(len(set(side)) == len(group) for group in groups if group for side in zip(*group, strict=True)):
+                return many
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_wavefronts_as_a_colouring_needs(seed: int) -> None:
+    draw = random.Random(seed)
+    pairs = list(zip(draw.sample(range(8), 6), draw.sample(range(8), 6), strict=True))
+    assert wavefronts(pieces(*pairs)) == colours({(source // 2, shared // 2) for source, shared in pairs})
+
+
+def test_tiles() -> None:
+    """Rows of whole lines cost nothing under a swizzle."""
+    for cols in (64, 128, 256):
+        tile = Tile(64, cols)
+        found = design(tile, ["sts.128", "ldmatrix.x4"])
+        assert count(tile).excess == count(found.best).excess == 0
+
+
+# Of every cp.async of the large product, counted by Nsight Compute on an H100: tile that a warp's instructions of one kind
+# fill, their wavefronts, and how often they ran. Tiles of A: 32 halves a row, a warp copies 8 rows; of B: 128 halves, 2 rows.
+COUNTED = [
+    (Tile(8, 32), 4_194_304, 524_288),
+    (Tile(8, 32, swizzles=(Swizzle(2, 3, 3),)), 4_194_304, 524_288),
+    (Tile(8, 32, pad=8), 7_864_320, 524_288),
+    (Tile(8, 128), 2_097_152, 524_288),
+    (Tile(8, 128, swizzles=(Swizzle(3, 3, 4),)), 2_097_152, 524_288),
+    (Tile(8, 128, pad=8), 5_505_024, 524_288),
+]
+
+
+@pytest.mark.parametrize(("tile", "total", "times"), COUNTED, ids=str)
+def test_as_counted_on_a_gpu(tile: Tile, total: int, times: int) -> None:
+    found = count(tile)
+    assert found.wavefronts * times == total * found.instructions
+    assert found.ideal == 4 * found.instructions
+
+
+def test_the_large_product_as_counted_on_a_gpu() -> None:
+    """Excess wavefronts of all instructions of 4096×4096×4096, tiles 64 deep."""
+    counted = {"plain": 237_633_536, "padded": 27_262_976, "swizzled": 0}
+    for layout, excess in counted.items():
+        moved = gemm.wavefronts(gemm.GemmConfig(layout), 4096, 4096, 4096).values()
+        assert sum(wavefronts - ideal for wavefronts, ideal in moved) == excess
+
+
+def test_the_command(capsys: pytest.CaptureFixture) -> None:
+    line = "--access cp.async.128 --access ldmatrix.x4 --rows 64 --cols 128 --pad 8"
+    assert main(["banks", *line.split(), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(one["access"], one["wavefronts"], one["excess"]) for one in result["accesses"]] == [
+        ("cp.async.128", 336, 208),
+        ("ldmatrix.x4", 128, 0),
+    ]
+    assert result["excess"] == 208
+    assert main(["banks", *line.split()]) == 0
+    assert "cp.async.128, 32 instructions, each row from a line" in capsys.readouterr().out
+    assert main(["banks", "--design", "--access", "cp.async.128", "--rows", "8", "--cols", "64"]) == 2
+    assert "depends on global memory too" in capsys.readouterr().err
+
+
+def test_a_design_says_what_its_padding_costs_a_copy(capsys: pytest.CaptureFixture) -> None:
+    assert main(["banks", *["--design", "--rows", "64", "--cols", "64", "--access", "sts.128", "--access", "ldmatrix.x4"]]) == 0
+    assert "no smaller padding does as well, but filled by cp.async.128 it costs 104 more" in capsys.readouterr().out

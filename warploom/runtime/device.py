@@ -1,0 +1,15 @@
+"""The device of a launch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def on_device(t: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device: make that the tensor's; nothing to do where it is, or on a CPU."""
+    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
+        return torch.cuda.device(t.device)
+    return nullcontext()

@@ -1,0 +1,69 @@
+"""What `verify` runs under Nsight Compute: every kernel of one kind once, in a fixed order, its result checked.
+
+    python -m warploom.smem.program single TABLE | ladder | gemm SIZE | attention SEQLEN
+
+TABLE has a line for each instruction: its number in ACCESSES and the 32 lane addresses, −1 for a lane that is off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from warploom.smem.access import ACCESSES
+from warploom.smem.kernels import attention, gemm, ladder, single
+from warploom.smem.kernels.nvrtc import Kernels
+
+
+def run_single(path: str) -> None:
+    table = torch.tensor([[int(word) for word in line.split()] for line in Path(path).read_text().splitlines()])
+    kernels, names = Kernels(single.source()), [single.kernel_name(access) for access in ACCESSES.values()]
+    addresses, out = table[:, 1:].int().contiguous().cuda(), torch.empty(32, dtype=torch.int32, device="cuda")
+    for which, lanes in zip(table[:, 0].tolist(), addresses, strict=True):
+        kernels.launch(names[which], 1, 32, [lanes, out], single.SHARED_BYTES)
+    torch.cuda.synchronize()
+
+
+def run_ladder() -> None:
+    subjects = ladder.Subjects()
+    for rung in ladder.rungs():
+        _require(rung.name, subjects.check(subjects.launch(rung.name, subjects.poisoned())))
+
+
+def run_gemm(size: str) -> None:
+    subjects = gemm.Subjects(int(size))
+    for layout in gemm.LAYOUTS:
+        _require(gemm.name(layout), subjects.check(subjects.launch(layout, subjects.poisoned())))
+
+
+def run_attention(seqlen: str) -> None:
+    inputs = attention.draw(int(seqlen))
+    check = attention.Check(*inputs)
+    for layout, config in attention.layouts().items():
+        _require(attention.name(layout), check(attention.forward(config, *inputs)))
+
+
+def _require(kernel: str, error: float) -> None:
+    if not error <= 2:
+        raise RuntimeError(f"{kernel}: the error is {error:.3g} times that of one rounding")
+
+
+RUN: dict[str, Callable[..., None]] = {
+    "single": run_single,
+    "ladder": run_ladder,
+    "gemm": run_gemm,
+    "attention": run_attention,
+}
+
+
+def main(arguments: list[str]) -> int:
+    what, *rest = arguments
+    RUN[what](*rest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

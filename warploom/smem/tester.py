@@ -1,0 +1,149 @@
+"""One tester for the laboratory's kernels: each is checked, then all of one kind are timed side by side, on a GPU.
+
+`warploom banks --ladder`, `--gemm` and `--attention`. The timing is the benchmarks' own: interleaved, L2 emptied, medians.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from warploom.bench.harness import Comparison, Timer, WrongResult, compare, environment
+from warploom.commands.table import table
+from warploom.smem.kernels import attention, gemm, ladder, nvrtc
+
+if TYPE_CHECKING:
+    from warploom.attention.ampere.config import ForwardConfig
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Contenders for one piece of work as the harness reports them; (wavefronts, excess) predicted for those of ours."""
+
+    work: str
+    contenders: dict[str, dict[str, Any]]
+    predicted: dict[str, tuple[int, int]]
+
+    @property
+    def right(self) -> bool:
+        """Whether every kernel of ours ran and had the right result."""
+        return all("ms" in self.contenders[name] for name in self.predicted)
+
+    def to_dict(self) -> dict[str, Any]:
+        kernels = []
+        for name, found in self.contenders.items():
+            counts = dict(zip(("wavefronts", "excess"), self.predicted[name], strict=True)) if name in self.predicted else {}
+            kernels.append({"kernel": name, **counts, **found})
+        return {"work": self.work, "kernels": kernels}
+
+
+def time_ladder() -> Trial:
+    """The 16×16×16 product, one warp: six kernels."""
+    _needs("--ladder", nvrtc.refusal())
+    subjects = ladder.Subjects()
+
+    def call(name: str) -> Call:
+        c = subjects.poisoned()
+        return lambda: subjects.launch(name, c)
+
+    calls = {rung.name: call(rung.name) for rung in ladder.rungs()}
+    predicted = {
+        rung.name: (rung.wavefronts(True) + rung.wavefronts(False), rung.excess(True) + rung.excess(False))
+        for rung in ladder.rungs()
+    }
+    return Trial("16×16×16 halves, one warp", _compare(calls, subjects.check, subjects.FLOPS), predicted)
+
+
+def time_gemm(size: int) -> Trial:
+    """The product of two `size`×`size` half matrices in three layouts, beside torch.matmul, which is cuBLAS."""
+    _needs("--gemm", nvrtc.refusal())
+    subjects = gemm.Subjects(size)
+
+    def call(layout: str) -> Call:
+        c = subjects.poisoned()
+        return lambda: subjects.launch(layout, c)
+
+    calls = {gemm.name(layout): call(layout) for layout in gemm.LAYOUTS}
+    predicted = {config.name: _sums(gemm.wavefronts(config, size, size, size)) for config in gemm.configs().values()}
+    calls["cuBLAS"] = lambda: subjects.a @ subjects.b
+    return Trial(f"{size}×{size}×{size} halves", _compare(calls, subjects.check, subjects.flops), predicted)
+
+
+def time_attention(seqlen: int) -> Trial:
+    """The Ampere forward in three layouts, beside torch's FlashAttention-2."""
+    _needs("--attention", nvrtc.refusal() or attention.refusal())
+    q, k, v = attention.draw(seqlen)
+    check = attention.Check(q, k, v)
+
+    def call(config: ForwardConfig) -> Call:
+        return lambda: attention.forward(config, q, k, v)
+
+    configs = attention.layouts()
+    calls = {attention.name(layout): call(config) for layout, config in configs.items()}
+    predicted = {attention.name(layout): _sums(attention.wavefronts(config, seqlen)) for layout, config in configs.items()}
+    calls["FlashAttention-2"] = _flash(q, k, v)
+    flops = 4 * attention.HEADS * attention.HEAD_DIM * seqlen**2
+    work = f"attention, {attention.HEADS} heads, {seqlen} tokens, head_dim {attention.HEAD_DIM}, bf16"
+    return Trial(work, _compare(calls, check, flops), predicted)
+
+
+def _needs(option: str, refusal: str | None) -> None:
+    if refusal is not None:
+        raise ValueError(f"{option}: {refusal}")
+
+
+def _sums(moved: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """Wavefronts and excess of all accesses."""
+    wavefronts, ideal = map(sum, zip(*moved.values(), strict=True))
+    return wavefronts, wavefronts - ideal
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    return call
+
+
+def _compare(calls: dict[str, Call], check: Callable[[Tensor], float], flops: float) -> dict[str, dict[str, Any]]:
+    """`check` returns the largest error over that of one rounding of the exact result, of which a contender may have two."""
+
+    def within(result: Tensor) -> float:
+        error = check(result)
+        if not error <= 2:
+            raise WrongResult(f"the error is {error:.3g} times that of one rounding")
+        return error
+
+    return compare(Comparison(dict(calls), within, flops=flops), Timer(torch.device("cuda")))["contenders"]
+
+
+def to_dict(trials: Sequence[Trial]) -> dict[str, Any]:
+    """For `--json`, and for the page that `warploom bench` writes of it."""
+    return {**environment(torch.device("cuda")), "trials": [trial.to_dict() for trial in trials]}
+
+
+def report(trial: Trial) -> str:
+    """A table of the kernels of one trial."""
+    rows = []
+    for name, found in trial.contenders.items():
+        wavefronts, excess = map(str, trial.predicted.get(name, ("", "")))
+        if "ms" in found:
+            spread = f"{found['p20'] * 1e3:.1f} to {found['p80'] * 1e3:.1f}"
+            rate = f"{found['tflops']:.1f}" if found["tflops"] >= 1 else f"{found['tflops']:.5f}"
+            cells = [f"{found['error']:.2f}", f"{found['ms'] * 1e3:.1f}", spread, rate]
+        else:
+            cells = [f"no: {found.get('wrong') or found.get('refused')}", "", "", ""]
+        rows.append([name, wavefronts, excess, *cells])
+    heading = ["kernel", "wavefronts", "excess", "error", "us", "p20 to p80", "TFLOP/s"]
+    return f"{trial.work}: wavefronts and excess predicted, error in roundings\n{table(rows, heading)}"
