@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1  # of the manifest
+_OLDEST_DRIVER = 13000  # CUDA 13.0, as the driver counts
 _PACKAGE = Path(__file__).parents[1]
 # Instruction sets that a compiler uses unasked. Others (sse4a, xop, adx, amx) need intrinsics, and the remaining flags of
 # /proc/cpuinfo say nothing about what a library runs on.
@@ -134,6 +135,14 @@ def driver_version() -> int | None:
     except (OSError, AttributeError):
         return None
     return version.value if status == 0 else None
+
+
+def driver_refusal() -> str | None:
+    """Why the driver is too old for the CUDA 13 libraries that modules are linked with, or None."""
+    driver = driver_version()
+    if driver is None or driver >= _OLDEST_DRIVER:
+        return None
+    return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
 
 
 @cache

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.attention.ampere.plan import ARCHS, config_for
-from warploom.runtime import dispatch, modules
+from warploom.attention.fallback import fallback, following
+from warploom.runtime import modules
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
 
 NAME = "ampere"
 MEANT_FOR = ((8, 0), (8, 6), (8, 7), (8, 9))
-_OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
 
 
 def available() -> str | None:
@@ -39,10 +41,7 @@ def _device_refusal() -> str | None:
     strangers = sorted(set(_capabilities()) - set(ARCHS))
     if strangers:
         return f"is for compute capability 8.0 to 8.9, this machine has {_words(strangers)}"
-    driver = modules.driver_version()
-    if driver is not None and driver < _OLDEST_DRIVER:
-        return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
-    return None
+    return modules.driver_refusal()
 
 
 def declines() -> str | None:
@@ -85,7 +84,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return "has no column masks"
     if problem.dropout:
         return "has no dropout"
-    if problem.backward and _next(problem) is None:
+    if problem.backward and following(NAME, problem) is None:
         return "has no backward pass of its own, and no other implementation takes this one"
     if modules.cannot_build() is not None:
         # Devices of one machine may differ; what their modules need does not, but for the tiling.
@@ -113,17 +112,5 @@ def backward(
     return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
 
 
-def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]
-    from warploom.attention.problem import AttentionProblem
-
-    found = _next(AttentionProblem.from_args(args, backward))
-    if found is None:
-        raise NotImplementedError("no other implementation takes this call")
-    return found.module
-
-
-def _next(problem: AttentionProblem) -> dispatch.Implementation | None:
-    """The first implementation after this one that takes the problem."""
-    ordered = dispatch.implementations("attention")
-    after = [i.name for i in ordered].index(NAME) + 1
-    return next((i for i in ordered[after:] if i.refusal(problem) is None), None)
+def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:
+    return fallback(NAME, args, backward)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from warploom.attention.fallback import fallback, following
 from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
@@ -19,16 +20,17 @@ from warploom.attention.hopper.plan import (
     config_for,
     workspace,
 )
-from warploom.runtime import dispatch, modules
+from warploom.runtime import modules
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
 
 NAME = "hopper"
 MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
-_OLDEST_DRIVER = 13000  # what the modules' CUDA 13 libraries need, as the driver counts
 
 
 def available() -> str | None:
@@ -43,10 +45,7 @@ def _looked_at() -> str | None:
     if (9, 0) not in found:
         names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
         return f"needs compute capability 9.0 (H100, H200), this machine has {names}"
-    driver = modules.driver_version()
-    if driver is not None and driver < _OLDEST_DRIVER:
-        return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
-    return modules.cannot_load()
+    return modules.driver_refusal() or modules.cannot_load()
 
 
 def _examine() -> str | None:
@@ -68,7 +67,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return "has no column masks yet"
     if problem.dropout:
         return "has no dropout"
-    if problem.backward and _next(problem) is None:
+    if problem.backward and following(NAME, problem) is None:
         refused = _no_backward(problem)
         if refused is not None:
             return f"its backward pass {refused}, and no other implementation takes this one"
@@ -217,17 +216,5 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     return _no_backward(AttentionProblem.from_args(args, True), dlse, args.seqused_k is not None) is None
 
 
-def _fallback(args: AttentionArgs, backward: bool):  # type: ignore[no-untyped-def]
-    from warploom.attention.problem import AttentionProblem
-
-    found = _next(AttentionProblem.from_args(args, backward))
-    if found is None:
-        raise NotImplementedError("no other implementation takes this call")
-    return found.module
-
-
-def _next(problem: AttentionProblem) -> dispatch.Implementation | None:
-    """The first implementation after this one that takes the problem."""
-    ordered = dispatch.implementations("attention")
-    after = [i.name for i in ordered].index(NAME) + 1
-    return next((i for i in ordered[after:] if i.refusal(problem) is None), None)
+def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:
+    return fallback(NAME, args, backward)
