@@ -32,7 +32,7 @@ BANDS: dict[str, dict[str, Any]] = {
     "window": {"window": (70, 30)},
     "behind": {"window": (90, None)},
 }
-DIMS = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_packed(name: str, dtype: torch.dtype, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("band", ["full", "causal", "window"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_packed_lengths(dims: tuple[int, int], band: str, deterministic: bool) -> None:
     keys = [200, 1, 0, 333, 129, 1000, 64, 30]

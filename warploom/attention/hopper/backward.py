@@ -56,16 +56,16 @@ class HopperBackward:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.stages = config.stages
+        self.stages, self.dout_stages = config.stages, config.dout_stages
         self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
         self.by_rows = config.tile_m == 64 * WARPGROUPS
         self.columns = self.part // 64
         # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
         self.lean = config.tile_m == 128
-        self.staged = WARPGROUPS * self.part  # elements of dQ on its way out through shared memory
+        self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
-        self.writes = True  # whether the writer warps have work
+        self.spans = config.head_dim, config.head_dim_v  # columns of Q and dO that one warpgroup's dK and dV take
 
     @cute.jit
     def __call__(
@@ -117,11 +117,11 @@ class HopperBackward:
         if const_expr(config.varlen):
             tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
         heads_kv = tk.shape[2]
-        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages)
-        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.stages)
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots)
+        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, self.spans[0])
+        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, self.spans[1])
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, self.columns)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, config.head_dim_v)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, self.tile_n)
         tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
         tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
@@ -155,14 +155,11 @@ class HopperBackward:
     def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
         return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
 
-    def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles with a swizzle as wide as the row allows, one after the other."""
-        atom = warpgroup.make_smem_layout_atom(self.swizzle(tile[1]), self.dtype)
-        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
-
-    def swizzle(self, columns: int) -> Any:
+    def tile_layout(self, tile: tuple[int, int], stages: int, span: int) -> Any:
+        """Row-major tiles, one after the other; the widest swizzle of which ``span`` columns, an operand's, are whole ones."""
         kinds = warpgroup.SmemLayoutAtomKind
-        return kinds.K_SW128 if columns % 64 == 0 else kinds.K_SW64
+        kind = kinds.K_SW128 if span % 64 == 0 else kinds.K_SW64 if span % 32 == 0 else kinds.K_SW32
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
 
     def ragged(self, t: Any) -> Any:
         """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
@@ -299,14 +296,14 @@ class HopperBackward:
         first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
         for r in cutlass.range_constexpr(2):
             row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
-            for chunk in cutlass.range_constexpr(count // 4):
+            for chunk in cutlass.range_constexpr(-(-count // 4)):
                 words = [
-                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype)
+                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype) if i < count else Int32(0)
                     for i in range(4 * chunk, 4 * chunk + 4)
                 ]
                 words = transpose_quad(words, lane)
                 column = first_column + chunk * 32 + word * 8
-                if row < seqlen_q and column < dq.shape[-1]:
+                if row < seqlen_q and column < dq.shape[-1] and chunk * 32 + word * 8 < 8 * count:
                     self.store_words(self.element(dq, batch, start + row, head, column), words)
 
     def store_words(self, target: Any, words: list[Any]) -> None:
@@ -360,18 +357,18 @@ class HopperBackward:
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
-        stages, tile_m = self.stages, self.tile_m
+        stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 * stages + 2]
+            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 2]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.staged], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.piece], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
@@ -379,9 +376,9 @@ class HopperBackward:
             q_full=barriers,
             q_empty=barriers + stages,
             do_full=barriers + 2 * stages,
-            do_empty=barriers + 3 * stages,
-            k_full=barriers + 4 * stages,
-            v_full=barriers + 4 * stages + 1,
+            do_empty=barriers + 2 * stages + dout_stages,
+            k_full=barriers + 2 * (stages + dout_stages),
+            v_full=barriers + 2 * (stages + dout_stages) + 1,
             stats=storage.stats.data_ptr(),
             ds_start=storage.ds.data_ptr(),
             dq=storage.dq.data_ptr(),
@@ -393,8 +390,11 @@ class HopperBackward:
         )
         if warp == LOADER:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(stages):
-                    for full, empty in ((shared.q_full, shared.q_empty), (shared.do_full, shared.do_empty)):
+                for full, empty, count in (
+                    (shared.q_full, shared.q_empty, stages),
+                    (shared.do_full, shared.do_empty, dout_stages),
+                ):
+                    for i in cutlass.range_constexpr(count):
                         cute.arch.mbarrier_init(full + i, 1)
                         cute.arch.mbarrier_init(empty + i, 4 * WARPGROUPS)
                 cute.arch.mbarrier_init(shared.k_full, 1)
@@ -445,13 +445,12 @@ class HopperBackward:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            if const_expr(self.writes):
-                for i in cutlass.range_constexpr(WARPGROUPS):
-                    if warp == WRITERS[i]:
-                        self.write(work, sums, turns, i, left)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write(work, sums, turns, i, left)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(work, dk, dv, sums, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
+            self.compute(work, dk, dv, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -496,7 +495,6 @@ class HopperBackward:
         if first < end:  # else nobody waits for what would still be on its way when the block ends
             self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
             cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
-        stage, phase = Int32(0), Int32(1)
         stats_bytes = 8 * self.tile_m
         for j in cutlass.range(work.group_size * (end - first), unroll=1):
             head, m, tile = self.place(work, j)
@@ -505,7 +503,8 @@ class HopperBackward:
             gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
-            cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+            stage, phase = schedule.ring(j, self.stages)
+            cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
             cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
             with cute.arch.elect_one():
@@ -514,10 +513,10 @@ class HopperBackward:
             if j == 0:
                 self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
                 cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
-            cute.arch.mbarrier_wait(shared.do_empty + stage, phase)
+            stage, phase = schedule.ring(j, self.dout_stages)
+            cute.arch.mbarrier_wait(shared.do_empty + stage, phase ^ 1)
             self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
             cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
-            stage, phase = self.advance(stage, phase)
 
     def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
         """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
@@ -525,32 +524,24 @@ class HopperBackward:
             return cute.domain_offset((RAGGED - length, 0), t[None, None, head, start + length])
         return t[None, None, head, batch]
 
-    def in_turn(self, i: Any, first: Any, end: Any) -> Any:
-        """The query tile of step i in [first, end): the last one first where key blocks queue for dQ.
-
-        Under a causal mask they then reach a tile one after the other, and without one none waits for more than its elders.
-        """
-        return first + end - 1 - i if self.config.deterministic else i
-
     @cute.jit
     def place(self, work, j):
         """Query head, query tile in it and number of that tile in the workspaces, of a block's j-th step.
 
-        A head after the other; where key blocks queue for dQ all heads of the group at a tile before the next one, since the
-        elders, which see more tiles, would else reach the second head long after this block.
+        Tiles in order, a head after the other. Where key blocks queue for dQ the last tile comes first: under a causal mask
+        they then reach a tile one after the other, and without one none waits for more than its elders. And all heads of the
+        group pass a tile before the next one, since the elders, which see more tiles, would else reach the second head long
+        after this block.
         """
         first, _, _, end = work.bounds
         if const_expr(self.config.deterministic):
             i = j // work.group_size
-            member, i = j - i * work.group_size, first + i
+            member, m = j - i * work.group_size, end - 1 - i
         else:
             member = j // (end - first)
-            i = first + j - member * (end - first)
-        head, m = work.head * work.group_size + member, self.in_turn(i, first, end)
-        return head, m, self.query_tile_number(work, head, m)
-
-    def query_tile_number(self, work: Any, head: Any, m: Any) -> Any:
-        return (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
+            m = first + j - member * (end - first)
+        head = work.head * work.group_size + member
+        return head, m, (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
 
     @cute.jit
     def expect(self, barrier, size):
@@ -564,15 +555,6 @@ class HopperBackward:
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
-    @cute.jit
-    def advance(self, stage, phase):
-        """The next stage of the rings; the phase flips when they wrap."""
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase
-
     # The writer warps
 
     @cute.jit
@@ -580,27 +562,40 @@ class HopperBackward:
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
         When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
-        start in that order, so a block never waits for one that waits for a processor.
+        start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back
+        when the add has arrived, which keeps blocks in step, or for grouped heads at once: measured both.
         """
         shared = work.shared
         first, _, _, end = work.bounds
-        source = shared.dq + group * self.part
-        for j in cutlass.range(work.group_size * (end - first), unroll=1):
-            _, m, tile = self.place(work, j)
+        source = shared.dq + group * self.piece
+        steps = work.group_size * (end - first)
+        if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-            if cute.arch.lane_idx() == 0:
-                part = Int64(tile) * WARPGROUPS + group
-                if const_expr(self.config.deterministic):
-                    wait_for(turns.iterator + part, self.rank(work, m, left))
-                bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
-                cute.arch.cp_async_bulk_commit_group()
-                if const_expr(self.config.deterministic):
+        for j in cutlass.range(steps, unroll=1):
+            _, m, tile = self.place(work, j)
+            part = Int64(tile) * WARPGROUPS + group
+            for piece in cutlass.range_constexpr(self.config.pieces):
+                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    if const_expr(self.config.deterministic and piece == 0):
+                        wait_for(turns.iterator + part, self.rank(work, m, left))
+                    bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                if const_expr(piece + 1 < self.config.pieces):
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if const_expr(self.config.deterministic):
+                if j + 1 < steps and work.group_size > 1:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     pass_on(turns.iterator + part)
-                else:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
+                cute.arch.sync_warp()
+                if j + 1 < steps and work.group_size == 1:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            elif j + 1 < steps:
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -615,32 +610,33 @@ class HopperBackward:
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
+    def compute(self, work, dk, dv, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         config, shared = self.config, work.shared
         first, whole_first, whole_end, end = work.bounds
-        r = self.registers(work, products, sums, scale, softcap)
+        r = self.registers(work, products, scale, softcap)
         self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
-        stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        j = Int32(0)
         if first < end:
             cute.arch.mbarrier_wait(shared.k_full, 0)
             cute.arch.mbarrier_wait(shared.v_full, 0)
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
-        outer, inner = work.group_size, Int32(1)  # heads of the group before tiles, or at each tile: as in place()
         if const_expr(config.deterministic):
-            parts.reverse()
-            outer, inner = inner, outer
-        for a in cutlass.range(outer, unroll=1):
-            for lower, upper, masked in parts:
-                for i in cutlass.range(lower, upper, unroll=1):
-                    m = self.in_turn(i, lower, upper)
-                    for b in cutlass.range(inner, unroll=1):
-                        head = work.head * work.group_size + a + b
-                        stage, phase, slot = self.step(r, work, head, m, stage, phase, slot, masked)
+            for lower, upper, masked in reversed(parts):
+                for _ in cutlass.range((upper - lower) * work.group_size, unroll=1):
+                    _, m, _ = self.place(work, j)
+                    self.step(r, m, j, masked)
+                    j += 1
+        else:
+            for _ in cutlass.range(work.group_size, unroll=1):
+                for lower, upper, masked in parts:
+                    for m in cutlass.range(lower, upper, unroll=1):
+                        self.step(r, m, j, masked)
+                        j += 1
         self.finish(r, work, dk, dv, scale)
 
     @cute.jit
@@ -658,10 +654,11 @@ class HopperBackward:
     @cute.jit
     def finish(self, r, work, dk, dv, scale):
         """Store dK and dV."""
+        warpgroup.wait_group(0)
         self.epilogue(r.acc_dv, dv, work, r.row, 0, Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, r.row, 0, scale)
 
-    def registers(self, work: Any, products: Any, sums: Any, scale: Any, softcap: Any) -> Names:
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
         mma_scores, mma_values, mma_keys, mma_queries = products
         shared = work.shared
@@ -719,7 +716,7 @@ class HopperBackward:
             rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             ds_target=ds_target,
-            dq_target=shared.dq + group * self.part + own * 4,
+            dq_target=shared.dq + group * self.piece + own * 4,
             row=work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4,  # key, and that + 8
             column=own % 4 * 2,
         )
@@ -742,14 +739,19 @@ class HopperBackward:
         return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     @cute.jit
-    def step(self, r, work, head, m, stage, phase, slot, masked):
+    def step(self, r, m, j, masked):
         """One query tile: five GEMMs, each elementwise part under the GEMM before."""
         shared = r.shared
+        stage, phase = schedule.ring(j, self.stages)
+        slot = stage
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
         warpgroup.wait_group(1)
+        if const_expr(self.lean):  # noqa: SIM102
+            if j > 0:  # dK of the step before has ended
+                self.release(shared.q_empty + (stage ^ 1))
         self.probabilities(r, m, stage, masked)
         if const_expr(self.lean):
             warpgroup.wait_group(0)
@@ -770,10 +772,9 @@ class HopperBackward:
         warpgroup.wait_group(1)
         self.release(shared.do_empty + stage)
         self.hand_over(r)
-        warpgroup.wait_group(0)
-        self.release(shared.q_empty + stage)
-        stage, phase = self.advance(stage, phase)
-        return stage, phase, slot ^ 1
+        if const_expr(not self.lean):  # ptxas would serialise all products if dS stayed in registers under dK
+            warpgroup.wait_group(0)
+            self.release(shared.q_empty + stage)
 
     @cute.jit
     def gemm(self, mma, acc, a, b, accumulate):
@@ -863,14 +864,15 @@ class HopperBackward:
     @cute.jit
     def hand_over(self, r):
         """dQ to the writer warp, in accumulator order."""
-        id_ = r.group
-        cute.arch.barrier(barrier_id=DQ_EMPTY + id_, number_of_threads=WARPGROUP + 32)
-        for i in cutlass.range_constexpr(self.part // (4 * WARPGROUP)):
-            four = cute.make_tensor(r.acc_dq.iterator + 4 * i, cute.make_layout(4))
-            target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
-            cute.autovec_copy(four, target)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=DQ_FULL + id_, number_of_threads=WARPGROUP + 32)
+        count = self.piece // (4 * WARPGROUP)
+        for piece in cutlass.range_constexpr(self.config.pieces):
+            cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
+            for i in cutlass.range_constexpr(count):
+                four = cute.make_tensor(r.acc_dq.iterator + 4 * (piece * count + i), cute.make_layout(4))
+                target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
+                cute.autovec_copy(four, target)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=DQ_FULL + r.group, number_of_threads=WARPGROUP + 32)
 
     @cute.jit
     def release(self, barrier):

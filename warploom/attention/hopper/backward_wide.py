@@ -1,8 +1,7 @@
 """The backward of head dims past 128: a block owns 64 keys, whose dK and dV two warpgroups share by columns.
 
 As registers hold no more than 64 keys of dK and dV, each warpgroup keeps half of the head dims of all of them. S and dP are
-computed once, 32 keys a warpgroup, and P and dS pass through shared memory, where both read them. dQ goes from registers to
-its fp32 accumulator, by 16-byte reductions; shared memory has no room for it.
+computed once, 32 keys a warpgroup, and P and dS pass through shared memory, where both read them.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -13,25 +12,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from warploom.attention.hopper.backward import (
-    DQ_EMPTY,
-    DQ_FULL,
-    DS_READY,
-    WARPGROUP,
-    WARPGROUPS,
-    HopperBackward,
-    Names,
-)
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, HopperBackward, Names
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.primitives import add_four, pass_on, store_matrices, wait_for
+from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16
 
 P_READY = 6  # named barrier: both warpgroups have written their P
-BOTH = WARPGROUPS * WARPGROUP
 DS_SLOT = 2  # tiles of P take turns in slots 0 and 1
+BOTH = WARPGROUPS * WARPGROUP
 
 
 class WideBackward(HopperBackward):
@@ -40,9 +32,8 @@ class WideBackward(HopperBackward):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.keys_each = config.tile_n // WARPGROUPS
-        self.staged = 0
         self.slots = 3
-        self.writes = config.deterministic
+        self.spans = config.head_dim // 2, config.head_dim_v // 2
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         smem = warpgroup.OperandSource.SMEM
@@ -52,32 +43,10 @@ class WideBackward(HopperBackward):
         keys = self.mma((64, self.config.head_dim // 2, 16), smem, by_mn, by_mn)
         return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
 
-    def swizzle(self, columns: int) -> Any:
-        """The widest one of which a warpgroup's half of the columns has a whole number."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        return kinds.K_SW128 if columns == self.tile_n or columns // 2 % 64 == 0 else kinds.K_SW64
-
-    # Writer warps only keep the order of blocks: consumers add to dQ themselves.
-
-    @cute.jit
-    def write(self, work, sums, turns, group, left):
-        """Let a consumer warpgroup add to a tile of dQ when it is this block's turn, and pass the turn on."""
-        first, _, _, end = work.bounds
-        for j in cutlass.range(work.group_size * (end - first), unroll=1):
-            _, m, tile = self.place(work, j)
-            counter = turns.iterator + (Int64(tile) * WARPGROUPS + group)
-            if cute.arch.lane_idx() == 0:
-                wait_for(counter, self.rank(work, m, left))
-            cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-            if cute.arch.lane_idx() == 0:
-                pass_on(counter)
-
     @cute.jit
     def set_limits(self, r, work, left, right):
         """Keys of this thread, counted from its first one: past the last, and by a row's number behind and before its band."""
-        key = work.n_block * self.tile_n + r.group * self.keys_each + r.column
+        key = work.n_block * self.tile_n + r.column + r.group * self.keys_each
         r.limits[0, 0] = work.seqlen_k - key
         r.limits[0, 1] = work.shift + right + 1 - key
         r.limits[1, 0] = work.shift - left - key
@@ -89,7 +58,7 @@ class WideBackward(HopperBackward):
         self.epilogue(r.acc_dv, dv, work, row, r.group * (self.config.head_dim_v // 2), Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, row, r.group * (self.config.head_dim // 2), scale)
 
-    def registers(self, work: Any, products: Any, sums: Any, scale: Any, softcap: Any) -> Names:
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         mma_scores, mma_values, mma_keys, mma_queries = products
         scores, values, keys, queries = (m.get_slice(0) for m in products)
         shared, config = work.shared, self.config
@@ -109,8 +78,6 @@ class WideBackward(HopperBackward):
         return Names(
             shared=shared,
             group=group,
-            own=own,
-            sums=sums,
             multiplier=multiplier,
             cap_in=cap_in,
             mma_scores=mma_scores,
@@ -137,26 +104,32 @@ class WideBackward(HopperBackward):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
             targets=[shared.ds_start + row * 64 + ((chunk + 2 * i) ^ lane % 8) * 8 for i in range(self.keys_each // 16)],
-            row=own // 32 * 16 + lane // 4,  # of a tile of 64, and that + 8
+            dq_target=shared.dq + group * self.piece + own * 4,
+            row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
             column=own % 4 * 2,
         )
 
     @cute.jit
-    def step(self, r, work, head, m, stage, phase, slot, masked):
+    def step(self, r, m, j, masked):
         """One query tile. P passes through one of two slots, so that nobody overwrites what the other warpgroup's dV reads;
         dS has one: who writes it has met the other after that one's last dK.
         """
         shared = r.shared
+        stage, phase = schedule.ring(j, self.stages)
+        dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
+        slot = j & 1
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
-        cute.arch.mbarrier_wait(shared.do_full + stage, phase)
-        self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, stage], r.v, False)
+        cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
+        self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
         warpgroup.wait_group(1)
+        if j > 0:  # dK of the step before has ended
+            self.release(shared.q_empty + (stage ^ 1))
         self.probabilities(r, m, stage, masked)
         self.share(r, r.acc_s, slot)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
-        self.gemm(r.mma_values, r.acc_dv, r.p[None, None, None, slot], r.do_turned[None, None, None, stage], True)
+        self.gemm(r.mma_values, r.acc_dv, r.p[None, None, None, slot], r.do_turned[None, None, None, dout_stage], True)
         warpgroup.wait_group(1)
         self.differentiate(r, stage)
         self.share(r, r.acc_dp, DS_SLOT)
@@ -165,12 +138,8 @@ class WideBackward(HopperBackward):
         self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b, False)
         self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        self.release(shared.do_empty + stage)
-        self.hand_over(r, self.query_tile_number(work, head, m))
-        warpgroup.wait_group(0)
-        self.release(shared.q_empty + stage)
-        stage, phase = self.advance(stage, phase)
-        return stage, phase, slot ^ 1
+        self.release(shared.do_empty + dout_stage)
+        self.hand_over(r)
 
     @cute.jit
     def statistics(self, r, stage, which):
@@ -214,14 +183,3 @@ class WideBackward(HopperBackward):
         for i in cutlass.range_constexpr(self.keys_each // 16):
             words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
             store_matrices(r.targets[i] + slot * (self.tile_m * self.tile_n), words)
-
-    @cute.jit
-    def hand_over(self, r, tile):
-        """Add dQ of this warpgroup's columns to the accumulator, in accumulator order, when it is this block's turn."""
-        if const_expr(self.config.deterministic):
-            cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
-        target = r.sums.iterator + (Int64(tile) * WARPGROUPS + r.group) * self.part + r.own * 4
-        for i in cutlass.range_constexpr(self.part // (4 * WARPGROUP)):
-            add_four(target + i * 4 * WARPGROUP, [r.acc_dq[4 * i + j] for j in range(4)])
-        if const_expr(self.config.deterministic):
-            cute.arch.barrier_arrive(barrier_id=DQ_FULL + r.group, number_of_threads=WARPGROUP + 32)

@@ -89,14 +89,16 @@ class BackwardConfig:
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
     tile_n: int = 128  # keys a block: 64 a warpgroup, or 64 whose dK and dV two warpgroups share by columns
-    stages: int = 2  # of the Q ring and of the dO ring
+    stages: int = 2  # of the Q ring
+    dout_stages: int = 2  # of the dO ring
+    pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
 
     @property
     def name(self) -> str:
         """File name and symbol."""
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
-        parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
+        parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
@@ -115,9 +117,9 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, and dQ on its way out.
 
-        Wide variants have two tiles of P, one of dS, and dQ leaves from registers.
+        Wide variants have two tiles of P and one of dS.
         """
         dims = self.head_dim + self.head_dim_v
-        rings = self.stages * self.tile_m * (2 * dims + 8)
-        tiles, dq = (3, 0) if self.wide else (2, 4 * self.tile_m * self.head_dim)
-        return 2 * self.tile_n * dims + rings + 2 * tiles * self.tile_m * self.tile_n + dq
+        rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
+        tiles = 2 * (3 if self.wide else 2) * self.tile_m * self.tile_n
+        return 2 * self.tile_n * dims + rings + tiles + 4 * self.tile_m * self.head_dim // self.pieces

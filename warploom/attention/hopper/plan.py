@@ -125,9 +125,17 @@ def named_set() -> list[ForwardConfig]:
     return list(found)
 
 
-# (queries a step, keys a block) of the backward by (head_dim, head_dim_v) of its tile; smaller ones run in the next larger
-# tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by columns.
-BACKWARD_TILES = {(64, 64): (128, 128), (128, 128): (64, 128), (192, 128): (64, 64), (192, 192): (64, 64), (256, 256): (64, 64)}
+# Of the backward by (head_dim, head_dim_v) of its tile: queries a step, keys a block, stages of the dO ring, pieces in which
+# dQ leaves. Smaller head dims run in the next larger tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by
+# columns; one stage of dO and two pieces are what shared memory allows at 256.
+BACKWARD_TILES = {
+    (64, 64): (128, 128, 2, 1),
+    (96, 96): (64, 128, 2, 1),  # 4096 keys: 522 TFLOP/s; in the tile of 128 452
+    (128, 128): (64, 128, 2, 1),
+    (192, 128): (64, 64, 2, 1),
+    (192, 192): (64, 64, 2, 1),
+    (256, 256): (64, 64, 1, 2),
+}
 
 
 @cache
@@ -145,8 +153,9 @@ def backward_config(
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
-    tile_m, tile_n = BACKWARD_TILES[dims]
-    return BackwardConfig(dtype, *dims, tile_m, right, left, softcap, dlse, deterministic, varlen, used, tile_n)
+    tile_m, tile_n, dout_stages, pieces = BACKWARD_TILES[dims]
+    features = (right, left, softcap, dlse, deterministic, varlen, used)
+    return BackwardConfig(dtype, *dims, tile_m, *features, tile_n, dout_stages=dout_stages, pieces=pieces)
 
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> BackwardConfig:

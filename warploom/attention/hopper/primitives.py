@@ -32,14 +32,6 @@ def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *,
 
 
 @dsl_user_op
-def add_four(target: Any, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
-    """Add four fp32 to four in global memory, 16 bytes aligned."""
-    text = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
-    operands = [target.to_llvm_ptr(loc=loc, ip=ip), *(Float32(value).ir_value(loc=loc, ip=ip) for value in values)]
-    assembly(None, operands, text, "l,f,f,f,f,~{memory}", side_effects=True)
-
-
-@dsl_user_op
 def bulk_load(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
     """One thread copies ``size`` bytes from global to shared memory; the barrier counts them as they land."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"

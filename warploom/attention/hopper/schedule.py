@@ -134,3 +134,8 @@ def section(heads: int, n_blocks: int, shared: int) -> int:
     while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
         width *= 2
     return width
+
+
+def ring(j: Any, stages: int) -> tuple[Any, Any]:
+    """Stage of a ring of one or two at step ``j``, and the parity of the phase in which its barrier says that it is full."""
+    return (j & 1, j >> 1 & 1) if stages == 2 else (0, j & 1)
