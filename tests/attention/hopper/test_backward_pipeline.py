@@ -219,7 +219,84 @@ class Wider(Wide):
     DOUT_STAGES, PIECES = 1, 2
 
 
-KINDS = [Block, Late, Wide, Wider]
+class Roles(Block):
+    """A block whose warpgroups keep dV and dK: P and dS through one slot each; dO in one stage or two, dQ in so many parts."""
+
+    DOUT_STAGES, PARTS = 1, 1
+
+    def __init__(self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None) -> None:
+        super().__init__(first, end, members, rank, turns)
+        self.p_ready, self.p_empty = NamedBarrier(), NamedBarrier()
+        self.p: list[object] = [None] * WARPGROUPS
+        self.ds = [[None] * WARPGROUPS]
+
+    def consumer(self, group: int) -> Iterator[Wait]:
+        values = group == 0
+        if self.first < self.end:
+            yield self.k_full, 0
+            yield self.v_full, 0
+        steps = self.steps()
+        for j, step in enumerate(steps):
+            stage, phase = ring(j, self.STAGES)
+            dout_stage, dout_phase = ring(j, self.DOUT_STAGES)
+            yield self.q_full[stage], phase
+            assert self.q[stage] == step
+            yield self.do_full[dout_stage], dout_phase
+            assert self.dout[dout_stage] == step
+            guarded = self.DOUT_STAGES == 2 and j > 0  # with one stage dO of this step says that dV of the last one has ended
+            if values and guarded:
+                self.p_empty.arrive()
+            yield None  # S is there, and dK of the step before
+            if values:
+                assert self.q[stage] == step
+                self.q_empty[stage].arrive()
+            elif j > 0:
+                before = ring(j - 1, self.STAGES)[0]
+                assert self.ds[0] == [steps[j - 1]] * WARPGROUPS and self.q[before] == steps[j - 1], "dS was overwritten"
+                self.q_empty[before].arrive()
+            if not values and guarded:
+                yield self.p_empty, self.p_empty.arrive()
+            self.p[group] = step
+            yield self.p_ready, self.p_ready.arrive()
+            assert self.p == [step] * WARPGROUPS, "dV reads P of another step"
+            yield None  # dP is there, dV is running
+            assert self.dout[dout_stage] == step
+            if not values:
+                self.do_empty[dout_stage].arrive()
+            assert self.q[stage] == step, "the statistics were overwritten"
+            self.ds[0][group] = step
+            yield self.ds_ready, self.ds_ready.arrive()
+            assert self.ds[0] == [step] * WARPGROUPS, "dQ reads dS of another step"
+            yield None  # dQ is running, dV has ended
+            if values:
+                assert self.p == [step] * WARPGROUPS and self.dout[dout_stage] == step, "P was overwritten under dV"
+                self.do_empty[dout_stage].arrive()
+            for part in range(self.PARTS):
+                yield None
+                assert self.ds[0] == [step] * WARPGROUPS, "dS was overwritten under dQ"
+                yield from self.hand_over(group, step, part)
+
+    def hand_over(self, group: int, step: Step, part: int = 0) -> Iterator[Wait]:
+        for piece in range(self.PIECES // self.PARTS):
+            yield self.dq_empty[group], self.dq_empty[group].arrive()
+            self.dq[group] = step, part * (self.PIECES // self.PARTS) + piece
+            yield None
+            self.dq_full[group].arrive()
+
+
+class Halves(Roles):
+    """Head dim 256: dQ in two products, each of which leaves in two pieces."""
+
+    PARTS, PIECES = 2, 4
+
+
+class Twice(Roles):
+    """Two stages of dO."""
+
+    DOUT_STAGES = 2
+
+
+KINDS = [Block, Late, Wide, Wider, Roles, Halves, Twice]
 
 
 def play(blocks: list[Block], processors: int, draw: random.Random) -> None:
@@ -302,3 +379,16 @@ def test_one_slot_of_p_would_race_where_dv_may_run_on() -> None:
     with pytest.raises(AssertionError, match="P was overwritten"):
         for seed in range(50):
             play([Single(0, 6, 1)], 1, random.Random(seed))
+
+
+def test_p_without_a_barrier_behind_dv_would_race() -> None:
+    class Unguarded(Roles):
+        DOUT_STAGES = 2
+
+        def __init__(self, *arguments: int) -> None:
+            super().__init__(*arguments)
+            self.p_empty.passed = lambda opened: True  # type: ignore[method-assign]
+
+    with pytest.raises(AssertionError, match="P "):
+        for seed in range(200):
+            play([Unguarded(0, 6, 1)], 1, random.Random(seed))

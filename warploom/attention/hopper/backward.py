@@ -61,10 +61,12 @@ class HopperBackward:
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
         self.by_rows = config.tile_m == 64 * WARPGROUPS
         self.columns = self.part // 64
+        self.dq_columns = self.columns  # that one product computes
         # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
         self.lean = config.tile_m == 128
         self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
+        self.dims = config.head_dim_v, config.head_dim  # columns of dV and dK
         self.spans = config.head_dim, config.head_dim_v  # columns of Q and dO that one warpgroup's dK and dV take
 
     @cute.jit
@@ -119,7 +121,7 @@ class HopperBackward:
         heads_kv = tk.shape[2]
         layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, self.spans[0])
         layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, self.spans[1])
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, self.columns)
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, self.dq_columns)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, config.head_dim_v)
         layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, self.tile_n)
         tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
@@ -381,6 +383,8 @@ class HopperBackward:
             v_full=barriers + 2 * (stages + dout_stages) + 1,
             stats=storage.stats.data_ptr(),
             ds_start=storage.ds.data_ptr(),
+            k_start=storage.k.data_ptr(),
+            v_start=storage.v.data_ptr(),
             dq=storage.dq.data_ptr(),
             q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             dout=storage.dout.get_tensor(layout_do.outer, swizzle=layout_do.inner),
@@ -449,7 +453,6 @@ class HopperBackward:
                 if warp == WRITERS[i]:
                     self.write(work, sums, turns, i, left)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.compute(work, dk, dv, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
 
     @cute.jit
@@ -612,12 +615,19 @@ class HopperBackward:
     @cute.jit
     def compute(self, work, dk, dv, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
-        config, shared = self.config, work.shared
-        first, whole_first, whole_end, end = work.bounds
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.registers(work, products, scale, softcap)
         self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
+        self.steps(r, work)
+        self.finish(r, work, dk, dv, scale)
+
+    @cute.jit
+    def steps(self, r, work):
+        """All query tiles, masked ones in loops of their own."""
+        config, shared = self.config, work.shared
+        first, whole_first, whole_end, end = work.bounds
         j = Int32(0)
         if first < end:
             cute.arch.mbarrier_wait(shared.k_full, 0)
@@ -637,7 +647,6 @@ class HopperBackward:
                     for m in cutlass.range(lower, upper, unroll=1):
                         self.step(r, m, j, masked)
                         j += 1
-        self.finish(r, work, dk, dv, scale)
 
     @cute.jit
     def set_limits(self, r, work, left, right):
@@ -865,7 +874,7 @@ class HopperBackward:
     def hand_over(self, r):
         """dQ to the writer warp, in accumulator order."""
         count = self.piece // (4 * WARPGROUP)
-        for piece in cutlass.range_constexpr(self.config.pieces):
+        for piece in cutlass.range_constexpr(cute.size(r.acc_dq) // (4 * count)):
             cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
             for i in cutlass.range_constexpr(count):
                 four = cute.make_tensor(r.acc_dq.iterator + 4 * (piece * count + i), cute.make_layout(4))

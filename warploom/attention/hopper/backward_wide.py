@@ -125,13 +125,13 @@ class WideBackward(HopperBackward):
         warpgroup.wait_group(1)
         if j > 0:  # dK of the step before has ended
             self.release(shared.q_empty + (stage ^ 1))
-        self.probabilities(r, m, stage, masked)
+        self.probabilities(r, m, self.statistics(r, stage, 0), masked)
         self.share(r, r.acc_s, slot)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
         self.gemm(r.mma_values, r.acc_dv, r.p[None, None, None, slot], r.do_turned[None, None, None, dout_stage], True)
         warpgroup.wait_group(1)
-        self.differentiate(r, stage)
+        self.differentiate(r, self.statistics(r, stage, 1))
         self.share(r, r.acc_dp, DS_SLOT)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
@@ -149,9 +149,8 @@ class WideBackward(HopperBackward):
         return [rows[0], rows[1]]
 
     @cute.jit
-    def probabilities(self, r, m, stage, masked):
+    def probabilities(self, r, m, level, masked):
         """P from the raw scores and lse; with a softcap its derivative too, times which dS takes P."""
-        level = self.statistics(r, stage, 0)
         for i in cutlass.range_constexpr(2):
             row = m * self.tile_m + r.row + 8 * i
             past, first = r.limits[0, 0], row + r.limits[1, 0]
@@ -169,9 +168,8 @@ class WideBackward(HopperBackward):
                     r.slopes[i, c] = slope
 
     @cute.jit
-    def differentiate(self, r, stage):
+    def differentiate(self, r, mean):
         """dS / scale from P and dP, in dP's place."""
-        mean = self.statistics(r, stage, 1)
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.backward_wide import WideBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import DTYPES, HopperForward
@@ -82,7 +83,8 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
         for present in (variant.varlen, variant.varlen, variant.used)
     ]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *vectors, *scalars]
-    kernel = WideBackward(variant) if variant.wide else HopperBackward(variant)
+    kind = RolesBackward if variant.roles else WideBackward if variant.wide else HopperBackward
+    kernel = kind(variant)
     return {**_compile(kernel, arguments, name, library), "shared": variant.shared_bytes}
 
 

@@ -11,7 +11,7 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (*(f"{_HERE}/{file}.py" for file in ("build", "config", "primitives", "schedule")), "runtime/instructions.py")
 SOURCES = (*_COMMON, f"{_HERE}/forward.py")
-BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_wide.py")
+BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_wide.py", f"{_HERE}/backward_roles.py")
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,11 @@ class BackwardConfig:
     def wide(self) -> bool:
         """Whether warpgroups share the block's keys, each with a half of the head dims."""
         return self.tile_n == 64
+
+    @property
+    def roles(self) -> bool:
+        """Whether one warpgroup keeps the block's dV and the other its dK."""
+        return self.tile_n in (80, 96, 112)
 
     @property
     def shared_bytes(self) -> int:

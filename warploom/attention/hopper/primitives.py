@@ -25,10 +25,11 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 @dsl_user_op
 def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *, loc: Any = None, ip: Any = None) -> None:
-    """stmatrix of four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
-    text = f"stmatrix.sync.aligned.m8n8.x4{'.trans' * transposed}.shared.b16 [$0], {{$1, $2, $3, $4}};"
+    """stmatrix of two or four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"stmatrix.sync.aligned.m8n8.x{len(words)}{'.trans' * transposed}.shared.b16 [$0], {{{names}}};"
     values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
-    assembly(None, values, text, "r,r,r,r,r,~{memory}", side_effects=True)
+    assembly(None, values, text, "r," * (1 + len(words)) + "~{memory}", side_effects=True)
 
 
 @dsl_user_op

@@ -1,0 +1,227 @@
+"""The backward of head dims past 128: a block owns up to 96 keys; one warpgroup keeps their dV, the other their dK.
+
+Registers hold dV or dK of more keys than both, and each product reads shared memory less often when it is not cut in two.
+S, dP and dQ are shared out: S and dP by keys, dQ by columns. P and dS pass through shared memory. dV and dK are kept
+transposed, head dims down and keys across, so that the number of keys need not be a multiple of 64.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, Names
+from warploom.attention.hopper.backward_wide import WideBackward
+from warploom.attention.hopper.config import BackwardConfig
+from warploom.attention.hopper.primitives import store_matrices
+from warploom.runtime.instructions import pack16
+
+VALUES, KEYS = 0, 1  # the warpgroup of dV, and that of dK
+# Named barriers: both have written their P; dV has read it; and + role: a warpgroup has staged its gradient.
+P_READY, P_EMPTY, STAGED = 6, 7, 8
+P_SLOT, DS_SLOT = 0, 1
+BOTH = WARPGROUPS * WARPGROUP
+
+
+class RolesBackward(WideBackward):
+    """As ``HopperBackward``, for 64 queries by 80 or 96 keys."""
+
+    def __init__(self, config: BackwardConfig):
+        super().__init__(config)
+        self.slots = 2
+        self.spans = config.head_dim, config.head_dim_v
+        # 160 registers of dK or dV leave 32 for dQ: half of a warpgroup's columns at a time.
+        self.parts = 2 if config.head_dim > 192 else 1
+        self.dq_columns = self.columns // self.parts
+        # Of VALUES and KEYS; less than 504 with the producer's, which is what the block starts with.
+        self.registers_each = (224, 256) if config.head_dim_v < config.head_dim else (240, 240)
+        self.width = next(w for w in (64, 32, 16) if config.tile_n % w == 0)  # columns of a swizzled row of P and dS
+
+    def products(self) -> tuple[Any, Any, Any, Any]:
+        smem = warpgroup.OperandSource.SMEM
+        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
+        scores = self.mma((64, self.keys_each, 16), smem, by_k, by_k)
+        gradient = self.mma((64, self.config.tile_n, 16), smem, by_mn, by_mn)
+        return scores, gradient, gradient, self.mma((64, self.dq_columns, 16), smem, by_k, by_mn)
+
+    @cute.jit
+    def compute(self, work, dk, dv, products, scale, softcap, left, right):
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 8:
+            cute.arch.setmaxregister_increase(self.registers_each[VALUES])
+            self.play(VALUES, work, dv, products, scale, softcap, left, right)
+        else:
+            cute.arch.setmaxregister_increase(self.registers_each[KEYS])
+            self.play(KEYS, work, dk, products, scale, softcap, left, right)
+
+    @cute.jit
+    def play(self, role, work, target, products, scale, softcap, left, right):
+        """All steps of one warpgroup, and its gradient."""
+        r = self.registers(work, products, scale, softcap, role)
+        self.set_limits(r, work, left, right)
+        r.acc.fill(0.0)
+        self.steps(r, work)
+        warpgroup.wait_group(0)
+        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)  # nobody reads K and V any more
+        start, factor = (work.shared.v_start, Float32(1.0)) if const_expr(role == VALUES) else (work.shared.k_start, scale)
+        self.stage(r, start, factor)
+        cute.arch.barrier(barrier_id=STAGED + role, number_of_threads=WARPGROUP)
+        self.copy_out(start, self.dims[role], work, target)
+
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> Names:
+        mma_scores, mma_gradient, _, mma_queries = products
+        scores, gradient, queries = (m.get_slice(0) for m in (mma_scores, mma_gradient, mma_queries))
+        shared = work.shared
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        lane = own % 32
+        left_operand = shared.dout if role == VALUES else shared.q
+        left_turned, k_turned, tiles_turned = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (left_operand, shared.k, shared.ds)
+        )
+        acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.keys_each)))
+        acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.keys_each)))
+        multiplier, cap_in = self.multipliers(scale, softcap)
+        slot = P_SLOT if role == VALUES else DS_SLOT
+        return Names(
+            role=role,
+            shared=shared,
+            group=role,
+            multiplier=multiplier,
+            cap_in=cap_in,
+            mma_scores=mma_scores,
+            mma_gradient=mma_gradient,
+            mma_queries=mma_queries,
+            q=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.q)), 0),
+            dout=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.dout)), 0),
+            k=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.k)), role)[None, None, None, 0],
+            v=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.v)), role)[None, None, None, 0],
+            left=mma_gradient.make_fragment_A(gradient.partition_A(left_turned)),
+            tile=mma_gradient.make_fragment_B(gradient.partition_B(tiles_turned))[None, None, None, slot],
+            dq_a=self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)[None, None, None, DS_SLOT],
+            dq_b=[
+                self.part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), role * self.parts + i)[
+                    None, None, None, 0
+                ]
+                for i in range(self.parts)
+            ],
+            acc_s=acc_s,
+            acc_dp=acc_dp,
+            acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.dq_columns))),
+            acc=mma_gradient.make_fragment_C(gradient.partition_shape_C((self.dims[role], self.config.tile_n))),
+            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(self.keys_each)),
+            rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(self.keys_each)),
+            limits=cute.make_rmem_tensor((2, 2), Int32),
+            slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
+            targets=self.targets(shared.ds_start, own // 32, lane, role),
+            dq_target=shared.dq + role * self.piece + own * 4,
+            row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
+            column=own % 4 * 2,
+        )
+
+    def targets(self, start: Any, warp: Any, lane: Any, role: int) -> list[Any]:
+        """Where a lane's rows of P go: of each 16 keys four 8 × 8 tiles, those of the first 8 keys first; lane l addresses row
+        l % 8 of tile l // 8. Rows of ``width`` keys hold swizzled chunks of 16 bytes. Eight last keys are two tiles.
+        """
+        row = warp * 16 + lane // 8 % 2 * 8 + lane % 8
+        chunks = self.width // 8
+        turn = row // (64 // self.width) % chunks
+        found = []
+        for i in range(-(-self.keys_each // 16)):
+            chunk = (role * self.keys_each + 16 * i) // 8 + (lane // 16 if 16 * i + 8 < self.keys_each else 0)
+            found.append(start + chunk // chunks * (64 * self.width) + row * self.width + (chunk % chunks ^ turn) * 8)
+        return found
+
+    @cute.jit
+    def step(self, r, m, j, masked):
+        """One query tile. P and dS have one slot each. Who writes P knows that dV has read the last one, by a barrier or, where
+        dO has one stage, because dO is there; who writes dS has met the other warpgroup after all that read the last dS.
+        """
+        shared = r.shared
+        stage, phase = schedule.ring(j, self.stages)
+        dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
+        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
+        level, mean = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
+        cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
+        self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
+        if const_expr(r.role == VALUES and self.dout_stages > 1):  # noqa: SIM102
+            if j > 0:
+                cute.arch.barrier_arrive(barrier_id=P_EMPTY, number_of_threads=BOTH)
+        warpgroup.wait_group(1)
+        if const_expr(r.role == VALUES):
+            self.release(shared.q_empty + stage)
+        else:
+            if j > 0:  # dK of the step before has ended
+                self.release(shared.q_empty + (stage ^ 1))
+        self.probabilities(r, m, level, masked)
+        if const_expr(r.role == KEYS and self.dout_stages > 1):  # noqa: SIM102
+            if j > 0:
+                cute.arch.barrier(barrier_id=P_EMPTY, number_of_threads=BOTH)
+        self.share(r, r.acc_s, P_SLOT)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
+        if const_expr(r.role == VALUES):
+            self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, dout_stage], r.tile, True)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+            self.release(shared.do_empty + dout_stage)
+        self.differentiate(r, mean)
+        self.share(r, r.acc_dp, DS_SLOT)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
+        self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[0], False)
+        if const_expr(r.role == VALUES):
+            warpgroup.wait_group(1)
+            self.release(shared.do_empty + dout_stage)
+            warpgroup.wait_group(0)
+        else:
+            self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, stage], r.tile, True)
+            warpgroup.wait_group(1)
+        self.hand_over(r)
+        for i in cutlass.range_constexpr(1, self.parts):
+            self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[i], False)
+            warpgroup.wait_group(0)
+            self.hand_over(r)
+
+    @cute.jit
+    def share(self, r, acc, slot):
+        """P or dS, in the input dtype, where both warpgroups read it."""
+        for i in cutlass.range_constexpr(len(r.targets)):
+            count = min(4, self.keys_each // 4 - 4 * i)
+            words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + count)]
+            store_matrices(r.targets[i] + slot * (self.tile_m * self.tile_n), words)
+
+    @cute.jit
+    def stage(self, r, start, factor):
+        """dV or dK in the input dtype in shared memory, rows now keys: blocks of 64 columns, chunks of 16 bytes swizzled."""
+        own, tile_n = cute.arch.thread_idx()[0] % WARPGROUP, self.tile_n
+        lane = own % 32
+        chunk = own // 32 * 2 + lane // 8 % 2
+        target = start + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8
+        for block in cutlass.range_constexpr(self.dims[r.role] // 64):
+            for i in cutlass.range_constexpr(tile_n // 16):
+                at = block * (tile_n // 2) + 8 * i
+                words = [pack16(r.acc[at + 2 * j] * factor, r.acc[at + 2 * j + 1] * factor, self.dtype) for j in range(4)]
+                store_matrices(target + block * (tile_n * 64) + i * (16 * 64), words, transposed=True)
+
+    @cute.jit
+    def copy_out(self, start, columns, work, target):
+        """Store staged rows of dV or dK, 16 bytes a thread, neighbours next to each other."""
+        own, chunks = cute.arch.thread_idx()[0] % WARPGROUP, columns // 8
+        for i in cutlass.range_constexpr(self.tile_n * chunks // WARPGROUP):
+            index = i * WARPGROUP + own
+            key, chunk = index // chunks, index % chunks
+            row, column = work.n_block * self.tile_n + key, chunk * 8
+            if row < work.seqlen_k and column < target.shape[-1]:
+                source = start + chunk // 8 * (self.tile_n * 64) + key * 64 + (chunk % 8 ^ key % 8) * 8
+                eight = cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(8)), eight)
+                into = self.element(target, work.batch, work.k_start + row, work.head, column)
+                cute.autovec_copy(eight, cute.make_tensor(into, cute.make_layout(8)))
