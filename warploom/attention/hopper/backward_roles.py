@@ -66,6 +66,14 @@ class RolesBackward(WideBackward):
         r = self.registers(work, products, scale, softcap, role)
         self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
+        first, _, _, end = work.bounds
+        r.steps = work.group_size * (end - first)
+        if const_expr(self.config.ahead):  # noqa: SIM102
+            if first < end:
+                cute.arch.mbarrier_wait(work.shared.k_full, 0)
+                cute.arch.mbarrier_wait(work.shared.q_full, 0)
+                self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, 0], r.k, False)
+                warpgroup.wait_group(0)
         self.steps(r, work)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)  # nobody reads K and V any more
@@ -145,8 +153,9 @@ class RolesBackward(WideBackward):
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
-        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-        self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
+        if const_expr(not self.config.ahead):
+            cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+            self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
         level, mean = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
@@ -176,19 +185,27 @@ class RolesBackward(WideBackward):
         self.share(r, r.acc_dp, DS_SLOT)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
-        self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[0], False)
-        if const_expr(r.role == VALUES):
-            warpgroup.wait_group(1)
-            self.release(shared.do_empty + dout_stage)
-            warpgroup.wait_group(0)
-        else:
-            self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, stage], r.tile, True)
-            warpgroup.wait_group(1)
-        self.hand_over(r)
-        for i in cutlass.range_constexpr(1, self.parts):
+        last = self.parts - 1
+        for i in cutlass.range_constexpr(self.parts):
             self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[i], False)
-            warpgroup.wait_group(0)
+            behind = 0  # products issued after dQ's
+            if const_expr(r.role == VALUES and i == 0):
+                warpgroup.wait_group(1)
+                self.release(shared.do_empty + dout_stage)
+            if const_expr(r.role == KEYS and i == 0):
+                self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, stage], r.tile, True)
+                behind += 1
+            if const_expr(self.config.ahead and i == last):
+                following, phase = schedule.ring(j + 1, self.stages)
+                if j + 1 < r.steps:
+                    cute.arch.mbarrier_wait(shared.q_full + following, phase)
+                # Of the last step nobody reads it.
+                self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, following], r.k, False)
+                behind += 1
+            warpgroup.wait_group(behind)
             self.hand_over(r)
+        if const_expr(self.config.ahead):
+            warpgroup.wait_group(0)
 
     @cute.jit
     def share(self, r, acc, slot):

@@ -92,6 +92,7 @@ class BackwardConfig:
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
+    ahead: bool = False  # S of the next step is issued before dQ leaves
 
     @property
     def name(self) -> str:
@@ -100,6 +101,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
+        parts += ["ahead"] * self.ahead
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -153,9 +153,9 @@ def backward_config(
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
-    tile_m, tile_n, dout_stages, pieces = BACKWARD_TILES[dims]
+    tile_m, tile_n, dout_stages, pieces, *rest = BACKWARD_TILES[dims]
     features = (right, left, softcap, dlse, deterministic, varlen, used)
-    return BackwardConfig(dtype, *dims, tile_m, *features, tile_n, dout_stages=dout_stages, pieces=pieces)
+    return BackwardConfig(dtype, *dims, tile_m, *features, tile_n, dout_stages=dout_stages, pieces=pieces, ahead=bool(rest))
 
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> BackwardConfig:
