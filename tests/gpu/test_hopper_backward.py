@@ -116,7 +116,7 @@ def test_nan_of_other_sequences_changes_nothing() -> None:
         assert torch.equal(a[130], b[130]) and not b.isnan().any() and not a[300:].any()
 
 
-@pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])
+@pytest.mark.parametrize("seqlen", [1, 17, 81, 97, 113, 127, 129, 1023])
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_odd_lengths(seqlen: int, band: str, dims: tuple[int, int]) -> None:

@@ -392,3 +392,14 @@ def test_p_without_a_barrier_behind_dv_would_race() -> None:
     with pytest.raises(AssertionError, match="P "):
         for seed in range(200):
             play([Unguarded(0, 6, 1)], 1, random.Random(seed))
+
+
+def test_ring_of_buffers() -> None:
+    """Where warps add dQ themselves: what is written to a buffer never meets a copy that may still be reading it."""
+    pending: list[tuple[int, int]] = []  # (step, piece) that may not have been read yet, oldest first
+    for step in range(3):
+        for piece in range(8):
+            kept = 2 if piece > 1 else 1
+            pending = pending[-kept:]
+            assert all(p % 3 != piece % 3 for _, p in pending)
+            pending.append((step, piece))

@@ -370,7 +370,7 @@ class HopperBackward:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.piece], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.config.dq_floats], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
@@ -450,10 +450,10 @@ class HopperBackward:
             if warp == LOADER:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
             for i in cutlass.range_constexpr(WARPGROUPS):
-                if warp == WRITERS[i]:
+                if const_expr(not self.config.ring) and warp == WRITERS[i]:
                     self.write(work, sums, turns, i, left)
         else:
-            self.compute(work, dk, dv, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
+            self.compute(work, dk, dv, sums, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -613,7 +613,7 @@ class HopperBackward:
     # The consumer warpgroups
 
     @cute.jit
-    def compute(self, work, dk, dv, products, scale, softcap, left, right):
+    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.registers(work, products, scale, softcap)

@@ -13,14 +13,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, Names
 from warploom.attention.hopper.backward_wide import WideBackward
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.primitives import store_matrices
+from warploom.attention.hopper.primitives import bulk_add, store_matrices
 from warploom.runtime.instructions import pack16
 
 VALUES, KEYS = 0, 1  # the warpgroup of dV, and that of dK
@@ -52,22 +52,25 @@ class RolesBackward(WideBackward):
         return scores, gradient, gradient, self.mma((64, self.dq_columns, 16), smem, by_k, by_mn)
 
     @cute.jit
-    def compute(self, work, dk, dv, products, scale, softcap, left, right):
+    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 8:
             cute.arch.setmaxregister_increase(self.registers_each[VALUES])
-            self.play(VALUES, work, dv, products, scale, softcap, left, right)
+            self.play(VALUES, work, dv, sums, products, scale, softcap, left, right)
         else:
             cute.arch.setmaxregister_increase(self.registers_each[KEYS])
-            self.play(KEYS, work, dk, products, scale, softcap, left, right)
+            self.play(KEYS, work, dk, sums, products, scale, softcap, left, right)
 
     @cute.jit
-    def play(self, role, work, target, products, scale, softcap, left, right):
+    def play(self, role, work, target, sums, products, scale, softcap, left, right):
         """All steps of one warpgroup, and its gradient."""
         r = self.registers(work, products, scale, softcap, role)
         self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
         first, _, _, end = work.bounds
-        r.steps = work.group_size * (end - first)
+        r.tiles = end - first
+        r.steps = work.group_size * r.tiles
+        r.first_tile = (work.batch * work.heads_q + work.head * work.group_size) * work.m_blocks + work.first_tile
+        r.m_blocks, r.sums = work.m_blocks, sums.iterator
         if const_expr(self.config.ahead):  # noqa: SIM102
             if first < end:
                 cute.arch.mbarrier_wait(work.shared.k_full, 0)
@@ -76,6 +79,8 @@ class RolesBackward(WideBackward):
                 warpgroup.wait_group(0)
         self.steps(r, work)
         warpgroup.wait_group(0)
+        if const_expr(self.config.ring):
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)  # nobody reads K and V any more
         start, factor = (work.shared.v_start, Float32(1.0)) if const_expr(role == VALUES) else (work.shared.k_start, scale)
         self.stage(r, start, factor)
@@ -203,9 +208,37 @@ class RolesBackward(WideBackward):
                 self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, following], r.k, False)
                 behind += 1
             warpgroup.wait_group(behind)
-            self.hand_over(r)
+            if const_expr(self.config.ring):
+                self.add(r, m, j, i)
+            else:
+                self.hand_over(r)
         if const_expr(self.config.ahead):
             warpgroup.wait_group(0)
+
+    @cute.jit
+    def add(self, r, m, j, part):
+        """Add a part of dQ to its sums, 16 columns of a warp's 16 rows at a time from one of three buffers: a buffer is written
+        again once all copies but those of the two after it have been read, or of one, where a step takes up from the last.
+        """
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        tile = r.first_tile + j // r.tiles * r.m_blocks + m
+        into = r.sums + (Int64(tile) * WARPGROUPS + r.group) * self.part + warp * 128
+        buffers = r.shared.dq + r.group * self.config.dq_floats + warp * (3 * 256)
+        for i in cutlass.range_constexpr(self.dq_columns // 16):
+            piece = part * (self.dq_columns // 16) + i
+            buffer = buffers + piece % 3 * 256
+            cute.arch.cp_async_bulk_wait_group(2 if piece > 1 else 1, read=True)
+            cute.arch.sync_warp()
+            for group in cutlass.range_constexpr(2):
+                four = cute.make_tensor(r.acc_dq.iterator + 4 * (2 * i + group), cute.make_layout(4))
+                target = cute.make_tensor((buffer + group * 128 + lane * 4).align(16), cute.make_layout(4))
+                cute.autovec_copy(four, target)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                for group in cutlass.range_constexpr(2):
+                    bulk_add(into + (2 * piece + group) * 512, buffer + group * 128, 512)
+                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def share(self, r, acc, slot):

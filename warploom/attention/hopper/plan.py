@@ -126,16 +126,18 @@ def named_set() -> list[ForwardConfig]:
 
 
 # Of the backward by (head_dim, head_dim_v) of its tile: queries a step, keys a block, stages of the dO ring, pieces in which
-# dQ leaves. Smaller head dims run in the next larger tile by TMA bounds. 64 keys: two warpgroups share their dK and dV by
-# columns; one stage of dO and two pieces are what shared memory allows at 256.
+# dQ leaves. Smaller head dims run in the next larger tile by TMA bounds. Past 128 a warpgroup keeps dV and the other dK, of as
+# many keys as registers hold; with 64 keys, two warpgroups share dK and dV by columns.
 BACKWARD_TILES = {
     (64, 64): (128, 128, 2, 1),
     (96, 96): (64, 128, 2, 1),  # 4096 keys: 522 TFLOP/s; in the tile of 128 452
     (128, 128): (64, 128, 2, 1),
-    (192, 128): (64, 112, 1, 1),
-    (192, 192): (64, 96, 1, 1),
-    (256, 256): (64, 80, 1, 4),
+    (192, 128): (64, 112, 1, 1),  # 8192 keys full: 557; 96 keys 518, 64 354
+    (192, 192): (64, 96, 1, 1),  # 16384 keys: 562, in two pieces and with two stages 486; 64 keys 392
+    (256, 256): (64, 80, 1, 4),  # (64, 64, 1, 2) is the alternative by columns
 }
+# At 80 keys: ring (which takes the place of the pieces where key blocks do not queue) and ahead, as BackwardConfig has them.
+WAYS = {(256, 256): (True, False)}
 
 
 @cache
@@ -153,9 +155,22 @@ def backward_config(
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
-    tile_m, tile_n, dout_stages, pieces, *rest = BACKWARD_TILES[dims]
+    tile_m, tile_n, dout_stages, pieces = BACKWARD_TILES[dims]
+    if softcap and tile_n == 112:
+        tile_n = 96  # its constants would spill
+    ring, ahead = WAYS.get(dims, (False, False)) if tile_n == 80 else (False, False)
     features = (right, left, softcap, dlse, deterministic, varlen, used)
-    return BackwardConfig(dtype, *dims, tile_m, *features, tile_n, dout_stages=dout_stages, pieces=pieces, ahead=bool(rest))
+    return BackwardConfig(
+        dtype,
+        *dims,
+        tile_m,
+        *features,
+        tile_n,
+        dout_stages=dout_stages,
+        pieces=pieces,
+        ring=ring and not deterministic,
+        ahead=ahead,
+    )
 
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> BackwardConfig:
