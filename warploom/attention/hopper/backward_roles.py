@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, Names
 from warploom.attention.hopper.backward_wide import WideBackward
-from warploom.attention.hopper.config import BackwardConfig
+from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.attention.hopper.primitives import bulk_add, store_matrices
 from warploom.runtime.instructions import pack16
 
@@ -36,13 +36,12 @@ class RolesBackward(WideBackward):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.slots = 2
-        self.spans = config.head_dim, config.head_dim_v
         # 160 registers of dK or dV leave 32 for dQ: half of a warpgroup's columns at a time.
         self.parts = 2 if config.head_dim > 192 else 1
         self.dq_columns = self.columns // self.parts
         # Of VALUES and KEYS; less than 504 with the producer's, which is what the block starts with.
         self.registers_each = (224, 256) if config.head_dim_v < config.head_dim else (240, 240)
-        self.width = next(w for w in (64, 32, 16) if config.tile_n % w == 0)  # columns of a swizzled row of P and dS
+        self.width = box_columns(config.tile_n)  # of a swizzled row of P and dS
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         smem = warpgroup.OperandSource.SMEM
@@ -63,16 +62,11 @@ class RolesBackward(WideBackward):
     @cute.jit
     def play(self, role, work, target, sums, products, scale, softcap, left, right):
         """All steps of one warpgroup, and its gradient."""
-        r = self.registers(work, products, scale, softcap, role)
+        r = self.registers(work, products, scale, softcap, role, sums.iterator)
         self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
-        first, _, _, end = work.bounds
-        r.tiles = end - first
-        r.steps = work.group_size * r.tiles
-        r.first_tile = (work.batch * work.heads_q + work.head * work.group_size) * work.m_blocks + work.first_tile
-        r.m_blocks, r.sums = work.m_blocks, sums.iterator
         if const_expr(self.config.ahead):  # noqa: SIM102
-            if first < end:
+            if r.steps > 0:
                 cute.arch.mbarrier_wait(work.shared.k_full, 0)
                 cute.arch.mbarrier_wait(work.shared.q_full, 0)
                 self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, 0], r.k, False)
@@ -87,7 +81,7 @@ class RolesBackward(WideBackward):
         cute.arch.barrier(barrier_id=STAGED + role, number_of_threads=WARPGROUP)
         self.copy_out(start, self.dims[role], work, target)
 
-    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> Names:
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES, sums: Any = None) -> Names:
         mma_scores, mma_gradient, _, mma_queries = products
         scores, gradient, queries = (m.get_slice(0) for m in (mma_scores, mma_gradient, mma_queries))
         shared = work.shared
@@ -101,8 +95,14 @@ class RolesBackward(WideBackward):
         acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.keys_each)))
         multiplier, cap_in = self.multipliers(scale, softcap)
         slot = P_SLOT if role == VALUES else DS_SLOT
+        first, _, _, end = work.bounds
         return Names(
             role=role,
+            tiles=end - first,
+            steps=work.group_size * (end - first),
+            first_tile=(work.batch * work.heads_q + work.head * work.group_size) * work.m_blocks + work.first_tile,
+            m_blocks=work.m_blocks,
+            sums=sums,
             shared=shared,
             group=role,
             multiplier=multiplier,
