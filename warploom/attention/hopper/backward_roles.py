@@ -212,7 +212,8 @@ class RolesBackward(WideBackward):
                 self.add(r, m, j, i)
             else:
                 self.hand_over(r)
-        if const_expr(self.config.ahead):
+        # ptxas would serialise all products if these were running where such loops begin anew: S, and dK in nested loops.
+        if const_expr(self.config.ahead or (self.config.deterministic and r.role == KEYS and self.parts == 1)):
             warpgroup.wait_group(0)
 
     @cute.jit

@@ -102,6 +102,7 @@ class BackwardConfig:
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
+    alternate: bool = False  # writer warps take turns at steps, not at warpgroups
     ring: bool = False  # consumer warps add their own dQ, from a ring of buffers; not where key blocks queue
     ahead: bool = False  # S of the next step is issued before dQ leaves
 
@@ -112,7 +113,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("ring", "ahead") if getattr(self, feature)]
+        parts += [feature for feature in ("alternate", "ring", "ahead") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
