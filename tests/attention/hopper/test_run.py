@@ -39,7 +39,9 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
         assert (parts is not None) == variant["split"] and split >= 0
         if split:
-            tiles = -(-q.shape[1] // config.tile_m) * q.shape[0] * q.shape[2]
+            group = q.shape[2] // k.shape[2]
+            heads = k.shape[2] * -(-group // config.abreast) if config.grouped else q.shape[2]
+            tiles = -(-q.shape[1] // config.queries) * q.shape[0] * heads
             assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
             assert parts.numel() == 2 * blocks * config.piece_floats
             assert blocks in (1, PROCESSORS) and (tiles - split) % blocks == 0
@@ -75,6 +77,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_ready", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
     monkeypatch.setattr(modules, "load", kernel)
 
 
@@ -126,6 +129,26 @@ def test_a_capturing_stream_is_refused_in_words(monkeypatch: pytest.MonkeyPatch)
     q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="is not loaded, which a capturing stream cannot do"):
         run.forward(dense_args(q, q, q))
+
+
+def test_heads_of_a_group_share_a_tile_where_queries_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where only the module for one head a tile is here, or may be loaded, that one runs."""
+    names: list[str] = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        names.append(spec.name)
+        return kernel(spec)
+
+    monkeypatch.setattr(modules, "load", load)
+    for queries, group in ((1, 8), (20, 8), (100, 8), (1, 1)):
+        q, k = torch.zeros(1, queries, group, 128).half(), torch.zeros(1, 300, 1, 128).half()
+        run.forward(dense_args(q, k, k, causal=True))
+    assert [name.rpartition("_")[2] for name in names] == ["grouped8", "grouped32", "early"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(modules, "loaded", lambda spec: None if "grouped" in spec.name else kernel(spec))
+    q = torch.zeros(1, 1, 2, 64).half()
+    run.forward(dense_args(q, q[:, :, :1], q[:, :, :1]))
+    assert names[-1].endswith("turns")
 
 
 def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warploom.attention.hopper.schedule import NOTHING, heads_in_pairs, in_order, paired, piece, pieces, tiles_to_split
+from warploom.attention.hopper.schedule import (
+    NOTHING,
+    grouped,
+    heads_in_pairs,
+    in_order,
+    paired,
+    piece,
+    pieces,
+    tile_heads,
+    tiles_to_split,
+)
 
 H100 = 132
 
@@ -126,6 +136,20 @@ def test_split_tiles_are_dealt_out_whole(blocks: int, tiles: int, n_blocks: int)
         assert [first for first, _, _ in slots] == [0, *(end for _, end, _ in slots[:-1])] and slots[-1][1] == n_blocks
         first, last, part = pieces(tile, blocks, tiles, n_blocks)
         assert [slot for _, _, slot in slots] == [2 * first + part, *(2 * b for b in range(first + 1, last + 1))]
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("tile_m", [128, 192, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 20, 33])
+def test_tiles_that_hold_several_heads_hold_all_queries_once(group: int, tile_m: int, rows: int) -> None:
+    abreast, past, kv = tile_m // rows, 10**6, 3
+    found = [
+        grouped(head, local, rows, abreast, group, past, choose)
+        for head in range(kv * tile_heads(group, abreast))
+        for local in range(tile_m)
+    ]
+    held = sorted((head, query) for query, head in found if query != past)
+    assert held == [(head, query) for head in range(kv * group) for query in range(rows)]
 
 
 def test_what_is_split() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, config
-from warploom.attention.hopper.schedule import heads_in_pairs, tiles_to_split
+from warploom.attention.hopper.plan import LONG, config, grouped
+from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
@@ -45,9 +45,11 @@ def bind(args: AttentionArgs) -> Launch:
     cut = first > 0 or end < seqlen_k
     left = reach(None if left is None else left - (seqlen_k - end))
     right = reach(None if right is None else right + (seqlen_k - end))
-    function, variant = _function(args, seqlen_k)
-    m_blocks = -(-seqlen_q // variant.tile_m)
-    tiles, blocks = m_blocks * batch * heads, processors(index)
+    members = heads // k.shape[2]
+    function, variant = _function(args, seqlen_k, (seqlen_q, members))
+    m_blocks = -(-seqlen_q // variant.queries)
+    rows = batch * (k.shape[2] * tile_heads(members, variant.abreast) if variant.grouped else heads)
+    tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
     if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
@@ -55,7 +57,7 @@ def bind(args: AttentionArgs) -> Launch:
     parts_shape = _parts_shape(blocks, variant)
     if not split:
         blocks = min(blocks, tiles)
-    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, batch * heads, blocks), split, blocks)
+    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks), split, blocks)
     readable = all(map(stepped, (q, k, v)))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,11 @@ def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the call's module, and launch it on one token."""
-    _first_launch(args, *_function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1]))
+    if args.cu_seqlens_q is None:
+        few = args.q.shape[1], args.q.shape[2] // args.k.shape[2]
+        _first_launch(args, *_function(args, args.k.shape[1], few))
+    else:
+        _first_launch(args, *_function(args, args.max_seqlen_k or 0))
 
 
 def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig) -> None:
@@ -130,8 +136,10 @@ def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, 
     return torch.empty(shape, dtype=q.dtype, device=q.device), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
 
 
-def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], ForwardConfig]:
-    """The compiled variant."""
+def _function(
+    args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None
+) -> tuple[Callable[..., None], ForwardConfig]:
+    """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
     key = (
         DTYPES[args.q.dtype],
         args.q.shape[-1],
@@ -144,13 +152,16 @@ def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], 
         args.cu_seqlens_q is not None,
         args.seqused_k is not None,
     )
-    ready = _ready.get(key)
+    each = 0 if few is None else grouped(*few, config(*key).tile_m)
+    ready = _ready.get((*key, each))
     if ready is None:
-        variant = config(*key)
+        variant = config(*key, each)
         capturing = torch.cuda.is_current_stream_capturing()
+        if each and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+            return _function(args, seqlen_k)  # one head a tile takes longer, but its module may be here
         if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[key] = modules.load(variant.spec), variant
+        ready = _ready[(*key, each)] = modules.load(variant.spec), variant
         if variant.split and not capturing:
             _first_launch(args, *ready)  # of what merges pieces too, which a captured call may be the first to need
     return ready

@@ -47,6 +47,22 @@ def pieces(tile: Any, blocks: Any, tiles: Any, n_blocks: Any) -> tuple[Any, Any,
     return first, last, tile - first * total // blocks // n_blocks
 
 
+def tile_heads(group: Any, abreast: Any) -> Any:
+    """How many tiles hold the heads of a group, ``abreast`` of them in each."""
+    return (group + abreast - 1) // abreast
+
+
+def grouped(head: Any, local: Any, rows: Any, abreast: Any, group: Any, past: Any, choose: Any) -> tuple[Any, Any]:
+    """(query, head) of row ``local`` of a tile that holds ``rows`` queries of each of ``abreast`` heads of a group.
+
+    ``head`` counts tiles of groups; the query counts from the tile's first and is ``past`` where the row has no head.
+    """
+    tiles = tile_heads(group, abreast)
+    kv = head // tiles
+    member = (head - kv * tiles) * abreast + local // rows
+    return choose(member < group, local % rows, past), kv * group + member
+
+
 # Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
 SPLIT_COST = 16
 
