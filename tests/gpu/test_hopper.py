@@ -127,6 +127,32 @@ def test_split_tiles(dims: tuple[int, int], keywords: dict[str, Any]) -> None:
             torch.testing.assert_close(lse[:, head : head + 1, -200:].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
 
 
+FEW: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (900, 3)}, {"sink": True, "causal": True}, {"softcap": 20.0}]
+
+
+@pytest.mark.parametrize(
+    ("dims", "keywords"),
+    [((d, d), keywords) for d in (64, 128) for keywords in FEW]
+    + [(dims, keywords) for dims in ((88, 72), (192, 128), (256, 256)) for keywords in FEW[:2]],
+    ids=str,
+)
+def test_few_queries_of_groups(dims: tuple[int, int], keywords: dict[str, Any]) -> None:
+    """Tiles that hold 8 or 32 queries of several heads of a group, split or not, strided or not, against the reference."""
+    shapes = [(1, 700, 8, 2), (8, 9001, 7, 1), (5, 9001, 36, 2), (13, 2500, 12, 3), (32, 9001, 8, 2)]
+    for queries, keys, heads, kv in shapes if dims == (128, 128) else shapes[:3]:
+        q = torch.randn(2, heads, queries, dims[0], device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        k, v = (torch.randn(2, keys, kv, d, device="cuda", dtype=torch.bfloat16) for d in dims)
+        sink = 5 * torch.randn(heads, device="cuda") if "sink" in keywords else None
+        options = {**keywords, "sink": sink}
+        assert "grouped" in str(warploom.explain(q, k, v, backend="hopper", **options))
+        out, lse = attend(q, k, v, **options)
+        judged = {**options, "sink": None if sink is None else sink.double(), "return_lse": True, "backend": "reference"}
+        want, want_lse = warploom.attention(*(t.double() for t in (q, k, v)), **judged)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+        assert all(map(torch.equal, attend(q.contiguous(), k, v, **options), (out, lse)))
+
+
 def test_views_are_read_in_place() -> None:
     """Transposed, packed QKV, expanded heads and batch, and what TMA cannot read, which is copied."""
     q, k, v = drawn(2, 300, 4, 4, 128)

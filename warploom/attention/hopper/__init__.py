@@ -198,7 +198,10 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse."""
+    """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
+
+    Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k).
+    """
     if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
         return None
     from warploom.attention.hopper.run import bind as run
