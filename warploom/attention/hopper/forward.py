@@ -69,7 +69,7 @@ class HopperForward:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
-        self.box = 8 if config.grouped else 64  # query rows of a head that one TMA load brings
+        self.load_rows = 8 if config.grouped else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 
     @cute.jit
@@ -102,13 +102,14 @@ class HopperForward:
         q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v)]
         if const_expr(config.varlen):
             k, v = self.ragged(k), self.ragged(v)
-        layout_q = self.tile_layout((64, config.head_dim), self.warpgroups)
-        boxes_q = self.tile_layout((self.box, config.head_dim), self.warpgroups * 64 // self.box)
+        box, box_v = config.boxes
+        layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box)
+        loads_q = self.tile_layout((self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
         if const_expr(config.grouped):
-            layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, order=(1, 0, 2))  # boxes one after the other
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages)
-        tma_q, q = self.tma(q, boxes_q, (self.box, config.head_dim))
+            layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box, order=(1, 0, 2))  # load after load
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages, box)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages, box_v)
+        tma_q, q = self.tma(q, loads_q, (self.load_rows, config.head_dim))
         tma_k, k = self.tma(k, layout_k, (self.tile_n, config.head_dim))
         tma_v, v = self.tma(v, layout_v, (self.tile_n, config.head_dim_v))
         smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -128,7 +129,7 @@ class HopperForward:
         self.kernel(
             q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts,
             tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
-            layout_q, boxes_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
+            layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
             self.launch_merge(parts, out, lse, sink, k.shape[0], k.shape[2], heads, split, blocks, stream)
@@ -142,10 +143,10 @@ class HopperForward:
                 grid=[split * (self.tile_m // MERGED_ROWS), 1, 1], block=[32 * MERGED_ROWS, 1, 1], stream=stream
             )
 
-    def tile_layout(self, tile: tuple[int, int], stages: int, order: tuple[int, int, int] = (0, 1, 2)) -> Any:
-        """Row-major tiles with the widest swizzle that the row allows, one after the other."""
+    def tile_layout(self, tile: tuple[int, int], stages: int, box: int, order: tuple[int, int, int] = (0, 1, 2)) -> Any:
+        """Row-major tiles, one after the other, with a swizzle of ``box`` columns."""
         kinds = warpgroup.SmemLayoutAtomKind
-        kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
+        kind = {64: kinds.K_SW128, 32: kinds.K_SW64}[box]
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=order)
 
     def ragged(self, t: Any) -> Any:
@@ -180,7 +181,7 @@ class HopperForward:
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         layout_q: cute.ComposedLayout,
-        boxes_q: cute.ComposedLayout,
+        loads_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
         multiplier: Float32,
@@ -222,7 +223,7 @@ class HopperForward:
             tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_STAGES))),
             scratch=storage.scratch.data_ptr(),
             q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            boxes_q=storage.q.get_tensor(boxes_q.outer, swizzle=boxes_q.inner),  # the same as TMA fills it
+            loads_q=storage.q.get_tensor(loads_q.outer, swizzle=loads_q.inner),  # the same as TMA fills it
             k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
             v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
         )
@@ -424,7 +425,7 @@ class HopperForward:
     @cute.jit
     def load(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile, then K one tile ahead of V."""
-        config, boxes = self.config, 64 // self.box
+        config, loads = self.config, 64 // self.load_rows
         packed = config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
         bytes_q = 64 * config.head_dim * 2
@@ -457,10 +458,10 @@ class HopperForward:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, bytes_q)
                     if const_expr(config.grouped):
-                        for box in cutlass.range(i * boxes, (i + 1) * boxes, unroll=1):
-                            at, member = self.place(0, head, box * self.box, group, 0)
-                            n = (m_block * config.grouped + at) // self.box
-                            self.load_queries(tma_q, q[None, None, member, batch], shared, n, box, shared.q_full + i)
+                        for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
+                            at, member = self.place(0, head, j * self.load_rows, group, 0)
+                            n = (m_block * config.grouped + at) // self.load_rows
+                            self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
                     else:
                         self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
                 q_phase ^= 1
@@ -474,11 +475,11 @@ class HopperForward:
             )
 
     @cute.jit
-    def load_queries(self, atom, queries, shared, n, box, barrier):
-        """Load the ``n``-th box of a head's queries as box ``box`` of the tile."""
-        boxes = cute.local_tile(queries, (self.box, self.config.head_dim), (None, 0))
-        into, out_of = self.tma_views(atom, shared.boxes_q, boxes)
-        cute.copy(atom, out_of[None, n], into[None, box], tma_bar_ptr=barrier)
+    def load_queries(self, atom, queries, shared, n, j, barrier):
+        """Load the ``n``-th ``load_rows`` queries of a head as the ``j``-th of the tile."""
+        rows = cute.local_tile(queries, (self.load_rows, self.config.head_dim), (None, 0))
+        into, out_of = self.tma_views(atom, shared.loads_q, rows)
+        cute.copy(atom, out_of[None, n], into[None, j], tma_bar_ptr=barrier)
 
     def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
         """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""

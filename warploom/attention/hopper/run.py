@@ -113,11 +113,25 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if sink is not None:
             sink = sink.float().contiguous()
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        q, k, v = _read_by_tma(readable, q, k, v)
+        q, k, v = _read_by_tma(readable, *_filled(variant, q, k, v))
         _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, *numbers))
         return out, lse
 
     return launch
+
+
+def _filled(variant: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    box, box_v = variant.boxes
+    return filled(q, variant.head_dim, box), filled(k, variant.head_dim, box), filled(v, variant.head_dim_v, box_v)
+
+
+def filled(t: Tensor, columns: int, box: int) -> Tensor:
+    """``t``, or a copy of as many columns as the tile has where the tile's last TMA box would hold none of its own.
+
+    Packed tensors are described to TMA by an address far before their first row. A box all of whose columns are past the
+    last one then ended in an illegal access on an H100.
+    """
+    return t if t.shape[-1] > columns - box else torch.nn.functional.pad(t, (0, columns - t.shape[-1]))
 
 
 def warm(args: AttentionArgs) -> None:
@@ -143,6 +157,8 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     parts = lse.new_empty(_parts_shape(1, variant)) if split else None
     sink = None if args.sink is None else args.sink.float().contiguous()
     numbers = (args.scale, args.softcap, reach(args.left), reach(args.right), 0, split, 1)
+    if args.cu_seqlens_q is not None:
+        q, k, v = _filled(variant, q, k, v)
     _launch(q.device.index, function, (q, k, v, out, lse, sink, *vectors, parts, *numbers))
 
 
