@@ -56,10 +56,9 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
     if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
-        split = tiles_to_split(tiles, -(-(end - first) // variant.tile_n), blocks, args.right is None)
+        split, blocks = tiles_to_split(tiles, -(-(end - first) // variant.tile_n), blocks, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
-    if not split:
-        blocks = min(blocks, tiles)
+    blocks = min(blocks, tiles) if not split else blocks
     numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks), split, blocks)
     readable = all(map(stepped, (q, k, v)))
 
