@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from warploom.attention import hopper
+from warploom.attention.hopper import plan
 from warploom.attention.hopper.plan import backward_set, config, config_for, grouped, named_set, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import aligned, seen
@@ -61,7 +62,8 @@ def test_a_named_set_serves_plain_calls() -> None:
         assert config_for(problem(seqlen_q=1, heads_q=8, right=right)).name in names
 
 
-def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles() -> None:
+def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "GROUPED", (8, 32))
     found = {queries: grouped(queries, 4, 128) for queries in (1, 8, 9, 32, 64, 65, 128, 5000)}
     assert found == {1: 8, 8: 8, 9: 32, 32: 32, 64: 32, 65: 0, 128: 0, 5000: 0}
     assert [grouped(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]

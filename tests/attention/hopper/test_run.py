@@ -13,7 +13,7 @@ import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.hopper import run
+from warploom.attention.hopper import plan, run
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.views import seen
@@ -149,6 +149,7 @@ def test_heads_of_a_group_share_a_tile_where_queries_are_few(monkeypatch: pytest
         return kernel(spec)
 
     monkeypatch.setattr(modules, "load", load)
+    monkeypatch.setattr(plan, "GROUPED", (8, 32))
     for queries, group in ((1, 8), (20, 8), (100, 8), (1, 1)):
         q, k = torch.zeros(1, queries, group, 128).half(), torch.zeros(1, 300, 1, 128).half()
         run.forward(dense_args(q, k, k, causal=True))
@@ -193,6 +194,7 @@ def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch
         return call
 
     monkeypatch.setattr(modules, "load", load)
+    monkeypatch.setattr(run, "SPLIT_COST", 16)
     causal, window, sink = {"causal": True}, {"window": (5, None)}, {"sink": torch.zeros(1)}
     cases: list[tuple[int, int, dict[str, Any], int]] = [
         (1300, 4000, {}, 2),

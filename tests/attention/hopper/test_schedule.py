@@ -153,13 +153,13 @@ def test_tiles_that_hold_several_heads_hold_all_queries_once(group: int, tile_m:
 
 
 def test_what_is_split() -> None:
-    assert tiles_to_split(2048, 128, H100) == (2048 % H100, H100) == (68, H100)
-    assert tiles_to_split(2112, 128, H100)[0] == 0  # whole rounds
-    assert tiles_to_split(132 * 3 + 131, 128, H100)[0] == 0  # one block idle
-    assert tiles_to_split(2048, 8, H100)[0] == 0  # short tiles
-    assert tiles_to_split(16, 128, H100) == (16, H100)  # fewer tiles than blocks
-    assert tiles_to_split(1, 100, H100) == (1, 50)  # pieces of two key tiles
-    assert tiles_to_split(7, 1, H100) == (0, 7)
-    assert tiles_to_split(68, 2**19, H100)[0] == 0  # past 32 bits
-    assert tiles_to_split(2048, 128, H100, alike=False)[0] == 0
-    assert tiles_to_split(16, 128, H100, alike=False) == (16, H100)
+    assert tiles_to_split(2048, 128, H100, 16) == (2048 % H100, H100) == (68, H100)
+    assert tiles_to_split(2112, 128, H100, 16)[0] == 0  # whole rounds
+    assert tiles_to_split(132 * 3 + 131, 128, H100, 16)[0] == 0  # one block idle
+    assert tiles_to_split(2048, 8, H100, 16)[0] == 0  # short tiles
+    assert tiles_to_split(16, 128, H100, 16) == (16, H100)  # fewer tiles than blocks
+    assert tiles_to_split(1, 100, H100, 16) == (1, 50)  # pieces of two key tiles
+    assert tiles_to_split(7, 1, H100, 16) == (0, 7)
+    assert tiles_to_split(68, 2**19, H100, 16)[0] == 0  # past 32 bits
+    assert tiles_to_split(2048, 128, H100, 16, alike=False)[0] == 0
+    assert tiles_to_split(16, 128, H100, 16, alike=False) == (16, H100)

@@ -101,7 +101,10 @@ def config(
     )
 
 
-GROUPED = (8, 32)  # queries of each head in a tile that holds several
+# Queries of each head in a tile that holds several; none: every tile holds one head.
+GROUPED: tuple[int, ...] = (8, 32)
+# Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
+SPLIT_COST = 16
 
 
 def grouped(queries: int, group: int, rows: int) -> int:
@@ -145,7 +148,7 @@ def named_set() -> list[ForwardConfig]:
     for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
         found[config(dtype, *dims, *band, long, **extra)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
-        found[config(dtype, *dims, right, False, True, each=GROUPED[0])] = None
+        found.update({config(dtype, *dims, right, False, True, each=each): None for each in GROUPED[:1]})
     return list(found)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, config, grouped
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen, stepped
@@ -56,7 +56,8 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
     if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
-        split, blocks = tiles_to_split(tiles, -(-(end - first) // variant.tile_n), blocks, args.right is None)
+        n_blocks = -(-(end - first) // variant.tile_n)
+        split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
     blocks = min(blocks, tiles) if not split else blocks
     numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks), split, blocks)

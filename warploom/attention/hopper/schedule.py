@@ -63,17 +63,13 @@ def grouped(head: Any, local: Any, rows: Any, abreast: Any, group: Any, past: An
     return choose(member < group, local % rows, past), kv * group + member
 
 
-# Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
-SPLIT_COST = 16
-
-
 # Key tiles of a piece at the least, where blocks would rather stay idle than take less.
 SMALLEST_PIECE = 2
 
 
-def tiles_to_split(tiles: int, n_blocks: int, blocks: int, alike: bool = True) -> tuple[int, int]:
+def tiles_to_split(tiles: int, n_blocks: int, blocks: int, cost: int, alike: bool = True) -> tuple[int, int]:
     """How many tiles at the end of a call to split, and over how many blocks: those of a last round that would leave blocks
-    idle for longer than SPLIT_COST. What the kernel multiplies stays in 32 bits. (0, blocks) where nothing is split.
+    idle for longer than ``cost`` key tiles take. What the kernel multiplies stays in 32 bits. (0, blocks): nothing is split.
 
     Tiles that are not ``alike`` in their keys are split only where there are fewer of them than blocks.
     """
@@ -81,7 +77,7 @@ def tiles_to_split(tiles: int, n_blocks: int, blocks: int, alike: bool = True) -
     users = min(blocks, rest * n_blocks // SMALLEST_PIECE) if rest == tiles else blocks
     if rest < tiles and not alike:
         return 0, blocks
-    worth = n_blocks * (users - rest) >= SPLIT_COST * users
+    worth = n_blocks * (users - rest) >= cost * users
     fits = 0 < users <= rest * n_blocks < 2**31 // blocks - 1
     return (rest, users) if worth and fits else (0, min(blocks, tiles))
 
