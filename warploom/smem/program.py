@@ -40,10 +40,10 @@ def run_gemm(size: str) -> None:
 
 
 def run_attention(seqlen: str) -> None:
-    inputs = attention.draw(int(seqlen))
-    check = attention.Check(*inputs)
+    q, k, v = attention.draw(int(seqlen))
+    check = attention.Check(q, k, v)
     for layout, config in attention.layouts().items():
-        _require(attention.name(layout), check(attention.forward(config, *inputs)))
+        _require(attention.name(layout), check(attention.forward(config, q, k, v)))
 
 
 def _require(kernel: str, error: float) -> None:
