@@ -14,11 +14,12 @@ import pytest
 
 from tests.smem.oracle import simulate
 from warploom.cli import main
+from warploom.smem import copies as copy_rule
 from warploom.smem.access import ACCESSES
 from warploom.smem.kernels import attention, gemm, ladder, single
 from warploom.smem.model import RULES, Rules, predict
-from warploom.smem.patterns import Measured, generate
-from warploom.smem.profiler import CONFLICTS, LOADS, METRICS, STORES, Launch, parse, run
+from warploom.smem.patterns import Measured, copies, generate
+from warploom.smem.profiler import CONFLICTS, COPIED, LOADS, METRICS, STORES, Launch, parse, run
 from warploom.smem.residual import Instruction
 from warploom.smem.verify import GEMM_SIZE, RULE_SETS, SEQLEN, Large, agreement, single_rows
 
@@ -74,6 +75,19 @@ def test_patterns() -> None:
     for one in patterns:
         prediction = predict(one.access, one.addresses)
         assert (len(prediction.phases), prediction.wavefronts) == simulate(one.access.name, list(one.addresses)), one
+
+
+def test_patterns_of_copies() -> None:
+    patterns = copies()
+    assert len(patterns) >= 200
+    assert patterns == copies() and patterns != copies(seed=1)
+    assert len({copy_rule.wavefronts(one.places) for one in patterns}) >= 15
+    assert sum(None in one.places for one in patterns) >= 60
+
+
+def test_the_copy_kernel_has_one_copy_without_a_predicate() -> None:
+    source = single.copy_source()
+    assert source.count("cp.async.cg") == 1 and "pred" not in source and f"void {single.COPY}(" in source
 
 
 def measured(patterns: list[Measured], rules: Rules) -> list[Launch]:
@@ -168,9 +182,17 @@ def stand_in_for_ncu(arguments: list[str], wrong: bool) -> None:
                 print(f'"0x{place:x}0","    {SASS[access]}","{ideal // 4}","{wavefronts}","{ideal}"')
         return
     program = arguments[arguments.index("warploom.smem.program") + 1 :]
-    assert arguments[arguments.index("--metrics") + 1] == ",".join(METRICS)
+    assert arguments[arguments.index("--metrics") + 1] == ",".join(COPIED if program[0] == "copies" else METRICS)
     if "--export" in arguments:
         Path(arguments[arguments.index("--export") + 1]).write_text(program[0])
+        return
+    if program[0] == "copies":
+        print(HEADER.replace(f'"{CONFLICTS}","{LOADS}","{STORES}"', f'"{COPIED[0]}","{COPIED[1]}"'))
+        for number, row in enumerate(Path(program[1]).read_text().splitlines()):
+            lanes = list(map(int, row.split()))
+            places = [None if to < 0 else (source, to) for to, source in zip(lanes[:32], lanes[32:], strict=True)]
+            counted = copy_rule.wavefronts(places) + (wrong and number == 7)
+            print(line(number, single.COPY, counted, copy_rule.ideal(places), 0).removesuffix(',"0"'))
         return
     print(HEADER)
     if program == ["ladder"]:
@@ -214,22 +236,24 @@ def test_the_command_agrees_with_a_perfect_machine(stand_ins: None, capsys: pyte
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert result["device"] == "NVIDIA H100"
-    assert result["agree"] == result["kernels"] == len(generate()) + len(ladder.RUNGS) + 6
+    assert result["agree"] == result["kernels"] == len(generate()) + len(copies()) + len(ladder.RUNGS) + 6
     best, *others = result["variants"]
     assert best["agree"] == len(generate()) > others[0]["agree"]
     assert result["rows"][0].keys() >= {"kernel", "pattern", "predicted", "measured", "addresses"}
     excess = {one["kernel"]: one["excess"] for one in result["large"]}
     assert excess["hgemm_swizzled"] == excess["attention_swizzled"] == 0 < excess["attention_padded"]
     assert all(one["excess"] == one["predicted_excess"] for one in result["large"])
-    assert printed.err.count("warploom banks: ") == 4
+    assert printed.err.count("warploom banks: ") == 5
+    copied = [row for row in result["rows"] if row["kernel"] == "cp.async.128"]
+    assert len(copied) == len(copies()) and all(len(row["sources"]) == len(row["addresses"]) == 32 for row in copied)
 
 
 @pytest.mark.parametrize("stand_ins", [True], indirect=True)
 def test_the_command_names_a_disagreement(stand_ins: None, capsys: pytest.CaptureFixture) -> None:
     assert main(["banks", "--verify", "--seed", "3"]) == 1
     text = capsys.readouterr().out
-    total = len(generate(3)) + len(ladder.RUNGS)
-    assert f"{total - 1} of {total} kernels predicted exactly, 5 of 6 large kernels within 1%" in text
+    total = len(generate(3)) + len(copies(3)) + len(ladder.RUNGS)
+    assert f"{total - 2} of {total} kernels predicted exactly, 5 of 6 large kernels within 1%" in text
     assert "disagreements" in text and "pairs n^1" in text
     (named,) = re.findall(r"hgemm_padded: \d of 5; .*\n((?:    .*\n)+)", text)
     assert "LDSM.16.M88.4" in named and "LDS.128" not in named

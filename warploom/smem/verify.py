@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from warploom.commands.table import table
-from warploom.smem import patterns
+from warploom.smem import copies, patterns
 from warploom.smem.access import ACCESSES
 from warploom.smem.kernels import attention, gemm, ladder, nvrtc, single
 from warploom.smem.model import RULES, Rules, predict
-from warploom.smem.patterns import Measured
-from warploom.smem.profiler import CONFLICTS, LOADS, METRICS, STORES, Launch, find, measure, measure_instructions
+from warploom.smem.patterns import Copy, Measured
+from warploom.smem.profiler import CONFLICTS, COPIED, LOADS, METRICS, STORES, Launch, find, measure, measure_instructions
 from warploom.smem.residual import Instruction, by_access, corrected, residuals
 
-PARTS = ("single", "ladder", "gemm", "attention")
+PARTS = ("single", "copies", "ladder", "gemm", "attention")
 GEMM_SIZE = 4096
 SEQLEN = 3072  # whole tiles of 128 queries and of 48 keys
 TOLERANCE = 0.01  # of the excess wavefronts of a large kernel
@@ -44,6 +44,7 @@ class Row:
     predicted: tuple[int, int, int]
     measured: tuple[int, int, int]
     addresses: tuple[int | None, ...] = ()
+    sources: tuple[int | None, ...] = ()  # of copies: byte addresses in global memory
 
     @property
     def agrees(self) -> bool:
@@ -156,6 +157,10 @@ def verify(seed: int = 0, parts: Sequence[str] = PARTS, say: Callable[[str], Non
             rows += single_rows(singles, launches)
             variants = [(rules, agreement(singles, launches, rules)) for rules in RULE_SETS]
             variants.sort(key=lambda pair: -pair[1])
+        if "copies" in parts:
+            found = patterns.copies(seed)
+            say(f"{len(found)} single copies")
+            rows += copy_rows(found, _measure_copies(found, folder))
         if "ladder" in parts:
             say("the ladder: 16×16×16 products")
             rows += ladder_rows(ladder.rungs(), measure("^(wmma|mma)_", ["ladder"]))
@@ -183,6 +188,13 @@ def _measure_single(patterns: Sequence[Measured], folder: Path) -> list[Launch]:
     lines = [[numbers[one.access.name], *(-1 if a is None else a for a in one.addresses)] for one in patterns]
     (folder / "table.txt").write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
     return measure("^(lds|sts|ldmatrix|stmatrix)_", ["single", str(folder / "table.txt")])
+
+
+def _measure_copies(found: Sequence[Copy], folder: Path) -> list[Launch]:
+    ends = [[place or (-1, -1) for place in one.places] for one in found]
+    lines = [[*(shared for _, shared in lanes), *(source for source, _ in lanes)] for lanes in ends]
+    (folder / "copies.txt").write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
+    return measure(f"^{single.COPY}$", ["copies", str(folder / "copies.txt")], COPIED)
 
 
 def _large_gemm(folder: Path) -> list[Large]:
@@ -222,6 +234,17 @@ def single_rows(patterns: Sequence[Measured], launches: Sequence[Launch]) -> lis
     for one, launch in zip(patterns, _matching(names, launches), strict=True):
         expected = _expected(one, RULES)
         rows.append(Row(one.access.name, one.name, expected, _triple(launch), one.addresses))
+    return rows
+
+
+def copy_rows(found: Sequence[Copy], launches: Sequence[Launch]) -> list[Row]:
+    rows = []
+    for one, launch in zip(found, _matching([single.COPY] * len(found), launches), strict=True):
+        wavefronts, ideal = copies.wavefronts(one.places), copies.ideal(one.places)
+        counted = launch.counters[COPIED[0]], launch.counters[COPIED[1]]
+        sources, shared = zip(*((place or (None, None)) for place in one.places), strict=True)
+        expected, got = (0, wavefronts, wavefronts - ideal), (0, counted[0], counted[0] - counted[1])
+        rows.append(Row(copies.NAME, one.name, expected, got, shared, sources))
     return rows
 
 
