@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -156,17 +157,18 @@ def distinct(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
             return first, torch.zeros(len(numbers), dtype=torch.int64).scatter_add_(0, which, weights)
 
 
+@lru_cache(maxsize=16)
 def excess_by_phase(pattern: Pattern, tile: Tile) -> Tensor:
     """Wavefronts beyond the ideal of every phase of every instruction, from the address of each lane: int64.
 
     (instructions, phases), 0 for a phase without lanes. Where `count` follows one instruction after the other, this takes all
     of them at once.
     """
-    lanes = addresses(pattern, tile).reshape(-1, pattern.access.phase_lanes)
+    lanes = addresses(pattern, tile).int().reshape(-1, pattern.access.phase_lanes)
     unit = max(BANK_BYTES, pattern.access.width)
-    offsets = (lanes // unit * unit).masked_fill(lanes == NOWHERE, NOWHERE).sort(1, descending=True).values
-    offsets[:, 1:].masked_fill_(offsets[:, 1:] == offsets[:, :-1], NOWHERE)
-    classes = PhaseClasses(unit, offsets.int(), torch.ones(len(offsets), dtype=torch.int64))
+    offsets = (lanes // unit * unit).masked_fill_(lanes == NOWHERE, NOWHERE).sort(1, descending=True).values
+    offsets[:, 1:] = offsets[:, 1:].masked_fill(offsets[:, 1:] == offsets[:, :-1], NOWHERE)
+    classes = PhaseClasses(unit, offsets, torch.ones(len(offsets), dtype=torch.int64))
     excess = classes.excess(encode([()]).expand(len(offsets), -1, -1)).clamp(min=0)
     return excess.reshape(-1, pattern.access.lanes // pattern.access.phase_lanes)
 
