@@ -88,11 +88,11 @@ def forward_kernel(
     """out and norm = scale * phi(q).z + eps of one segment, and the state after it.
 
     s_ptr and z_ptr hold the states that segments start from, one a slot if PER_SLOT, else one a sequence; None is zeros.
-    s_out_ptr and z_out_ptr take the states after the sequences; segments are then whole sequences, or flags_ptr is given. Unless
-    CAUSAL the state is that of all keys, and k and v are not read. Blocks of one head are neighbours: they share q and k.
+    s_out_ptr and z_out_ptr take the states after the sequences; segments are then whole sequences, or look back. Unless CAUSAL
+    the state is that of all keys, and k and v are not read. Blocks of one head are neighbours: they share q and k.
 
-    With flags_ptr, (1 + slots * heads * blocks) zeros, segments look back for the states that they start from, through own_ptr
-    (see lookback.py); s_ptr and z_ptr are then one a sequence, and there are as many keys as queries, and heads of both.
+    With flags_ptr, 1 + slots * heads * blocks zeros, segments look back for the states that they start from, through own_ptr
+    (lookback.py); s_ptr and z_ptr are then one a sequence, and there are as many keys as queries, and heads of both.
     """
     pid = tl.program_id(0)
     if flags_ptr is not None:
