@@ -33,9 +33,9 @@ def seed() -> int:
     return secrets.randbelow(2**31)
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, yes: bool, segment: int = 128) -> None:
+def cut(monkeypatch: pytest.MonkeyPatch, yes: bool, segment: int = 128, lookback: bool = True) -> None:
     """Segments of so many tokens, or whole sequences, in the tilings of the device."""
-    chosen = {"fill": 1e9 if yes else 0.0, "segment": segment}
+    chosen = {"fill": 1e9 if yes else 0.0, "segment": segment, "lookback": lookback}
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), **chosen))
 
 
@@ -68,6 +68,36 @@ def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch
     """Every configuration, with a mean that makes sums grow."""
     cut(monkeypatch, cuts)
     check(Case(seed(), rows=333, batch=2, heads=2, e=dims[0], m=dims[1], mean=0.5, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("lookback", [True, False], ids=["look back", "launches"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "lengths", "as loaded"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_many_segments(dim: int, kind: str, lookback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More segments than one group of those that look back, and more programs than run at once."""
+    cut(monkeypatch, True, lookback=lookback)
+    options: dict[str, Any] = {"batch": 2, "heads": 3}
+    if kind == "packed":
+        options = {"sequences": (0, 2400, 1, 128, 2300, 0, 100), "heads": 2}
+    elif kind == "lengths":
+        options["lengths"] = (2750, 700)
+    elif kind == "as loaded":
+        options |= {"map_q": "identity", "map_k": "identity", "normalize": False}
+    rows = 5000 if kind == "packed" else 2750
+    check(Case(seed(), rows=rows, e=dim, m=dim, state=True, dtype=torch.bfloat16, device="cuda", **options))
+
+
+def test_programs_that_look_back_do_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen times as many as run at once, again and again, to the same bits."""
+    cut(monkeypatch, True)
+    call, dout, *_ = Case(seed(), rows=8192, batch=4, heads=16, e=64, m=64, dtype=torch.bfloat16, device="cuda").call()
+    first = forward(call, True)
+    gradients = backward(call, dout, first[1], None, None)[:3]
+    for _ in range(50):
+        for a, b in zip(forward(call, True), first, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(backward(call, dout, first[1], None, None)[:3], gradients, strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized"])
