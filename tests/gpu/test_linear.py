@@ -100,7 +100,7 @@ def test_programs_that_look_back_do_not_lock(monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized"])
+@pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized", "as loaded"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
 def test_kinds(kind: str, dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +108,8 @@ def test_kinds(kind: str, dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch)
     maps = {"map_q": kind, "map_k": kind} if kind != "unnormalized" else {"normalize": False}
     if kind == "relu":
         maps["map_q"] = "elu+1"
+    if kind == "as loaded":
+        maps["normalize"] = False
     shape = {"rows": 333, "heads": 4, "heads_kv": 2, "e": dim, "m": dim, "state": True}
     check(Case(seed(), dtype=torch.bfloat16, device="cuda", **shape, **maps))
 
@@ -119,6 +121,39 @@ def test_many_tokens(tokens: int, dtype: torch.dtype, monkeypatch: pytest.Monkey
     cut(monkeypatch, False, 1024)
     assert tokens in (config(dtype, 64, 64, 90, True, True).longest, 65536)
     check(Case(seed(), rows=tokens, heads=2, e=64, m=64, mean=1.0, state=True, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["as loaded", "normalized"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_error_does_not_grow_with_the_length(dim: int, normalize: bool) -> None:
+    """The last 1024 rows of 64k and 2k tokens against fp64, relative to their norm, as the configuration cuts them."""
+    found = []
+    for tokens in (2048, 65536):
+        maps = {"map_q": "elu+1", "map_k": "elu+1"} if normalize else {"map_q": "identity", "map_k": "identity"}
+        shape = {"rows": tokens, "e": dim, "m": dim, "mean": 1.0, "dtype": torch.bfloat16, "device": "cuda"}
+        call, *_ = Case(seed(), normalize=normalize, **shape, **maps).call()
+        q, k, v = (t[0, :, 0].double() for t in (call.q, call.k, call.v))
+        if normalize:
+            q, k = (torch.nn.functional.elu(t) + 1 for t in (q, k))
+        scores = (q[-1024:] @ k.T).tril(tokens - 1024)
+        want = scores @ v / (scores.sum(-1, keepdim=True) if normalize else 1.0)
+        out = forward(call, False)[0][0, -1024:, 0].double()
+        found.append(float((out - want).norm() / want.norm()))
+    assert found[1] < 1.5 * found[0] and found[0] < 0.01, found
+
+
+def test_the_ops_contracts_and_compile() -> None:
+    from warploom import linear_attention
+    from warploom.linear.ops import flat
+
+    call, *_ = Case(seed(), rows=130, heads=2, e=64, m=64, state=True, dtype=torch.bfloat16, device="cuda").call()
+    torch.library.opcheck(torch.ops.warploom.linear_attention.default, (*flat(call, "triton"), True))
+    q, k, v = (t.clone().requires_grad_() for t in (call.q, call.k, call.v))
+    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
+    want, got = linear_attention(q, k, v), compiled(q, k, v)
+    assert torch.equal(want, got)
+    for a, b in zip(*(torch.autograd.grad(t.sum(), (q, k, v)) for t in (want, got)), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
