@@ -39,6 +39,13 @@ def test_json_and_choice(capsys: pytest.CaptureFixture) -> None:
     assert {row["case"] for row in run["rows"]} == {"tree, B1 S256"}
 
 
+@pytest.mark.parametrize("peer", ["SDPA, dense mask", "nobody"])
+def test_against_some_peers(peer: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([*QUICK, "--suite", "masks", "--only", "tree", "--against", peer, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(list(row["contenders"]) == ["warploom", peer][: 1 + (peer != "nobody")] for row in rows)
+
+
 def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run.json"
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0

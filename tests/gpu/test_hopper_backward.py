@@ -82,6 +82,18 @@ def test_packed_lengths(dims: tuple[int, int], band: str, deterministic: bool) -
     Packed(seed(), device="cuda", dtype=torch.bfloat16, **shape, **options).check("hopper")  # type: ignore[arg-type]
 
 
+NARROW = [(40, 40), (72, 72), (80, 40), (104, 104), (128, 40), (136, 64), (160, 160), (200, 24)]
+
+
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_packed_narrower_than_tiles(dims: tuple[int, int]) -> None:
+    """Tiles some of whose columns no TMA box, or only a part of one, brings."""
+    for keywords, used in (({"causal": True}, None), ({"deterministic": True}, [130, 0, 64])):
+        shape: dict[str, Any] = {"lengths_q": [40, 65, 1], "lengths_k": [130, 20, 300], "heads_q": 7, "used": used}
+        shape |= {"head_dim": dims[0], "head_dim_v": dims[1], "keywords": keywords}
+        Packed(seed(), device="cuda", dtype=torch.float16, **shape).check("hopper")
+
+
 @pytest.mark.parametrize("dim", [72, 128, 256])
 def test_packed_bits_do_not_depend_on_neighbours(dim: int) -> None:
     """A sequence's gradients are those that it has alone."""

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,18 @@ class Case:
     name: str
     shape: dict[str, Any]
     build: Callable[[torch.device], Iterator[tuple[str, Comparison]]]
+
+
+def against(case: Case, peers: list[str]) -> Case:
+    """The case with our own contenders and, of the others, these."""
+
+    def build(device: torch.device) -> Iterator[tuple[str, Comparison]]:
+        for measure, found in case.build(device):
+            calls = {name: call for name, call in found.calls.items() if name.startswith("warploom") or name in peers}
+            refused = {name: why for name, why in found.refused.items() if name.startswith("warploom") or name in peers}
+            yield measure, replace(found, calls=calls, refused=refused)
+
+    return replace(case, build=build)
 
 
 class Timer:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from warploom.bench.harness import MOST, Case, Timer, environment, first_line, roofs, run_case
+from warploom.bench.harness import MOST, Case, Timer, against, environment, first_line, roofs, run_case
 from warploom.bench.suites import SUITES, builds, cases
 
 EXAMPLES = """examples:
   warploom bench --suite forward --suite backward --out benchmarks/results/dense.json
+  warploom bench --suite forward --against cuDNN --against FA4
   warploom bench --suite masks --only document --json
   warploom bench --suite masks --warm 8        compile everything first, eight processes at once
   warploom bench --suite decode --device cpu --quick
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json")
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--against", action="append", metavar="PEER", help="may be repeated; default: every peer that is here")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
@@ -51,11 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
     device = torch.device(options.device)
-    chosen = [
-        case
-        for case in cases(options.suite or ["forward"], device, options.quick)
-        if not options.only or options.only in case.name
-    ]
+    chosen = [case for case in _cases(options, device) if not options.only or options.only in case.name]
     if not chosen:
         raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
     if options.list:
@@ -64,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
     if options.warm is not None:
         return _warm(chosen, options)
     return _time(chosen, device, options)
+
+
+def _cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
+    found = cases(options.suite or ["forward"], device, options.quick)
+    return found if options.against is None else [against(case, options.against) for case in found]
 
 
 def _names(chosen: list[Case]) -> str:
@@ -140,7 +143,7 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     started = time.perf_counter()
     failed = dict.fromkeys(names, "")
     for jobs in dict.fromkeys((options.warm, 1)):
-        work = [(options.suite or ["forward"], options.device, options.quick, name) for name in failed]
+        work = [(options, name) for name in failed]
         with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
             for name, why in pool.imap_unordered(_build_one, work, chunksize=1):
                 failed[name] = why
@@ -154,11 +157,11 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def _build_one(arguments: tuple[list[str], str, bool, str]) -> tuple[str, str]:
+def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:
     """The case's name, and why it failed or an empty string."""
-    suites, device_name, quick, name = arguments
-    device = torch.device(device_name)
-    case = next(case for case in cases(suites, device, quick) if case.name == name)
+    options, name = arguments
+    device = torch.device(options.device)
+    case = next(case for case in _cases(options, device) if case.name == name)
     try:
         builds(case, device)()
     except Exception as error:  # a peer may fail in any way

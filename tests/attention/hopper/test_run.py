@@ -61,6 +61,11 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             found = warploom.attention(q, k, v, **options)
         else:
             assert counter is not None and not counter.any()
+            (box, box_v), dim, dim_v = config.boxes, config.head_dim, config.head_dim_v
+            for t, tile, least in ((q, dim, dim - box), (k, dim, dim - box), (v, dim_v, dim_v - box_v)):
+                assert tile >= t.shape[-1] > least  # no box lies beside all columns
+            assert not v[..., out.shape[-1] :].any()
+            v = v[..., : out.shape[-1]]
             found = warploom.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, **options)
         out.copy_(found[0])
         lse.copy_(found[1])
@@ -91,9 +96,13 @@ def test_dense(name: str) -> None:
     assert_same(run.forward(dense_args(q, k, v, sink=sink, **call.keywords)), want)
 
 
-@pytest.mark.parametrize("name", VARLEN)
+DIMS = (128, 40), (136, 24)
+NARROW = {f"head dims {a}, {b}": {"lengths_q": [40, 5], "head_dim": a, "head_dim_v": b} for a, b in DIMS}
+
+
+@pytest.mark.parametrize("name", [*VARLEN, *NARROW])
 def test_packed(name: str) -> None:
-    call = Packed(**{"seed": 3, "dtype": torch.float16, **PACKED[name]})  # type: ignore[arg-type]
+    call = Packed(**{"seed": 3, "dtype": torch.float16, **(PACKED | NARROW)[name]})  # type: ignore[arg-type]
     starts = [call._starts(call.lengths_q), None if call.lengths_k is None else call._starts(call.keys)]
     options = dict(call.keywords, sink=call.sinks)
     if call.used is not None:

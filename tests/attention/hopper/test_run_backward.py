@@ -15,6 +15,7 @@ from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run_backward
+from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_set
 from warploom.attention.views import seen
 from warploom.runtime import modules
@@ -59,6 +60,11 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
         assert sums.numel() == tiles * variant["tile_m"] * variant["head_dim"]
         assert stats.numel() == tiles * 2 * variant["tile_m"]
+        config, dim, dim_v = BackwardConfig(**variant), dq.shape[-1], dv.shape[-1]
+        tile_dims = (config.head_dim, config.head_dim, config.head_dim_v, config.head_dim_v)
+        for t, columns, tile, box in zip((q, k, v, dout), (dim, dim, dim_v, dim_v), tile_dims, config.boxes, strict=True):
+            assert tile >= t.shape[-1] > tile - box and not t[..., columns:].any()  # no box lies beside all columns
+        q, k, v, dout = q[..., :dim], k[..., :dim], v[..., :dim_v], dout[..., :dim_v]
         starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
         for n in range(len(starts_q) - 1):
             a, b, c, d = starts_q[n], starts_q[n + 1], starts_k[n], starts_k[n + 1]

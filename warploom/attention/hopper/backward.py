@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.config import BackwardConfig
+from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.attention.hopper.primitives import bulk_add, bulk_load, pass_on, store_matrices, wait_for
 from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 
@@ -65,7 +65,6 @@ class HopperBackward:
         self.lean = config.tile_m == 128
         self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
-        self.spans = config.head_dim, config.head_dim_v  # columns of Q and dO that one warpgroup's dK and dV take
 
     @cute.jit
     def __call__(
@@ -117,11 +116,12 @@ class HopperBackward:
         if const_expr(config.varlen):
             tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
         heads_kv = tk.shape[2]
-        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, self.spans[0])
-        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, self.spans[1])
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, self.columns)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, config.head_dim_v)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, self.tile_n)
+        box_q, box_k, box_v, box_do = config.boxes
+        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, box_q)
+        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, box_do)
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, box_k)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, box_v)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, box_columns(self.tile_n))
         tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
         tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
@@ -155,10 +155,10 @@ class HopperBackward:
     def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
         return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
 
-    def tile_layout(self, tile: tuple[int, int], stages: int, span: int) -> Any:
-        """Row-major tiles, one after the other; the widest swizzle of which ``span`` columns, an operand's, are whole ones."""
+    def tile_layout(self, tile: tuple[int, int], stages: int, box: int) -> Any:
+        """Row-major tiles, one after the other, with a swizzle of ``box`` columns."""
         kinds = warpgroup.SmemLayoutAtomKind
-        kind = kinds.K_SW128 if span % 64 == 0 else kinds.K_SW64 if span % 32 == 0 else kinds.K_SW32
+        kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[box]
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
 
     def ragged(self, t: Any) -> Any:

@@ -33,7 +33,6 @@ class WideBackward(HopperBackward):
         super().__init__(config)
         self.keys_each = config.tile_n // WARPGROUPS
         self.slots = 3
-        self.spans = config.head_dim // 2, config.head_dim_v // 2
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         smem = warpgroup.OperandSource.SMEM

@@ -14,6 +14,11 @@ SOURCES = (*_COMMON, f"{_HERE}/forward.py")
 BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_wide.py")
 
 
+def box_columns(span: int) -> int:
+    """Columns of a TMA box: of the widest swizzle, 128, 64 or 32 bytes, of which an operand's ``span`` are whole ones."""
+    return next(columns for columns in (64, 32, 16) if span % columns == 0)
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """What is fixed when a Hopper forward module is compiled; lengths, strides, scale and window values are not.
@@ -57,6 +62,11 @@ class ForwardConfig:
         """The module that holds this variant."""
         config = tuple(asdict(self).items())
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_forward", config, SOURCES)
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Columns of a TMA box of Q and K, and of V."""
+        return box_columns(self.head_dim), box_columns(self.head_dim_v)
 
     @property
     def piece_floats(self) -> int:
@@ -112,6 +122,19 @@ class BackwardConfig:
     def wide(self) -> bool:
         """Whether warpgroups share the block's keys, each with a half of the head dims."""
         return self.tile_n == 64
+
+    @property
+    def boxes(self) -> tuple[int, int, int, int]:
+        """Columns of a TMA box of Q, K, V and dO."""
+        share = 2 if self.wide else 1
+        # A product for dQ takes K by halves of its columns, but where a warpgroup has all columns of 64 queries.
+        k = self.head_dim if self.tile_m == 128 else self.head_dim // 2
+        return (
+            box_columns(self.head_dim // share),
+            box_columns(k),
+            box_columns(self.head_dim_v),
+            box_columns(self.head_dim_v // share),
+        )
 
     @property
     def shared_bytes(self) -> int:

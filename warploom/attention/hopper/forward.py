@@ -101,9 +101,10 @@ class HopperForward:
         q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v)]
         if const_expr(config.varlen):
             k, v = self.ragged(k), self.ragged(v)
-        layout_q = self.tile_layout((64, config.head_dim), self.warpgroups)
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages)
+        box, box_v = config.boxes
+        layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box)
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages, box)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages, box_v)
         tma_q, q = self.tma(q, layout_q, (64, config.head_dim))
         tma_k, k = self.tma(k, layout_k, (self.tile_n, config.head_dim))
         tma_v, v = self.tma(v, layout_v, (self.tile_n, config.head_dim_v))
@@ -134,10 +135,10 @@ class HopperForward:
                 grid=[split * (self.tile_m // MERGED_ROWS), 1, 1], block=[32 * MERGED_ROWS, 1, 1], stream=stream
             )
 
-    def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles with the widest swizzle that the row allows, one after the other."""
+    def tile_layout(self, tile: tuple[int, int], stages: int, box: int) -> Any:
+        """Row-major tiles, one after the other, with a swizzle of ``box`` columns."""
         kinds = warpgroup.SmemLayoutAtomKind
-        kind = kinds.K_SW128 if tile[1] % 64 == 0 else kinds.K_SW64
+        kind = {64: kinds.K_SW128, 32: kinds.K_SW64}[box]
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
 
     def ragged(self, t: Any) -> Any:

@@ -95,8 +95,17 @@ def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     vectors = (cu_q, cu_k, None if used is None else used.contiguous(), counter, None)
     most = (q.shape[0] // variant.tile_m + cu_q.shape[0]) * q.shape[1]
     blocks = min(processors(q.device.index), most)
-    _launch(function, args, (q, args.k, args.v, out, lse), vectors, (args.left, args.right), 0, blocks)
+    _launch(function, variant, args, (q, args.k, args.v, out, lse), vectors, (args.left, args.right), 0, blocks)
     return out, lse
+
+
+def filled(t: Tensor, columns: int, box: int) -> Tensor:
+    """``t``, or a copy of as many columns as the tile has where the tile's last TMA box would hold none of its own.
+
+    Packed tensors are described to TMA by an address far before their first row. A box all of whose columns are past the
+    last one then ended in an illegal access on an H100.
+    """
+    return t if t.shape[-1] > columns - box else torch.nn.functional.pad(t, (0, columns - t.shape[-1]))
 
 
 def warm(args: AttentionArgs) -> None:
@@ -117,7 +126,7 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         out, lse = _outputs(q, v, (1, q.shape[2], 1))
     split = int(variant.split)
     vectors = (*vectors, lse.new_empty(_parts_shape(1, variant)) if split else None)
-    _launch(function, args, (q, k, v, out, lse), vectors, (args.left, args.right), split, 1)
+    _launch(function, variant, args, (q, k, v, out, lse), vectors, (args.left, args.right), split, 1)
 
 
 def _parts_shape(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
@@ -161,6 +170,7 @@ _ready: dict[tuple[object, ...], tuple[Callable[..., None], ForwardConfig]] = {}
 
 def _launch(
     function: Callable[..., None],
+    variant: ForwardConfig,
     args: AttentionArgs,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     vectors: tuple[Tensor | None, ...],
@@ -169,6 +179,9 @@ def _launch(
     blocks: int,
 ) -> None:
     q, k, v, out, lse = tensors
+    if args.cu_seqlens_q is not None:
+        box, box_v = variant.boxes
+        q, k, v = filled(q, variant.head_dim, box), filled(k, variant.head_dim, box), filled(v, variant.head_dim_v, box_v)
     sink = None if args.sink is None else args.sink.float().contiguous()
     left, right = map(reach, band)
     inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.run import DTYPES
+from warploom.attention.hopper.run import DTYPES, filled
 from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
@@ -112,6 +112,11 @@ def _launch(
     sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
     stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
     turns = q.new_empty(2 * tiles, dtype=torch.int32) if args.deterministic else None
+    if args.cu_seqlens_q is not None:
+        q, k, v, out, dout = tensors
+        dim, dim_v = variant.head_dim, variant.head_dim_v
+        box_q, box_k, box_v, box_do = variant.boxes
+        tensors = [filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)]
     views = [aligned(t) for t in tensors]
     left, right = map(reach, band)
     with on_device(q):
