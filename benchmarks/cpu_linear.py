@@ -3,8 +3,9 @@
     python benchmarks/cpu_linear.py [--threads 2] [--repeats 7] [--out benchmarks/results/cpu-linear.json]
 
 B4 H8 L2048 E=M=64 fp32, elu+1 inside: ours; the recurrence of idiap's CPU code, vectorised over batch and heads, as one
-writes it and with fused updates in place; and the matrix products alone that ours is made of. Then ours alone over 4k … 64k
-tokens, whose time a token should not grow. Results are compared first.
+writes it and with fused updates in place; and the matrix products alone that ours is made of. All but the last also on one
+thread: a token's update is so small that threads slow it down. Then ours alone over 4k … 64k tokens, whose time a token should
+not grow. Results are compared first.
 """
 
 from __future__ import annotations
@@ -118,6 +119,13 @@ def step(call: Call, inputs: Inputs, dout: Tensor | None) -> None:
         torch.autograd.grad(call(inputs), inputs, dout)
 
 
+def on_one_thread(call: Callable[[], None]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    call()
+    torch.set_num_threads(threads)
+
+
 def timed(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds a call: medians, 20th and 80th percentiles of interleaved runs."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -147,6 +155,8 @@ def rows(repeats: int) -> list[dict[str, Any]]:
     for backward in (False, True):
         dout = upstream if backward else None
         calls: dict[str, Callable[[], None]] = {n: partial(step, call, inputs, dout) for n, call in contenders.items()}
+        if torch.get_num_threads() > 1:
+            calls |= {f"{name}, one thread": partial(on_one_thread, call) for name, call in calls.items()}
         calls["the products alone"] = products()[backward]
         times = timed(calls, repeats)
         for name, figures in times.items():
@@ -175,7 +185,7 @@ def length_rows(repeats: int) -> list[dict[str, Any]]:
 def print_row(row: dict[str, Any], what: str) -> None:
     direction = "forward + backward" if row["backward"] else "forward"
     print(
-        f"{row['case']:<18}{direction:<20}{row['what']:<24}{row['ms']:>9.1f} ms (least {row['least']:.1f})  {what}", flush=True
+        f"{row['case']:<18}{direction:<20}{row['what']:<34}{row['ms']:>9.1f} ms (least {row['least']:.1f})  {what}", flush=True
     )
 
 

@@ -70,9 +70,11 @@ def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch
     check(Case(seed(), rows=333, batch=2, heads=2, e=dims[0], m=dims[1], mean=0.5, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.parametrize("lookback", [True, False], ids=["look back", "launches"])
-@pytest.mark.parametrize("kind", ["plain", "packed", "lengths", "as loaded"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+MANY = [(d, kind, True) for d in (64, 128, 256) for kind in ("plain", "as loaded")]
+MANY += [(64, "packed", True), (64, "lengths", True), (64, "packed", False), (128, "plain", False), (256, "as loaded", False)]
+
+
+@pytest.mark.parametrize(("dim", "kind", "lookback"), MANY, ids=str)
 def test_many_segments(dim: int, kind: str, lookback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More segments than one group of those that look back, and more programs than run at once."""
     cut(monkeypatch, True, lookback=lookback)
