@@ -43,7 +43,7 @@ PARTIAL_DELTA = tl.constexpr(1)  # this block's part of delta
 GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
 
 _PLAIN = [
-    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "own_ptr", "lengths_ptr", "cu_ptr",
+    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",

@@ -30,7 +30,7 @@ from warploom.linear.triton.device import (
 from warploom.linear.triton.lookback import own_sums, sums_before
 
 _PLAIN = [
-    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "own_ptr", "lengths_ptr", "cu_ptr",
+    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "group",
 ]  # fmt: skip
