@@ -15,6 +15,7 @@ from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
 from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
+from warploom.attention.hopper import run_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +114,7 @@ def test_packed_bits_do_not_depend_on_neighbours(dim: int) -> None:
 
 def test_nan_of_other_sequences_changes_nothing() -> None:
     q, k, v = (t[0].detach() for t in drawn(1, 400, 2, 2, 128))
-    cu = torch.tensor([0, 130, 131, 300], dtype=torch.int32, device="cuda")
+    cu = torch.tensor([7, 130, 131, 300], dtype=torch.int32, device="cuda")
 
     def gradients() -> tuple[Tensor, ...]:
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -125,7 +126,7 @@ def test_nan_of_other_sequences_changes_nothing() -> None:
         t[:130] = NAN
         t[131:] = NAN
     for a, b in zip(gradients(), want, strict=True):
-        assert torch.equal(a[130], b[130]) and not b.isnan().any() and not a[300:].any()
+        assert torch.equal(a[130], b[130]) and not b.isnan().any() and not a[300:].any() and not a[:7].any()
 
 
 @pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])
@@ -139,7 +140,7 @@ def test_odd_lengths(seqlen: int, band: str, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("heads", [(5, 5), (6, 2), (7, 1), (16, 2)])
-@pytest.mark.parametrize("dim", [64, 104, 128, 200])
+@pytest.mark.parametrize("dim", [64, 72, 104, 128, 200])
 def test_groups(heads: tuple[int, int], dim: int) -> None:
     shape = {"seqlen_q": 333, "seqlen_k": 417, "heads_q": heads[0], "heads_kv": heads[1], "head_dim": dim}
     for deterministic in (False, True):
@@ -250,6 +251,37 @@ def test_more_than_two_to_the_31_elements() -> None:
     found = [t[-1:].clone() for t in gradients(q, k, v)]
     for a, b in zip(found, gradients(*(t[-1:].clone() for t in (q, k, v))), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("heads", [(24, 24), (24, 6)])
+def test_sections_add_in_either_order(heads: tuple[int, int]) -> None:
+    """The last section of a deterministic causal call starts with its longest blocks, the others with their shortest."""
+    q, k, v = (t.detach() for t in drawn(2, 1100, *heads, 128))
+    dout = torch.randn_like(q)
+
+    def gradients(width: int) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_backward, "section", lambda *_: width)
+            return torch.autograd.grad(attend(*leaves, causal=True, deterministic=True), leaves, dout)
+
+    whole = gradients(2 * heads[1])
+    for width in (1, 4, heads[1]):
+        found, again = gradients(width), gradients(width)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        assert torch.equal(found[1], whole[1]) and torch.equal(found[2], whole[2])
+        assert ((found[0].float() - whole[0].float()).norm() / whole[0].float().norm()).item() < 3e-3
+
+
+def test_compiles_whole() -> None:
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, causal=True, deterministic=True), fullgraph=True)
+    leaves = drawn(2, 333, 4, 2, 128)
+    dout = torch.randn_like(leaves[0])
+    found, want = (
+        torch.autograd.grad(f(*leaves), leaves, dout)
+        for f in (compiled, lambda *t: attend(*t, causal=True, deterministic=True))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 def test_graph_replays() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,15 @@ Step = tuple[int, int]
 
 
 class Turns:
-    """The counters of one part of dQ, which blocks pass on; waited for by value."""
+    """The counters of one part of dQ, which blocks pass on; waited for by value. And who has added to what."""
 
     def __init__(self) -> None:
         self.count: dict[Step, int] = {}
+        self.sums: dict[Step, list[int]] = {}
+
+    def pass_on(self, step: Step, rank: int) -> None:
+        self.count[step] = self.count.get(step, 0) + 1
+        self.sums.setdefault(step, []).append(rank)
 
 
 class Block:
@@ -52,15 +58,18 @@ class Block:
 
     STAGES = DOUT_STAGES = SLOTS = 2
     PIECES = 1  # in which dQ of a step leaves
-    LATE = False  # whether dK of a step is waited for in the next one
+    ALTERNATE = False  # whether a writer has every other step of both warpgroups, where blocks know their turns
 
-    def __init__(self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None) -> None:
+    def __init__(
+        self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None, rising: bool = False
+    ) -> None:
         self.first, self.end, self.members, self.rank, self.turns = first, end, members, rank, turns
+        self.rising = rising
         self.k_full, self.v_full = Barrier(1), Barrier(1)
         self.q_full, self.do_full = ([Barrier(1) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.q_empty, self.do_empty = ([Barrier(WARPGROUPS) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.ds_ready = NamedBarrier()
-        self.dq_empty, self.dq_full = ([NamedBarrier() for _ in range(WARPGROUPS)] for _ in range(2))
+        self.dq_empty, self.dq_full = ([NamedBarrier() for _ in range(n * WARPGROUPS)] for n in (1, 2))
         self.q: list[object] = [None] * self.STAGES
         self.dout: list[object] = [None] * self.DOUT_STAGES
         self.ds: list[list[object]] = [[None] * WARPGROUPS for _ in range(self.SLOTS)]
@@ -71,7 +80,8 @@ class Block:
     def steps(self) -> list[Step]:
         """(member, query tile): heads of the group one after the other, or all of them at a tile where blocks queue for dQ."""
         if self.turns:
-            return [(member, m) for m in reversed(range(self.first, self.end)) for member in range(self.members)]
+            tiles = range(self.first, self.end)
+            return [(member, m) for m in (tiles if self.rising else reversed(tiles)) for member in range(self.members)]
         return [(member, m) for member in range(self.members) for m in range(self.first, self.end)]
 
     def push(self, memory: list[object] | None, full: Barrier, stage: int, value: object) -> None:
@@ -97,6 +107,10 @@ class Block:
             yield self.do_empty[stage], phase ^ 1
             self.push(self.dout, self.do_full[stage], stage, step)
 
+    def turn(self, m: int) -> int:
+        """How many blocks add to a tile before this one; rising blocks start with the last, whose first tile is 2 n."""
+        return m // 2 - self.rank if self.rising else self.rank
+
     def writer(self, group: int) -> Iterator[Wait]:
         steps = self.steps()
         empty, full = self.dq_empty[group], self.dq_full[group]
@@ -106,7 +120,7 @@ class Block:
             more = j + 1 < len(steps)
             for piece in range(self.PIECES):
                 yield full, full.arrive()
-                while self.turns and piece == 0 and self.turns[group].count.get(step, 0) != self.rank:
+                while self.turns and piece == 0 and self.turns[group].count.get(step, 0) != self.turn(step[1]):
                     yield None
                 value = self.dq[group]
                 assert value == (step, piece)
@@ -115,20 +129,43 @@ class Block:
                 if piece + 1 < self.PIECES:
                     empty.arrive()
             self.added[group].append(step)
-            if more and (not self.turns or self.members > 1):
+            if more:
                 empty.arrive()
             if self.turns:
                 yield None  # the add has arrived
-                self.turns[group].count[step] = self.rank + 1
-                if more and self.members == 1:
-                    empty.arrive()
+                self.turns[group].pass_on(step, self.rank)
 
-    def hand_over(self, group: int, step: Step) -> Iterator[Wait]:
+    def alternate(self, parity: int) -> Iterator[Wait]:
+        """A writer of every other step: one counter for both warpgroups."""
+        assert self.turns
+        steps = self.steps()
+        if parity == 0 and steps:
+            for empty in self.dq_empty:
+                empty.arrive()
+        for j in range(parity, len(steps), 2):
+            for group in range(WARPGROUPS):
+                full = self.dq_full[group + parity * WARPGROUPS]
+                yield full, full.arrive()
+                while group == 0 and self.turns[0].count.get(steps[j], 0) != self.turn(steps[j][1]):
+                    yield None
+                assert self.dq[group] == (steps[j], 0)
+            for group in range(WARPGROUPS):
+                yield None  # the copy is reading
+                assert self.dq[group] == (steps[j], 0), "dQ was overwritten while it left"
+                self.added[group].append(steps[j])
+                if j + 1 < len(steps):
+                    self.dq_empty[group].arrive()
+            yield None  # the adds have arrived
+            for part in self.turns:
+                part.pass_on(steps[j], self.rank)
+
+    def hand_over(self, group: int, step: Step, odd: int = 0) -> Iterator[Wait]:
+        full = self.dq_full[group + (odd * WARPGROUPS if self.turns and self.ALTERNATE else 0)]
         for piece in range(self.PIECES):
             yield self.dq_empty[group], self.dq_empty[group].arrive()
             self.dq[group] = step, piece
             yield None
-            self.dq_full[group].arrive()
+            full.arrive()
 
     def consumer(self, group: int) -> Iterator[Wait]:
         if self.first < self.end:
@@ -142,9 +179,6 @@ class Block:
             yield self.do_full[dout_stage], phase
             assert self.dout[dout_stage] == step
             yield None
-            if self.LATE and j > 0:
-                assert self.q[ring(j - 1, self.STAGES)[0]] == self.steps()[j - 1]
-                self.q_empty[ring(j - 1, self.STAGES)[0]].arrive()
             slot = j % self.SLOTS
             self.ds[slot][group] = step
             yield self.ds_ready, self.ds_ready.arrive()
@@ -153,30 +187,30 @@ class Block:
             assert self.ds[slot] == [step] * WARPGROUPS, "dS was overwritten under dQ"
             assert self.dout[dout_stage] == step and self.q[stage] == step
             self.do_empty[dout_stage].arrive()
-            yield from self.hand_over(group, step)
+            yield from self.hand_over(group, step, j % 2)
             yield None
             assert self.q[stage] == step
-            if not self.LATE:
-                self.q_empty[stage].arrive()
+            self.q_empty[stage].arrive()
 
     def roles(self) -> dict[str, Iterator[Wait]]:
         found = {"loader": self.loader()}
         for group in range(WARPGROUPS):
-            found |= {f"writer {group}": self.writer(group), f"consumer {group}": self.consumer(group)}
+            writer = self.alternate if self.turns and self.ALTERNATE else self.writer
+            found |= {f"writer {group}": writer(group), f"consumer {group}": self.consumer(group)}
         return found
 
 
-class Late(Block):
-    """Head dim 64: dK reads dS from shared memory, and is waited for in the next step."""
+class Alternating(Block):
+    """A block of the narrow kernel, when deterministic."""
 
-    LATE = True
+    ALTERNATE = True
 
 
 class Wide(Block):
     """A block of the wide kernel: P through one of two slots, dS through one, both read by both warpgroups."""
 
-    def __init__(self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None) -> None:
-        super().__init__(first, end, members, rank, turns)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.p_ready = NamedBarrier()
         self.p: list[list[object]] = [[None] * WARPGROUPS for _ in range(self.SLOTS)]
         self.ds = [[None] * WARPGROUPS]
@@ -219,7 +253,7 @@ class Wider(Wide):
     DOUT_STAGES, PIECES = 1, 2
 
 
-KINDS = [Block, Late, Wide, Wider]
+KINDS = [Block, Alternating, Wide, Wider]
 
 
 def play(blocks: list[Block], processors: int, draw: random.Random) -> None:
@@ -265,15 +299,16 @@ def test_no_hang_and_no_race(tiles: tuple[int, int], members: int, kind: type[Bl
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("order", ["full", "causal", "rising"])
 @pytest.mark.parametrize("processors", [1, 2, 5])
-def test_deterministic_blocks_add_in_their_order(processors: int, causal: bool, members: int, kind: type[Block]) -> None:
+def test_deterministic_blocks_add_in_their_order(processors: int, order: str, members: int, kind: type[Block]) -> None:
     for seed in range(2):
         turns = [Turns() for _ in range(WARPGROUPS)]
-        blocks = [kind(2 * n if causal else 0, 8, members, n, turns) for n in range(4)]
+        numbers = [3, 2, 1, 0] if order == "rising" else [0, 1, 2, 3]
+        blocks = [kind(0 if order == "full" else 2 * n, 8, members, n, turns, order == "rising") for n in numbers]
         play(blocks, processors, random.Random(seed))
-        counted = {(h, m): m // 2 + 1 if causal else 4 for h in range(members) for m in range(8)}
-        assert all(part.count == counted for part in turns)
+        seen = {(h, m): [n for n in numbers if order == "full" or 2 * n <= m] for h in range(members) for m in range(8)}
+        assert all(part.sums == seen and part.count == {s: len(x) for s, x in seen.items()} for part in turns)
 
 
 def test_blocks_that_start_in_the_wrong_order_hang() -> None:
@@ -295,7 +330,7 @@ def test_one_slot_of_ds_would_race() -> None:
 
 def test_one_slot_of_p_would_race_where_dv_may_run_on() -> None:
     class Single(Wide):
-        def __init__(self, *arguments: int) -> None:
+        def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.p = [self.p[0], self.p[0]]
 

@@ -66,6 +66,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             assert tile >= t.shape[-1] > tile - box and not t[..., columns:].any()  # no box lies beside all columns
         q, k, v, dout = q[..., :dim], k[..., :dim], v[..., :dim_v], dout[..., :dim_v]
         starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
+        for t in (dq, dk, dv):  # the kernels zero what belongs to no sequence, and keys that nobody sees
+            t.zero_()
         for n in range(len(starts_q) - 1):
             a, b, c, d = starts_q[n], starts_q[n + 1], starts_k[n], starts_k[n + 1]
             d = d if used is None else c + int(used[n])

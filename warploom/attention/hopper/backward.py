@@ -29,10 +29,11 @@ LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
-LOADER, WRITERS = 0, (1, 2)
+LOADER, WRITERS, CLEANER = 0, (1, 2), 3
 # Named barriers; 0 is the block's.
 DS_READY = 1  # both warpgroups have written their dS
 DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
+DQ_ODD = 8  # added to DQ_FULL in odd steps where the writers alternate
 ROW_THREADS = 256  # of the kernels before and after
 # A packed sequence is read by TMA as the end of a dimension of so many rows, past which TMA fills in zeros.
 RAGGED = 1 << 24
@@ -61,8 +62,10 @@ class HopperBackward:
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
         self.by_rows = config.tile_m == 64 * WARPGROUPS
         self.columns = self.part // 64
-        # Long tiles leave registers for dS on its way only: dV waits for dS, and dK reads it from shared memory.
-        self.lean = config.tile_m == 128
+        # Or, transposed, half of the head dims by all queries.
+        self.swapped = config.tile_m % 64 != 0
+        self.alternate = config.alternate
+        self.mixed = config.deterministic and config.right  # sections but the last begin with the last key block
         self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
 
@@ -106,7 +109,8 @@ class HopperBackward:
             m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
             n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
         rows = m_blocks * heads_q * batch
-        self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, m_blocks).launch(
+        cleared = (dq, dk, dv, cu_k) if const_expr(config.varlen) else (None, None, None, None)
+        self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
 
@@ -146,10 +150,9 @@ class HopperBackward:
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
         values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
-        if const_expr(self.lean):
-            keys = self.mma((64, config.head_dim, 16), smem, by_mn, by_mn)
-        else:
-            keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
+        keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
+        if const_expr(self.swapped):
+            return scores, values, keys, self.mma((64, self.tile_m, 16), smem, by_mn, by_k)
         return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
 
     def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
@@ -186,6 +189,10 @@ class HopperBackward:
         stats: cute.Tensor,
         turns: cute.Tensor | None,
         cu_q: cute.Tensor | None,
+        dq: cute.Tensor | None,
+        dk: cute.Tensor | None,
+        dv: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
         m_blocks: Int32,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up.
@@ -194,6 +201,10 @@ class HopperBackward:
         """
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        if const_expr(self.config.varlen):
+            self.clear(dq, cu_q)
+            self.clear(dk, cu_k)
+            self.clear(dv, cu_k)
         batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, out, cu_q)
         size = tile_m * self.config.head_dim
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -227,6 +238,19 @@ class HopperBackward:
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
                 stats[base + tile_m] = total
+
+    @cute.jit
+    def clear(self, t, cu):
+        """Zeros in the rows of a packed tensor that belong to no sequence."""
+        rows, heads, columns = t.shape
+        first = cutlass.min(cutlass.max(cu[0], 0), rows)
+        past = cutlass.min(cutlass.max(cu[cu.shape[0] - 1], 0), rows)
+        index, blocks, thread = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], cute.arch.thread_idx()[0]
+        for i in cutlass.range(index, first + rows - past, blocks, unroll=1):
+            row = self.choose(i < first, i, past + i - first)
+            for at in cutlass.range(thread, heads * (columns // 8), ROW_THREADS, unroll=1):
+                chunk = columns // 8
+                self.store_words(self.element(t, 0, row, at // chunk, at % chunk * 8), [Int32(0)] * 4)
 
     def element(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
         """Address of eight elements of a row, which packed tensors count through all sequences."""
@@ -292,19 +316,49 @@ class HopperBackward:
         for i in cutlass.range_constexpr(count):
             four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
             cute.autovec_copy(four, values[None, i])
-        word = lane % 4
-        first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
-        for r in cutlass.range_constexpr(2):
-            row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
-            for chunk in cutlass.range_constexpr(-(-count // 4)):
+        if const_expr(self.swapped):
+            # Columns of dQᵀ, which are queries: rows again by way of shared memory.
+            pitch = config.head_dim + 8
+
+            @cute.struct
+            class Storage:
+                rows: cute.struct.Align[cute.struct.MemRange[self.dtype, tile_m * pitch], 128]
+
+            rows = cutlass.utils.SmemAllocator().allocate(Storage).rows.data_ptr()
+            first_column = group * (config.head_dim // 2) + own // 32 * 16 + lane // 8 % 2 * 8
+            matrices = rows + (lane // 16 * 8 + lane % 8) * pitch + first_column
+            for i in cutlass.range_constexpr(tile_m // 16):
                 words = [
-                    pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype) if i < count else Int32(0)
-                    for i in range(4 * chunk, 4 * chunk + 4)
+                    pack16(values[j, c] * scale, values[j + 1, c] * scale, self.dtype)
+                    for c in (2 * i, 2 * i + 1)
+                    for j in (0, 2)
                 ]
-                words = transpose_quad(words, lane)
-                column = first_column + chunk * 32 + word * 8
-                if row < seqlen_q and column < dq.shape[-1] and chunk * 32 + word * 8 < 8 * count:
-                    self.store_words(self.element(dq, batch, start + row, head, column), words)
+                store_matrices(matrices + i * (16 * pitch), words, transposed=True)
+            cute.arch.sync_threads()
+            chunks = config.head_dim // 8
+            for i in cutlass.range_constexpr(tile_m * chunks // ROW_THREADS):
+                at = i * ROW_THREADS + thread
+                row, column = at // chunks, at % chunks * 8
+                if m_block * tile_m + row < seqlen_q and column < dq.shape[-1]:
+                    chunk = cute.make_rmem_tensor(8, self.dtype)
+                    staged = cute.make_tensor((rows + (row * pitch + column)).align(16), cute.make_layout(8))
+                    target = self.element(dq, batch, start + m_block * tile_m + row, head, column)
+                    cute.autovec_copy(staged, chunk)
+                    cute.autovec_copy(chunk, cute.make_tensor(target, cute.make_layout(8)))
+        else:
+            word = lane % 4
+            first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
+            for r in cutlass.range_constexpr(2):
+                row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
+                for chunk in cutlass.range_constexpr(-(-count // 4)):
+                    words = [
+                        pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype) if i < count else Int32(0)
+                        for i in range(4 * chunk, 4 * chunk + 4)
+                    ]
+                    words = transpose_quad(words, lane)
+                    column = first_column + chunk * 32 + word * 8
+                    if row < seqlen_q and column < dq.shape[-1] and chunk * 32 + word * 8 < 8 * count:
+                        self.store_words(self.element(dq, batch, start + row, head, column), words)
 
     def store_words(self, target: Any, words: list[Any]) -> None:
         """Eight 16-bit elements by one store."""
@@ -403,9 +457,12 @@ class HopperBackward:
         cute.arch.sync_threads()
 
         heads_kv = k.shape[2]
-        n_block, slice_ = schedule.sections(
-            cute.arch.block_idx()[0], n_blocks, heads_kv * batches, section, self.choose
-        )  # fmt: skip
+        index = cute.arch.block_idx()[0]
+        n_block, slice_ = schedule.sections(index, n_blocks, heads_kv * batches, section, self.choose)
+        rising = Int32(0)
+        if const_expr(self.mixed):
+            rising = self.choose((index // (section * n_blocks) + 1) * section < heads_kv * batches, 1, 0)
+            n_block = self.choose(rising == 1, n_blocks - 1 - n_block, n_block)
         batch, head = slice_ // heads_kv, slice_ % heads_kv
         q_start, k_start, seqlen_k, first_tile = Int32(0), Int32(0), k.shape[0], Int32(0)
         if const_expr(cu_q is not None):
@@ -416,7 +473,10 @@ class HopperBackward:
             q_start, seqlen_q = self.bounds(cu_q, sequence, total_q)
             first_tile = self.first_tile(cu_q, sequence, tile_m, total_q)
         shift = seqlen_k - seqlen_q
+        whole, hidden = seqlen_k, Int32(0)
         if const_expr(self.config.varlen):
+            if const_expr(used is not None):
+                _, whole = self.bounds(cu_k, sequence, total_k)
             # Keys that no query of the sequence sees stay outside of what TMA reads.
             if const_expr(self.config.right):
                 seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
@@ -439,6 +499,7 @@ class HopperBackward:
             heads_q=q.shape[2],
             m_blocks=m_blocks,
             first_tile=first_tile,
+            rising=rising,
             bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right),
         )
         if warp < 4:
@@ -447,10 +508,27 @@ class HopperBackward:
                 self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
-                    self.write(work, sums, turns, i, left)
+                    if const_expr(self.alternate):
+                        self.write_in_turn(work, sums, turns, i, left, right)
+                    else:
+                        self.write(work, sums, turns, i, left, right)
+            if const_expr(self.config.varlen):  # noqa: SIM102
+                if warp == CLEANER:
+                    for t in (dk, dv):
+                        self.clear_hidden(t, n_block, head, k_start - hidden, whole, hidden, hidden + seqlen_k)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.compute(work, dk, dv, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
+
+    @cute.jit
+    def clear_hidden(self, t, n_block, head, start, length, first, past):
+        """Zeros in a packed sequence's rows of the block that are not its keys [first, past)."""
+        end = cutlass.min((n_block + 1) * self.tile_n, length)
+        chunks = t.shape[2] // 8
+        for row in cutlass.range(n_block * self.tile_n, end, unroll=1):
+            if row < first or row >= past:
+                for i in cutlass.range(cute.arch.lane_idx(), chunks, 32, unroll=1):
+                    self.store_words(self.element(t, 0, start + row, head, i * 8), [Int32(0)] * 4)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -528,15 +606,17 @@ class HopperBackward:
     def place(self, work, j):
         """Query head, query tile in it and number of that tile in the workspaces, of a block's j-th step.
 
-        Tiles in order, a head after the other. Where key blocks queue for dQ the last tile comes first: under a causal mask
-        they then reach a tile one after the other, and without one none waits for more than its elders. And all heads of the
-        group pass a tile before the next one, since the elders, which see more tiles, would else reach the second head long
-        after this block.
+        Tiles in order, a head after the other. Where key blocks queue for dQ all heads of the group pass a tile before the
+        next one, since the elders, which see more tiles, would else reach the second head long after this block. And either
+        the last tile comes first, which all blocks reach at the same time and leave one after the other. Or, under a causal
+        mask, tiles rise from the diagonal and the last key block is the eldest: then a block's elders are ahead of it from
+        the start, by more than a turn takes. But its longest block starts last, so the call's last section does not.
         """
         first, _, _, end = work.bounds
         if const_expr(self.config.deterministic):
             i = j // work.group_size
-            member, m = j - i * work.group_size, end - 1 - i
+            member = j - i * work.group_size
+            m = self.choose(work.rising == 1, first + i, end - 1 - i)
         else:
             member = j // (end - first)
             m = first + j - member * (end - first)
@@ -558,12 +638,13 @@ class HopperBackward:
     # The writer warps
 
     @cute.jit
-    def write(self, work, sums, turns, group, left):
+    def write(self, work, sums, turns, group, left, right):
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
         When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
         start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back
-        when the add has arrived, which keeps blocks in step, or for grouped heads at once: measured both.
+        when the add is on its way, or, where blocks reach a tile at the same time, when it has arrived, which keeps them in
+        step: measured both.
         """
         shared = work.shared
         first, _, _, end = work.bounds
@@ -578,33 +659,70 @@ class HopperBackward:
                 cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
                 if cute.arch.lane_idx() == 0:
                     if const_expr(self.config.deterministic and piece == 0):
-                        wait_for(turns.iterator + part, self.rank(work, m, left))
+                        wait_for(turns.iterator + part, self.rank(work, m, left, right))
                     bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 if const_expr(piece + 1 < self.config.pieces):
                     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            at_once = not self.config.deterministic or self.mixed or work.group_size > 1
+            if j + 1 < steps and at_once:
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if const_expr(self.config.deterministic):
-                if j + 1 < steps and work.group_size > 1:
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
                 if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     pass_on(turns.iterator + part)
                 cute.arch.sync_warp()
-                if j + 1 < steps and work.group_size == 1:
+                if j + 1 < steps and not at_once:
                     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-            elif j + 1 < steps:
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def rank(self, work, m, left):
-        """How many key blocks add to a query tile before this one."""
+    def write_in_turn(self, work, sums, turns, parity, left, right):
+        """As ``write`` when key blocks add in an order: one warp has the even steps, one the odd ones, of both warpgroups.
+
+        From the wait for a turn to passing it on takes longer than a step, most of it until the adds have arrived.
+        """
+        shared = work.shared
+        first, _, _, end = work.bounds
+        steps = work.group_size * (end - first)
+        if parity == 0 and steps > 0:
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+        for j in cutlass.range(parity, steps, 2, unroll=1):
+            _, m, tile = self.place(work, j)
+            turn = turns.iterator + Int64(tile) * WARPGROUPS
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    if const_expr(group == 0):
+                        wait_for(turn, self.rank(work, m, left, right))
+                    target = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
+                    bulk_add(target, shared.dq + group * self.part, 4 * self.part)
+                    cute.arch.cp_async_bulk_commit_group()
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
+                cute.arch.sync_warp()
+                if j + 1 < steps:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                pass_on(turn)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def rank(self, work, m, left, right):
+        """How many key blocks add to a query tile before this one: those before it, or where tiles rise those after it."""
         rank = work.n_block
         if const_expr(self.config.left):
             rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
+        if const_expr(self.mixed):
+            last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.tile_n
+            last = cutlass.min(last, (work.seqlen_k - 1) // self.tile_n)
+            rank = self.choose(work.rising == 1, last - work.n_block, rank)
         return rank
 
     # The consumer warpgroups
@@ -625,12 +743,27 @@ class HopperBackward:
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
-        if const_expr(config.deterministic):
-            for lower, upper, masked in reversed(parts):
-                for _ in cutlass.range((upper - lower) * work.group_size, unroll=1):
-                    _, m, _ = self.place(work, j)
+        if const_expr(self.config.deterministic):
+            lengths = [(upper - lower, masked) for lower, upper, masked in reversed(parts)]
+            if const_expr(self.mixed):
+                begins, ends = whole_first - first, end - whole_end
+                rising = work.rising == 1
+                lengths = [
+                    (self.choose(rising, begins, ends), True),
+                    (whole_end - whole_first, False),
+                    (self.choose(rising, ends, begins), True),
+                ]
+            m, onward, member = end - 1, Int32(-1), Int32(0)
+            if const_expr(self.mixed):
+                m, onward = self.choose(rising, first, m), self.choose(rising, 1, -1)
+            for length, masked in lengths:
+                for _ in cutlass.range(length * work.group_size, unroll=1):
                     self.step(r, m, j, masked)
                     j += 1
+                    member += 1
+                    if member == work.group_size:
+                        member = Int32(0)
+                        m += onward
         else:
             for _ in cutlass.range(work.group_size, unroll=1):
                 for lower, upper, masked in parts:
@@ -673,16 +806,16 @@ class HopperBackward:
         )
         acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
         acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
-        acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, self.columns)))
-        dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
-        dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
-        dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
-        dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
-        if const_expr(self.lean):
-            ds_turned = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=turned))
-            ds = self.part_of(mma_keys.make_fragment_A(keys.partition_A(ds_turned)), group)
+        acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, tile_m if self.swapped else self.columns)))
+        if const_expr(self.swapped):
+            k_part = self.part_of(mma_queries.make_fragment_A(queries.partition_A(k_turned)), group)
+            dq_a = k_part[None, None, None, 0]
+            dq_b = mma_queries.make_fragment_B(queries.partition_B(shared.ds))
         else:
-            ds = mma_keys.make_fragment_A(keys.partition_shape_A((64, tile_m)))
+            dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
+            dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
+            dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
+            dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
         # A warp's 16 keys × 16 queries of dS go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8,
         # a query, in the half of the tile whose rows hold this warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
         lane = own % 32
@@ -704,7 +837,7 @@ class HopperBackward:
             q_turned=mma_keys.make_fragment_B(keys.partition_B(q_turned)),
             do_turned=mma_values.make_fragment_B(values.partition_B(do_turned)),
             p=mma_values.make_fragment_A(values.partition_shape_A((64, tile_m))),
-            ds=ds,
+            ds=mma_keys.make_fragment_A(keys.partition_shape_A((64, tile_m))),
             dq_a=dq_a,
             dq_b=dq_b,
             acc_s=acc_s,
@@ -740,41 +873,44 @@ class HopperBackward:
 
     @cute.jit
     def step(self, r, m, j, masked):
-        """One query tile: five GEMMs, each elementwise part under the GEMM before."""
-        shared = r.shared
+        """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
+
+        Row statistics are asked for before the wait for S, under which their latency hides.
+        """
+        shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
-        slot = stage
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
+        if const_expr(not config.softcap):
+            level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
         warpgroup.wait_group(1)
-        if const_expr(self.lean):  # noqa: SIM102
-            if j > 0:  # dK of the step before has ended
-                self.release(shared.q_empty + (stage ^ 1))
-        self.probabilities(r, m, stage, masked)
-        if const_expr(self.lean):
-            warpgroup.wait_group(0)
-            self.differentiate(r, stage)
-            self.share(r, slot)
-            self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
-        else:
-            self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
-            warpgroup.wait_group(1)
-            self.differentiate(r, stage)
-            self.pack(r.acc_dp, r.ds)
-            self.share(r, slot)
+        if const_expr(config.softcap):  # whose slopes leave no registers for more
+            level = self.statistics(r, stage, 0)
+        self.probabilities(r, m, level, masked)
+        if const_expr(not config.softcap):
+            mean = self.statistics(r, stage, 1)
+        warpgroup.wait_group(0)
+        if const_expr(config.softcap):
+            mean = self.statistics(r, stage, 1)
+        self.differentiate(r, mean)
+        self.pack(r.acc_dp, r.ds)
+        self.share(r, stage)
+        # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
+        self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
-        self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, slot], r.dq_b, False)
-        ds = r.ds[None, None, None, slot] if const_expr(self.lean) else r.ds
-        self.gemm(r.mma_keys, r.acc_dk, ds, r.q_turned[None, None, None, stage], True)
+        if const_expr(self.swapped):
+            self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, stage], False)
+        else:
+            self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, stage], r.dq_b, False)
+        self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.release(shared.do_empty + stage)
-        self.hand_over(r)
-        if const_expr(not self.lean):  # ptxas would serialise all products if dS stayed in registers under dK
-            warpgroup.wait_group(0)
-            self.release(shared.q_empty + stage)
+        self.hand_over(r, j)
+        warpgroup.wait_group(0)
+        self.release(shared.q_empty + stage)
 
     @cute.jit
     def gemm(self, mma, acc, a, b, accumulate):
@@ -796,9 +932,8 @@ class HopperBackward:
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
 
     @cute.jit
-    def probabilities(self, r, m, stage, masked):
+    def probabilities(self, r, m, level, masked):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
-        level = self.statistics(r, stage, 0)
         for i in cutlass.range_constexpr(2):
             if const_expr(masked):
                 first = r.limits[i, 0] - m * self.tile_m
@@ -831,9 +966,8 @@ class HopperBackward:
         return exp2(score - level), slope
 
     @cute.jit
-    def differentiate(self, r, stage):
+    def differentiate(self, r, mean):
         """dS / scale from P and dP, in dP's place."""
-        mean = self.statistics(r, stage, 1)
         for c in cutlass.range_constexpr(self.tile_m // 4):
             for i in cutlass.range_constexpr(2):
                 r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
@@ -854,16 +988,15 @@ class HopperBackward:
         """dS, rows now queries, where both warpgroups read it."""
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
         for i in cutlass.range_constexpr(self.tile_m // 16):
-            if const_expr(self.lean):
-                acc = r.acc_dp
-                words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + 4)]
-            else:
-                words = [self.words(r.ds)[4 * i + j] for j in range(4)]
+            words = [self.words(r.ds)[4 * i + j] for j in range(4)]
             store_matrices(target + i * (16 * 64), words, transposed=True)
 
     @cute.jit
-    def hand_over(self, r):
+    def hand_over(self, r, j=0):
         """dQ to the writer warp, in accumulator order."""
+        full = DQ_FULL + r.group
+        if const_expr(self.alternate):
+            full += (j & 1) * DQ_ODD
         count = self.piece // (4 * WARPGROUP)
         for piece in cutlass.range_constexpr(self.config.pieces):
             cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
@@ -872,7 +1005,7 @@ class HopperBackward:
                 target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
                 cute.autovec_copy(four, target)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=DQ_FULL + r.group, number_of_threads=WARPGROUP + 32)
+            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)
 
     @cute.jit
     def release(self, barrier):

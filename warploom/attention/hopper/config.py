@@ -115,6 +115,7 @@ class BackwardConfig:
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
+    alternate: bool = False  # writer warps take turns at steps, not at warpgroups
 
     @property
     def name(self) -> str:
@@ -123,6 +124,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
+        parts += ["alternate"] if self.alternate else []
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -81,8 +81,8 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
     assert cu_q is not None
-    # Tokens of no sequence, and keys that none of theirs sees, keep these zeros.
-    dq, dk, dv = gradients = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
+    dq, dk, dv = gradients = tuple((t.new_zeros if cu_q.shape[0] == 1 else t.new_empty)(t.shape) for t in (q, k, v))
     function, variant = _function(args, dlse is not None)
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
@@ -111,7 +111,7 @@ def _launch(
     q = tensors[0]
     sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
     stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
-    turns = q.new_empty(2 * tiles, dtype=torch.int32) if args.deterministic else None
+    turns = q.new_empty(2 * tiles, dtype=torch.int32) if variant.deterministic else None
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
         dim, dim_v = variant.head_dim, variant.head_dim_v
