@@ -3,8 +3,9 @@
     python benchmarks/cpu_linear.py [--threads 2] [--repeats 7] [--out benchmarks/results/cpu-linear.json]
 
 B4 H8 L2048 E=M=64 fp32, elu+1 inside: ours; the recurrence of idiap's CPU code, vectorised over batch and heads, as one
-writes it and with fused updates in place; and the matrix products alone that ours is made of. Then ours alone over 4k … 64k
-tokens, whose time a token should not grow. Results are compared first.
+writes it and with fused updates in place; and the matrix products alone that ours is made of. All but the last also on one
+thread: a token's update is so small that threads slow it down. Then ours alone over 4k … 64k tokens, whose time a token should
+not grow. Results are compared first.
 """
 
 from __future__ import annotations
@@ -45,14 +46,41 @@ def fused_loop(inputs: Inputs) -> Tensor:
 
 
 def plain_loop(inputs: Inputs) -> Tensor:
-    """The same as one writes it; differentiated by autograd it would keep every state, so it has no backward here."""
+    """The same as one writes it, an outer product added and a product a token, backward too.
+
+    Autograd through it would keep every state.
+    """
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (F.elu(inputs[0]) + 1, F.elu(inputs[1]) + 1, inputs[2]))
-    s, out = q.new_zeros(q.shape[0], q.shape[2], v.shape[2]), torch.empty_like(v)
-    for t in range(q.shape[1]):
-        s += k[:, t, :, None] * v[:, t, None, :]
-        out[:, t] = (q[:, t, None, :] @ s)[:, 0]
-    out = out / ((q * k.cumsum(1)).sum(-1, keepdim=True) + EPS)
-    return out.unflatten(0, inputs[0].shape[::2][:2]).transpose(1, 2).contiguous()
+    out = PlainLoop.apply(q, k, v) / ((q * k.cumsum(1)).sum(-1, keepdim=True) + EPS)
+    return out.unflatten(0, inputs[0].shape[::2][:2]).transpose(1, 2).contiguous()  # type: ignore[no-any-return]
+
+
+class PlainLoop(torch.autograd.Function):
+    """idiap's loop over tokens and its backward's two, over all heads at once; tensors (heads, seqlen, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(q, k, v)
+        s, out = q.new_zeros(q.shape[0], q.shape[2], v.shape[2]), torch.empty_like(v)
+        for t in range(q.shape[1]):
+            s += k[:, t, :, None] * v[:, t, None, :]
+            out[:, t] = (q[:, t, None, :] @ s)[:, 0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        q, k, v = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        s = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
+        for t in range(q.shape[1]):
+            s += k[:, t, :, None] * v[:, t, None, :]
+            dq[:, t] = (s @ dout[:, t, :, None])[..., 0]
+        s.zero_()
+        for t in reversed(range(q.shape[1])):
+            s += q[:, t, :, None] * dout[:, t, None, :]
+            dk[:, t] = (s @ v[:, t, :, None])[..., 0]
+            dv[:, t] = (k[:, t, None, :] @ s)[:, 0]
+        return dq, dk, dv
 
 
 def products() -> dict[bool, Callable[[], None]]:
@@ -91,6 +119,13 @@ def step(call: Call, inputs: Inputs, dout: Tensor | None) -> None:
         torch.autograd.grad(call(inputs), inputs, dout)
 
 
+def on_one_thread(call: Callable[[], None]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    call()
+    torch.set_num_threads(threads)
+
+
 def timed(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds a call: medians, 20th and 80th percentiles of interleaved runs."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -110,13 +145,18 @@ def rows(repeats: int) -> list[dict[str, Any]]:
     inputs = draw(BATCH, HEADS, SEQLEN)
     contenders: dict[str, Call] = {"warploom": ours, "token by token, fused": fused_loop, "token by token, plain": plain_loop}
     want = ours(inputs).detach()
+    upstream = torch.randn(want.shape)
+    wanted = torch.autograd.grad(ours(inputs), inputs, upstream)
     for name, call in contenders.items():
-        assert (call(inputs).detach() - want).norm() / want.norm() < 1e-4, name
+        out = call(inputs)
+        for got, right in zip((out.detach(), *torch.autograd.grad(out, inputs, upstream)), (want, *wanted), strict=True):
+            assert (got - right).norm() / right.norm() < 1e-4, name
     result = []
     for backward in (False, True):
-        dout = torch.randn(want.shape) if backward else None
-        chosen = [name for name in contenders if not (backward and name.endswith("plain"))]
-        calls: dict[str, Callable[[], None]] = {name: partial(step, contenders[name], inputs, dout) for name in chosen}
+        dout = upstream if backward else None
+        calls: dict[str, Callable[[], None]] = {n: partial(step, call, inputs, dout) for n, call in contenders.items()}
+        if torch.get_num_threads() > 1:
+            calls |= {f"{name}, one thread": partial(on_one_thread, call) for name, call in calls.items()}
         calls["the products alone"] = products()[backward]
         times = timed(calls, repeats)
         for name, figures in times.items():
@@ -145,7 +185,7 @@ def length_rows(repeats: int) -> list[dict[str, Any]]:
 def print_row(row: dict[str, Any], what: str) -> None:
     direction = "forward + backward" if row["backward"] else "forward"
     print(
-        f"{row['case']:<18}{direction:<20}{row['what']:<24}{row['ms']:>9.1f} ms (least {row['least']:.1f})  {what}", flush=True
+        f"{row['case']:<18}{direction:<20}{row['what']:<34}{row['ms']:>9.1f} ms (least {row['least']:.1f})  {what}", flush=True
     )
 
 

@@ -95,14 +95,14 @@ class Kernel:
         return self.run(args.scale, args.q)
 
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
-        def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
             self.log.append("bound")
             return self.run(args.scale, q)
 
         return launch
 
     def run(self, scale: float, q: Tensor) -> tuple[Tensor, Tensor]:
-        return q * scale, q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+        return q * scale, q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
 
     def ways(self) -> list[str]:
         found, self.log = self.log, []
@@ -168,6 +168,34 @@ def test_what_differs_is_checked_and_planned_for_itself(name: str, kernel: Kerne
         assert kernel.ways() == [way]
     call(q)
     assert kernel.ways() == ["bound"]
+
+
+def packed(q: Tensor, lengths: Tensor | None = None, **keywords: Any) -> Any:
+    lengths = torch.tensor([0, 1, 3], dtype=torch.int32) if lengths is None else lengths
+    return warploom.attention_varlen(q, q, q, lengths, backend="hopper", **keywords)
+
+
+def test_packed_calls_too(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = plain()[0]
+    found = [packed(q + i, torch.tensor([0, i, 3], dtype=torch.int32)) for i in range(3)]
+    assert kernel.ways() == ["checked", "checked", "bound"]
+    torch.testing.assert_close(found, [(q + i) / 4 for i in range(3)])
+    different: list[dict[str, Any]] = [
+        {"lengths": torch.tensor([0, 3], dtype=torch.int32)},
+        {"max_seqlen_q": 2},
+        {"cu_seqlens_k": torch.tensor([0, 2, 3], dtype=torch.int32)},
+        {"seqused_k": torch.tensor([1, 1], dtype=torch.int32)},
+        {"causal": True},
+        {"lengths": torch.tensor([0, 1, 3], dtype=torch.int32).as_subclass(Sub)},
+    ]
+    for keywords in different:
+        packed(q, **keywords)
+        assert kernel.ways() == ["checked"], keywords
+    with pytest.raises(TypeError, match="cu_seqlens_q"):
+        packed(q, torch.tensor([0, 1, 3]))
+    monkeypatch.setenv("WARPLOOM_CHECK", "1")
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        packed(q, torch.tensor([0, 5, 3], dtype=torch.int32))
 
 
 def test_global_state_is_part_of_the_kind(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+import warploom
 from tests.attention.cases import case, masked
 from tests.attention.harness import results
 from tests.attention.packed import PACKED, Packed
@@ -28,6 +29,9 @@ DENSE = [
 MASKED = ["Document", "GlobalWindow", "Padding anywhere"]
 VARLEN = ["empty sequences", "used keys", "four vectors", "pages of 16"]
 DECODE = ["one query", "group of 7, 5 queries, batch 3", "pages of 16", "empty sequences"]
+# Of the Hopper forward: no mask in turns and pieces merged; several heads a tile, split; whole rounds before split tiles.
+# Queries, keys, heads and their groups' number, head_dim, causal.
+HOPPER = [(400, 3000, 2, 1, 64, False), (5, 3000, 8, 2, 128, True), (1100, 3000, 17, 17, 128, False)]
 # What the others refuse.
 TRITON_ONLY = ("dropout", "four vectors", "pages of 16")
 
@@ -46,8 +50,13 @@ def main(backend: str = "triton") -> None:
         finite(name, list(Packed(seed=1, dtype=half, device="cuda", **PACKED[name]).results(backend).values()))
     for name in decode:
         finite(name, list(run(replace(decode_case(name, 1), dtype=half, device="cuda"), backend)))
+    more = HOPPER if backend == "hopper" else []
+    for queries, keys, heads, kv, dim, causal in more:
+        shapes = (1, queries, heads, dim), (1, keys, kv, dim), (1, keys, kv, dim)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=half) for shape in shapes)
+        finite(f"{queries} × {keys}", list(warploom.attention(q, k, v, causal=causal, return_lse=True, backend=backend)))
     torch.cuda.synchronize()
-    print(f"ran {len(dense) + len(masks) + len(varlen) + len(decode)} cases of {backend}")
+    print(f"ran {len(dense) + len(masks) + len(varlen) + len(decode) + len(more)} cases of {backend}")
 
 
 def finite(name: str, tensors: list[torch.Tensor]) -> None:

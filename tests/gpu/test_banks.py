@@ -32,10 +32,11 @@ def test_the_layouts_of_the_large_product_have_the_same_bits(size: int) -> None:
 @pytest.mark.skipif(attention.refusal() is not None, reason=f"the Ampere forward {attention.refusal()}")
 @pytest.mark.parametrize("seqlen", [200, 1024])
 def test_the_layouts_of_the_forward_have_the_same_bits(seqlen: int) -> None:
-    inputs = attention.draw(seqlen)
-    results = [attention.forward(config, *inputs) for config in attention.layouts().values()]
-    assert attention.Check(*inputs)(results[0]) <= 2
+    q, k, v = attention.draw(seqlen, batch=2)
+    results = [attention.forward(config, q, k, v) for config in attention.layouts().values()]
+    assert attention.Check(q, k, v)(results[0]) <= 2
     assert all(torch.equal(result, results[0]) for result in results)
+    assert attention.Check(q, k, v, causal=True)(attention.forward(attention.causal(), q, k, v)) <= 2
 
 
 @pytest.mark.skipif(find("ncu") is None, reason="ncu is not found")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
 from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
+from warploom.attention.hopper.plan import GROUPED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,10 +57,11 @@ def test_packed(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seqlen", [1, 17, 113, 127, 129, 1023])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"window": (70, 30)}], ids=["full", "causal", "window"])
-def test_odd_lengths(seqlen: int, keywords: dict[str, Any]) -> None:
+def test_odd_lengths(seqlen: int, keywords: dict[str, Any], dim: int) -> None:
     for seqlen_k in (seqlen, 300):
-        shape = {"seqlen_q": seqlen, "seqlen_k": seqlen_k, "head_dim": 128, "batch": 1}
+        shape = {"seqlen_q": seqlen, "seqlen_k": seqlen_k, "head_dim": dim, "batch": 1}
         check(Call(seed(), device="cuda", dtype=torch.bfloat16, keywords=keywords, **shape), "hopper")
 
 
@@ -127,6 +131,33 @@ def test_split_tiles(dims: tuple[int, int], keywords: dict[str, Any]) -> None:
             torch.testing.assert_close(lse[:, head : head + 1, -200:].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
 
 
+FEW: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (900, 3)}, {"sink": True, "causal": True}, {"softcap": 20.0}]
+
+
+@pytest.mark.parametrize(
+    ("dims", "keywords"),
+    [((128, 128), keywords) for keywords in FEW]
+    + [((64, 64), keywords) for keywords in FEW[:3]]
+    + [((88, 72), FEW[1]), ((192, 128), FEW[0]), ((256, 256), FEW[1])],
+    ids=str,
+)
+def test_few_queries_of_groups(dims: tuple[int, int], keywords: dict[str, Any]) -> None:
+    """Tiles that hold 8 or 32 queries of several heads of a group, split or not, strided or not, against the reference."""
+    shapes = [(1, 700, 8, 2), (8, 9001, 7, 1), (5, 9001, 36, 2), (13, 2500, 12, 3), (32, 9001, 8, 2)]
+    for queries, keys, heads, kv in shapes if dims == (128, 128) and keywords in FEW[:2] else shapes[:3]:
+        q = torch.randn(2, heads, queries, dims[0], device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        k, v = (torch.randn(2, keys, kv, d, device="cuda", dtype=torch.bfloat16) for d in dims)
+        sink = 5 * torch.randn(heads, device="cuda") if "sink" in keywords else None
+        options = {**keywords, "sink": sink}
+        assert not GROUPED or "grouped" in str(warploom.explain(q, k, v, backend="hopper", **options))
+        out, lse = attend(q, k, v, **options)
+        judged = {**options, "sink": None if sink is None else sink.double(), "return_lse": True, "backend": "reference"}
+        want, want_lse = warploom.attention(*(t.double() for t in (q, k, v)), **judged)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+        assert all(map(torch.equal, attend(q.contiguous(), k, v, **options), (out, lse)))
+
+
 def test_views_are_read_in_place() -> None:
     """Transposed, packed QKV, expanded heads and batch, and what TMA cannot read, which is copied."""
     q, k, v = drawn(2, 300, 4, 4, 128)
@@ -176,6 +207,19 @@ def test_nan_of_other_sequences_changes_nothing() -> None:
         assert not b.isnan().any()
 
 
+@pytest.mark.parametrize("queries", [5, 300])
+def test_nan_of_a_query_stays_in_its_row(queries: int) -> None:
+    """Among heads of one tile, too."""
+    q, k, v = drawn(1, 3000, 8, 2, 128)
+    q = q[:, :queries].clone()
+    want = attend(q, k, v)
+    q[0, 3, 2] = NAN
+    found = attend(q, k, v)
+    assert found[0][0, 3, 2].isnan().all() and found[1][0, 2, 3].isnan()
+    found[0][0, 3, 2], found[1][0, 2, 3] = want[0][0, 3, 2], want[1][0, 2, 3]
+    assert all(map(torch.equal, found, want))
+
+
 def test_visible_nan_stays() -> None:
     q, k, v = drawn(1, 200, 1, 1, 128)
     v[0, 150, 0, 7] = NAN
@@ -221,12 +265,13 @@ def test_values_of_one_give_one() -> None:
 REPEATED: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (200, 100)}}
 
 
-@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("name", [*REPEATED, "head_dim 64", "few queries"])
 def test_a_thousand_equal_runs(name: str) -> None:
-    q, k, v = drawn(2, 1000, 8, 2, 128)
-    want = attend(q, k, v, **REPEATED[name])
+    q, k, v = drawn(2, 3000 if name == "few queries" else 1000, 8, 2, 64 if name == "head_dim 64" else 128)
+    q = q[:, :5] if name == "few queries" else q  # several heads a tile, and tiles split
+    want = attend(q, k, v, **REPEATED.get(name, {}))
     for _ in range(1000):
-        for a, b in zip(attend(q, k, v, **REPEATED[name]), want, strict=True):
+        for a, b in zip(attend(q, k, v, **REPEATED.get(name, {})), want, strict=True):
             assert torch.equal(a, b)
 
 
@@ -249,6 +294,18 @@ def test_more_than_two_to_the_31_elements() -> None:
     out, lse = attend(q, k, v, window=(100, 0))
     want, want_lse = attend(*(t[-1:].clone() for t in (q, k, v)), window=(100, 0))
     assert torch.equal(out[-1:], want) and torch.equal(lse[-1:], want_lse)
+
+
+def test_one_query_of_groups_and_two_to_the_31_elements_of_keys() -> None:
+    keys, kv = 2**20, 17
+    q = torch.randn(1, 1, 2 * kv, 128, device="cuda", dtype=torch.float16)
+    k, v = (torch.empty(1, keys, kv, 128, device="cuda", dtype=torch.float16).normal_() for _ in range(2))
+    out, lse = attend(q, k, v)
+    for head in (0, kv - 1):
+        pair = slice(2 * head, 2 * head + 2)
+        want, want_lse = attend(q[:, :, pair], *(t[:, :, head : head + 1].clone() for t in (k, v)))
+        torch.testing.assert_close(out[:, :, pair], want, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(lse[:, pair], want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_far_apart() -> None:
@@ -290,6 +347,44 @@ def test_graph_replays() -> None:
         graph.replay()
         for a, b in zip(found, step(), strict=True):
             assert torch.equal(a, b), middle
+
+
+FRESH = """
+import sys
+import torch
+import warploom
+
+def drawn(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+q, k, v = drawn(1, 300, 8, 128), drawn(1, 3000, 2, 128), drawn(1, 3000, 2, 128)
+cu, cu_k = (torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in ([0, 100, 300], [0, 1, 3000]))
+attend, packed = warploom.attention, warploom.attention_varlen
+calls = [(attend, (q, k, v), {"causal": True}), (attend, (q[:, :3], k, v), {}), (packed, (q[0], k[0], v[0], cu, cu_k), {})]
+if sys.argv[1] == "prepared":
+    for _, tensors, options in calls:
+        warploom.prepare(*tensors, backend="hopper", **options)
+stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+torch.cuda.synchronize()
+try:
+    with torch.cuda.graph(graph, stream=stream):
+        found = [call(*tensors, backend="hopper", **options) for call, tensors, options in calls]
+except RuntimeError as error:
+    print("refused:", error)
+    sys.exit()
+for t in (q, k, v):
+    t.normal_()
+graph.replay()
+for (call, tensors, options), out in zip(calls, found):
+    assert torch.equal(out, call(*tensors, backend="hopper", **options))
+print("replayed")
+"""
+
+
+@pytest.mark.parametrize(("how", "words"), [("prepared", "replayed"), ("not prepared", "a capturing stream cannot do")])
+def test_a_fresh_process_captures_what_it_prepared(how: str, words: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", FRESH, how], capture_output=True, text=True, timeout=120, check=False)
+    assert words in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_streams_do_not_mix() -> None:

@@ -33,9 +33,9 @@ def seed() -> int:
     return secrets.randbelow(2**31)
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, yes: bool, segment: int = 128) -> None:
+def cut(monkeypatch: pytest.MonkeyPatch, yes: bool, segment: int = 128, lookback: bool = True) -> None:
     """Segments of so many tokens, or whole sequences, in the tilings of the device."""
-    chosen = {"fill": 1e9 if yes else 0.0, "segment": segment}
+    chosen = {"fill": 1e9 if yes else 0.0, "segment": segment, "lookback": lookback}
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), **chosen))
 
 
@@ -70,7 +70,39 @@ def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch
     check(Case(seed(), rows=333, batch=2, heads=2, e=dims[0], m=dims[1], mean=0.5, dtype=dtype, device="cuda"))
 
 
-@pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized"])
+MANY = [(d, kind, True) for d in (64, 128, 256) for kind in ("plain", "as loaded")]
+MANY += [(64, "packed", True), (64, "lengths", True), (64, "packed", False), (128, "plain", False), (256, "as loaded", False)]
+
+
+@pytest.mark.parametrize(("dim", "kind", "lookback"), MANY, ids=str)
+def test_many_segments(dim: int, kind: str, lookback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More segments than one group of those that look back, and more programs than run at once."""
+    cut(monkeypatch, True, lookback=lookback)
+    options: dict[str, Any] = {"batch": 2, "heads": 3}
+    if kind == "packed":
+        options = {"sequences": (0, 2400, 1, 128, 2300, 0, 100), "heads": 2}
+    elif kind == "lengths":
+        options["lengths"] = (2750, 700)
+    elif kind == "as loaded":
+        options |= {"map_q": "identity", "map_k": "identity", "normalize": False}
+    rows = 5000 if kind == "packed" else 2750
+    check(Case(seed(), rows=rows, e=dim, m=dim, state=True, dtype=torch.bfloat16, device="cuda", **options))
+
+
+def test_programs_that_look_back_do_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen times as many as run at once, again and again, to the same bits."""
+    cut(monkeypatch, True)
+    call, dout, *_ = Case(seed(), rows=8192, batch=4, heads=16, e=64, m=64, dtype=torch.bfloat16, device="cuda").call()
+    first = forward(call, True)
+    gradients = backward(call, dout, first[1], None, None)[:3]
+    for _ in range(50):
+        for a, b in zip(forward(call, True), first, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(backward(call, dout, first[1], None, None)[:3], gradients, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized", "as loaded"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
 def test_kinds(kind: str, dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +110,8 @@ def test_kinds(kind: str, dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch)
     maps = {"map_q": kind, "map_k": kind} if kind != "unnormalized" else {"normalize": False}
     if kind == "relu":
         maps["map_q"] = "elu+1"
+    if kind == "as loaded":
+        maps["normalize"] = False
     shape = {"rows": 333, "heads": 4, "heads_kv": 2, "e": dim, "m": dim, "state": True}
     check(Case(seed(), dtype=torch.bfloat16, device="cuda", **shape, **maps))
 
@@ -89,6 +123,39 @@ def test_many_tokens(tokens: int, dtype: torch.dtype, monkeypatch: pytest.Monkey
     cut(monkeypatch, False, 1024)
     assert tokens in (config(dtype, 64, 64, 90, True, True).longest, 65536)
     check(Case(seed(), rows=tokens, heads=2, e=64, m=64, mean=1.0, state=True, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["as loaded", "normalized"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_error_does_not_grow_with_the_length(dim: int, normalize: bool) -> None:
+    """The last 1024 rows of 64k and 2k tokens against fp64, relative to their norm, as the configuration cuts them."""
+    found = []
+    for tokens in (2048, 65536):
+        maps = {"map_q": "elu+1", "map_k": "elu+1"} if normalize else {"map_q": "identity", "map_k": "identity"}
+        shape = {"rows": tokens, "e": dim, "m": dim, "mean": 1.0, "dtype": torch.bfloat16, "device": "cuda"}
+        call, *_ = Case(seed(), normalize=normalize, **shape, **maps).call()
+        q, k, v = (t[0, :, 0].double() for t in (call.q, call.k, call.v))
+        if normalize:
+            q, k = (torch.nn.functional.elu(t) + 1 for t in (q, k))
+        scores = (q[-1024:] @ k.T).tril(tokens - 1024)
+        want = scores @ v / (scores.sum(-1, keepdim=True) if normalize else 1.0)
+        out = forward(call, False)[0][0, -1024:, 0].double()
+        found.append(float((out - want).norm() / want.norm()))
+    assert found[1] < 1.5 * found[0] and found[0] < 0.01, found
+
+
+def test_the_ops_contracts_and_compile() -> None:
+    from warploom import linear_attention
+    from warploom.linear.ops import flat
+
+    call, *_ = Case(seed(), rows=130, heads=2, e=64, m=64, state=True, dtype=torch.bfloat16, device="cuda").call()
+    torch.library.opcheck(torch.ops.warploom.linear_attention.default, (*flat(call, "triton"), True))
+    q, k, v = (t.clone().requires_grad_() for t in (call.q, call.k, call.v))
+    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
+    want, got = linear_attention(q, k, v), compiled(q, k, v)
+    assert torch.equal(want, got)
+    for a, b in zip(*(torch.autograd.grad(t.sum(), (q, k, v)) for t in (want, got)), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

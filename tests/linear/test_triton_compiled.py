@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from warploom.linear.problem import LinearCall  # noqa: E402
+from warploom.linear.triton import call as call_module  # noqa: E402
 from warploom.linear.triton import run  # noqa: E402
+from warploom.linear.triton.config import config  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -85,12 +88,15 @@ def overwritten(ttgir: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dim", "map_name", "heads"),
-    [(64, "elu+1", 128), (128, "elu+1", 128), (64, "identity", 2)],
-    ids=["D64", "D128", "few heads, as loaded"],
+    ("dim", "map_name", "heads", "lookback"),
+    [(64, "elu+1", 128, True), (128, "elu+1", 128, True), (64, "identity", 2, True), (64, "identity", 2, False)],
+    ids=["D64", "D128", "few heads, as loaded", "few heads, states in launches of their own"],
 )
-def test_kernels(dim: int, map_name: str, heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_kernels(
+    dim: int, map_name: str, heads: int, lookback: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=lookback))
     for kernel, constants, arguments in launches(dim, map_name, map_name != "identity", heads):
         name = kernel.__name__
         if name == "scan_kernel":
@@ -105,5 +111,5 @@ def test_kernels(dim: int, map_name: str, heads: int, monkeypatch: pytest.Monkey
         assert len(waits) == len(set(waits)), name
         # It keeps a buffer too few of a tile that a product reads and registers do too.
         assert not overwritten(ttgir), name
-        loop = ttgir.partition("scf.for")[2]
-        assert "tt.load" not in loop.partition("tt.return")[0], f"{name} loads synchronously"
+        for loop in ttgir.split("scf.for")[1:]:
+            assert "tt.load" not in loop.partition("scf.yield")[0], f"{name} loads synchronously"

@@ -8,6 +8,8 @@ import random
 
 import pytest
 
+from warploom.attention.ampere.config import ForwardConfig
+from warploom.attention.ampere.traffic import wavefronts as wavefronts_of_forward
 from warploom.cli import main
 from warploom.smem import Swizzle, Tile
 from warploom.smem.copies import Place, count, ideal, wavefronts
@@ -85,6 +87,17 @@ def test_as_counted_on_a_gpu(tile: Tile, total: int, times: int) -> None:
     found = count(tile)
     assert found.wavefronts * times == total * found.instructions
     assert found.ideal == 4 * found.instructions
+
+
+def test_the_padded_forward_as_counted_on_a_gpu() -> None:
+    """Of 3072 tokens and 16 heads on an H100: every copy of Q and of the first and last tiles, and those of the loop."""
+    config = ForwardConfig("bfloat16", 128, 48, swizzle=False, pad=8, arch="sm_90a")
+    blocks, key_tiles = 16 * 24, 64
+    first, loop = 9_984, 628_992  # excess of an instruction, run by 4 warps of 384 blocks once and 64 times
+    moved = wavefronts_of_forward(config, blocks, key_tiles)["cp.async.128"]
+    assert moved[0] - moved[1] == (16 + 12) * first + 12 * loop
+    # The last of the 64 reads nothing.
+    assert loop == 63 * first
 
 
 def test_the_large_product_as_counted_on_a_gpu() -> None:

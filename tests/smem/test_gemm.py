@@ -115,9 +115,9 @@ def test_the_kernel_fits(has: int, stages: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_report_of_a_trial() -> None:
     ran = {"ms": 0.35, "p20": 0.34, "p80": 0.36, "tflops": 392.7, "error": 1.0}
-    trial = Trial("work", {"ours": ran, "theirs": {"refused": "RuntimeError: no"}}, {"ours": (80, 16)})
+    trial = Trial("work", {"ours": ran, "theirs": {"refused": "RuntimeError: no"}}, {"ours": (80, 16)}, ("ours",))
     assert trial.right
-    assert not Trial("work", {"ours": {"wrong": "the error is 3 times"}}, {"ours": (80, 16)}).right
+    assert not Trial("work", {"ours": {"wrong": "the error is 3 times"}}, {}, ("ours",)).right
     assert trial.to_dict()["kernels"][0] == {"kernel": "ours", "wavefronts": 80, "excess": 16, **ran}
     lines = report(trial).splitlines()
     assert lines[2].split() == ["ours", "80", "16", "1.00", "350.0", "340.0", "to", "360.0", "392.7"]

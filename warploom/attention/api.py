@@ -12,7 +12,7 @@ from torch import Tensor
 from warploom.attention import reference, registry  # noqa: F401  (registry fills the dispatch list)
 from warploom.attention.arguments import Window, dense_args, varlen_args
 from warploom.attention.plan import Plan, plan_of, torch_plan
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem, contents_checked
 from warploom.masks import Mask, Padding
 from warploom.runtime import dispatch
 from warploom.runtime.ops import attention_op, unobserved
@@ -130,6 +130,13 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
+    key = None
+    if mask is None and block_table is None and not dropout_p and not torch.compiler.is_compiling() and not contents_checked():
+        vectors, longest = (cu_seqlens_q, cu_seqlens_k, seqused_k), (max_seqlen_q, max_seqlen_k)
+        key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend, vectors, longest)
+        if launch is not None:
+            out, lse = launch(q, k, v, sink, *vectors)
+            return (out, lse) if return_lse else out
     args = varlen_args(
         q,
         k,
@@ -150,7 +157,7 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
     )
-    out, lse = _run(args, backend)
+    out, lse = _run(args, backend, key)
     return (out, lse) if return_lse else out
 
 
@@ -263,15 +270,18 @@ def _bound(
     softcap: float,
     deterministic: bool | None,
     backend: str | None,
+    vectors: tuple[Tensor | None, ...] = (),
+    longest: tuple[int | None, ...] = (),
 ) -> tuple[Hashable, Callable[..., tuple[Tensor, Tensor]] | None]:
     """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
 
-    The key holds all that a dense call on a GPU depends on but contents and addresses; None where something would see the op.
+    The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op.
+    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
     """
     try:
         if (
             not q.is_cuda
-            or not unobserved(q, k, v, sink)
+            or not unobserved(q, k, v, sink, *vectors)
             or torch._C._is_any_autocast_enabled()
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
@@ -286,6 +296,8 @@ def _bound(
             key += (*window, *map(type, window))
         if sink is not None:
             key += (sink.shape, sink.stride(), sink.dtype, sink.device)
+        if vectors:
+            key += (longest, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors])
         return key, dispatch.bound(key)
     except (AttributeError, TypeError, RuntimeError):
         return None, None  # whatever this is, the checks say it in words

@@ -215,12 +215,17 @@ def check_int32(name: str, t: Tensor | None, ndim: int, q: Tensor) -> None:
         raise ValueError(f"{name} is on {t.device} but q is on {q.device}")
 
 
+def contents_checked() -> bool:
+    """Whether values of index tensors on a GPU are to be looked at."""
+    return os.environ.get("WARPLOOM_CHECK") == "1"
+
+
 def check_contents(args: AttentionArgs) -> None:
     """Values of index tensors, where looking costs nothing (CPU) or was asked for (WARPLOOM_CHECK=1)."""
     q = args.q
     if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter):
         return
-    if q.device.type != "cpu" and os.environ.get("WARPLOOM_CHECK") != "1":
+    if q.device.type != "cpu" and not contents_checked():
         return
     if args.cu_seqlens_q is not None:
         _check_cu_seqlens("cu_seqlens_q", args.cu_seqlens_q, q.shape[0], args.max_seqlen_q)

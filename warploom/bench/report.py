@@ -240,6 +240,7 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("linear", "forward"): _linear_forward,
     ("linear", "forward, normalized"): _linear_normalized,
     ("linear", "backward"): _linear(1.7),
+    ("linear", "backward, normalized"): _linear_normalized,
     ("linear", "graph"): _linear_step,
 }
 

@@ -182,7 +182,7 @@ def _time(options: argparse.Namespace) -> int:
     trials: list[Trial] = []
     trials += [time_ladder()] if options.ladder else []
     trials += [time_gemm(size)] if options.gemm else []
-    trials += [time_attention(size)] if options.attention else []
+    trials += time_attention(size) if options.attention else []
     if options.json:
         print(json.dumps(to_dict(trials)))
     else:

@@ -233,6 +233,11 @@ _loaded: dict[ModuleSpec, Callable[..., None]] = {}
 _loading = threading.Lock()
 
 
+def cannot_come(spec: ModuleSpec) -> bool:
+    """Whether the module can be neither loaded nor built here."""
+    return cannot_build() is not None and refusal(spec) is not None
+
+
 def loaded(spec: ModuleSpec) -> Callable[..., None] | None:
     """The module's function if this process has it already."""
     return _loaded.get(spec)

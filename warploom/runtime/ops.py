@@ -210,7 +210,7 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
-def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
+def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> bool:
     """Plain tensors, no gradient, no mode and no transform: nothing would see the op, whose dispatch takes longer than a
     kernel's launch."""
     return (
@@ -218,6 +218,7 @@ def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and type(sink) in _PLAIN
+        and not any([type(vector) not in _PLAIN for vector in vectors])
         and not (
             torch.is_grad_enabled()
             and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from warploom.smem import copies
 from warploom.smem.access import Pattern
-from warploom.smem.classes import NOWHERE, PhaseClasses, Places
+from warploom.smem.classes import LINE, TOP, PhaseClasses, Places, excess_by_phase
 from warploom.smem.layout import Swizzle, Tile, join
-from warploom.smem.model import BANK_BYTES
-from warploom.smem.swizzle import LINE, TOP, Design
-from warploom.smem.walk import count, viewed
+from warploom.smem.model import BANK_BYTES, predict
+from warploom.smem.swizzle import Design
+from warploom.smem.walk import NOWHERE, addresses, viewed
 
 BANK_BITS = range(BANK_BYTES.bit_length() - 1, TOP)
 
@@ -49,7 +49,7 @@ class Bits:
 def describe(found: Design) -> str:
     """The result and the reasons, as numbered steps."""
     tile = found.tile
-    each = ", ".join(f"{pattern} {count(pattern, tile).excess}" for pattern in found.patterns)
+    each = ", ".join(f"{pattern} {_excess(pattern, tile)}" for pattern in found.patterns)
     lines = [
         f"tile      {tile}, rows of {tile.pitch_bytes} bytes",
         f"as it is  {found.before} excess wavefronts: {each}",
@@ -124,7 +124,7 @@ def _steps(found: Design) -> Iterable[str]:
     for swizzle in chosen:
         yield _swizzle_step(swizzle, tile, names)
     if chosen:
-        left = {str(pattern): count(pattern, found.best).excess for pattern in found.patterns}
+        left = {str(pattern): _excess(pattern, found.best) for pattern in found.patterns}
         if any(left.values()):
             rest = ", ".join(f"{name} {excess}" for name, excess in left.items())
             yield f"Counted again lane by lane, these conflicts stay: {rest}."
@@ -173,16 +173,22 @@ def _swizzle_step(swizzle: Swizzle, tile: Tile, names: dict[int, str]) -> str:
     return f"{text} Within a row, pieces only change places." if row and column else text
 
 
+def _excess(pattern: Pattern, tile: Tile) -> int:
+    return int(excess_by_phase(pattern, tile).sum())
+
+
 def witness(pattern: Pattern, tile: Tile) -> str | None:
     """The first conflict of a pattern, by lanes and bank; None where it has none."""
-    for number, instruction in enumerate(count(pattern, tile).instructions):
-        for index, phase in enumerate(instruction.phases):
-            if phase.wavefronts > 1:
-                bank, words = next((b, w) for b, w in phase.banks.items() if len(w) == phase.wavefronts)
-                which = f"instruction {number}, phase {index} (lanes {phase.lanes[0]} to {phase.lanes[-1]})"
-                shown = ", ".join(map(str, words[:4])) + (", ..." if len(words) > 4 else "")
-                return f"{pattern}, {which}: {len(words)} different words in bank {bank} (words {shown})."
-    return None
+    conflicts = excess_by_phase(pattern, tile).nonzero()
+    if not len(conflicts):
+        return None
+    number, index = conflicts[0].tolist()
+    lanes = [None if address == NOWHERE else address for address in addresses(pattern, tile)[number].tolist()]
+    phase = predict(pattern.access, lanes).phases[index]
+    bank, words = next((b, w) for b, w in phase.banks.items() if len(w) == phase.wavefronts)
+    which = f"instruction {number}, phase {index} (lanes {phase.lanes[0]} to {phase.lanes[-1]})"
+    shown = ", ".join(map(str, words[:4])) + (", ..." if len(words) > 4 else "")
+    return f"{pattern}, {which}: {len(words)} different words in bank {bank} (words {shown})."
 
 
 def bit_names(tile: Tile) -> dict[int, str]:

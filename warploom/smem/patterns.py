@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from warploom.smem.access import ACCESSES, WARP, Access, access, parse_pattern
+from warploom.smem.copies import Place
 from warploom.smem.kernels.single import SHARED_BYTES
 from warploom.smem.layout import Tile, parse_swizzles
 from warploom.smem.walk import lane_addresses
@@ -21,6 +22,80 @@ class Measured:
     name: str
     access: Access
     addresses: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One cp.async of 16 bytes a lane: the bytes in global and in shared memory where each lane's start, None: it is off."""
+
+    name: str
+    places: tuple[Place, ...]
+
+
+def copies(seed: int = 0, randoms: int = 10) -> list[Copy]:
+    """Copies to measure, the same for the same seed."""
+    draw = random.Random(seed)
+    found = [*_lines_moved(), *_rows_copied(), *_pieces_permuted(draw), *_copied_at_random(draw, randoms)]
+    for one in found:
+        assert len(one.places) == WARP and any(one.places), one.name
+        assert all(place is None or place[1] + 16 <= SHARED_BYTES for place in one.places), one.name
+    return found
+
+
+def _copy(name: str, pieces: Iterable[tuple[int, int]]) -> Copy:
+    """From the numbers of 16-byte pieces in global and in shared memory; further lanes are off."""
+    places: list[Place] = [(16 * source, 16 * shared) for source, shared in pieces]
+    return Copy(name, tuple(places + [None] * (WARP - len(places))))
+
+
+def _lines_moved() -> Iterator[Copy]:
+    for lanes in (1, 2, 4, 8, 12, 16, 24, 32):
+        for further in (0, 1, 2, 3, 4, 7):
+            yield _copy(f"{lanes} lanes, {further} pieces further", ((n, n + further) for n in range(lanes)))
+    for start in (1, 2, 4):
+        for lanes in (8, 32):
+            yield _copy(f"{lanes} lanes from piece {start}", ((n + start, n) for n in range(lanes)))
+            yield _copy(f"{lanes} lanes from piece {start} to {start}", ((n + start, n + start) for n in range(lanes)))
+    for half in (0, 1):
+        for further in range(8):
+            yield _copy(f"half {half} of a line to piece {further}", ((n + 4 * half, n + further) for n in range(4)))
+    for further in range(8):
+        yield _copy(f"two halves of lines, {further} pieces further", ((n // 4 * 8 + n % 4, n + further) for n in range(8)))
+    for lines in (2, 4, 8):
+        yield _copy(f"{lines} lines to one", ((n % lines * 8 + n // lines, n) for n in range(8)))
+        yield _copy(f"one line to {lines}", ((n, n % lines * 8 + n // lines) for n in range(8)))
+        yield _copy(f"one line to {lines}, in its place", ((n, n % lines * 8 + n) for n in range(8)))
+
+
+def _rows_copied() -> Iterator[Copy]:
+    """Rows far apart in global memory, padded in shared memory."""
+    for pieces in (4, 8, 16):
+        for pad in range(0, 9):
+            for first in (0, 1, 2, 3):
+                if pieces == 16 or not first:
+                    rows = ((n // pieces, n % pieces) for n in range(WARP))
+                    places = ((row * 512 + piece, (first + row) * (pieces + pad) + piece) for row, piece in rows)
+                    yield _copy(f"rows of {16 * pieces} bytes from row {first}, {16 * pad} bytes between", places)
+
+
+def _pieces_permuted(draw: random.Random) -> Iterator[Copy]:
+    for mask in range(1, 8):
+        yield _copy(f"a line, pieces ^ {mask}", ((n, n ^ mask) for n in range(8)))
+    for number in range(8):
+        order = draw.sample(range(8), 8)
+        yield _copy(f"a line, permuted {number}", enumerate(order))
+        yield _copy(f"a line, lanes permuted {number}", ((n, n) for n in order))
+        yield _copy(f"four lines, lanes permuted {number}", ((n, n) for n in draw.sample(range(WARP), WARP)))
+
+
+def _copied_at_random(draw: random.Random, each: int) -> Iterator[Copy]:
+    for lanes, spread in ((8, 8), (8, 32), (WARP, 64), (WARP, 256)):
+        for number in range(each):
+            sources, shared = draw.sample(range(max(spread, lanes)), lanes), draw.sample(range(max(spread, lanes)), lanes)
+            what = f"{lanes} lanes over {spread} pieces, random {number}"
+            yield _copy(f"{what}: shared", enumerate(shared))
+            yield _copy(f"{what}: global", ((source, n) for n, source in enumerate(sources)))
+            yield _copy(f"{what}: both", zip(sources, shared, strict=True))
 
 
 def generate(seed: int = 0, randoms: int = 6) -> list[Measured]:

@@ -17,6 +17,8 @@ LOADS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum"
 STORES = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum"
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 METRICS = (LOADS, STORES, CONFLICTS)
+# The hardware's counters leave cp.async out; these, which ncu computes in code that it adds to the kernel, do not.
+COPIED = ("memory_l1_wavefronts_shared", "memory_l1_wavefronts_shared_ideal")
 SECONDS = 240  # for one program; the longest has some 600 launches of one pass each
 _LEFT_ALONE = ("--cache-control", "none", "--clock-control", "none")
 
@@ -57,10 +59,10 @@ def _program(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "warploom.smem.program", *arguments]
 
 
-def measure(kernels: str, arguments: Sequence[str]) -> list[Launch]:
+def measure(kernels: str, arguments: Sequence[str], metrics: Sequence[str] = METRICS) -> list[Launch]:
     """The counters of every launch of `program ARGUMENTS` whose kernel's name matches the expression `kernels`."""
-    options = ["--csv", "--page", "raw", *_LEFT_ALONE, "--kernel-name", f"regex:{kernels}", "--metrics", ",".join(METRICS)]
-    return parse(run(["ncu", *options, *_program(arguments)], SECONDS))
+    options = ["--csv", "--page", "raw", *_LEFT_ALONE, "--kernel-name", f"regex:{kernels}", "--metrics", ",".join(metrics)]
+    return parse(run(["ncu", *options, *_program(arguments)], SECONDS), metrics)
 
 
 def measure_instructions(kernels: str, arguments: Sequence[str], report: Path) -> list[tuple[Launch, list[Instruction]]]:
@@ -76,7 +78,7 @@ def measure_instructions(kernels: str, arguments: Sequence[str], report: Path) -
     return list(zip(launches, pages, strict=True))
 
 
-def parse(text: str) -> list[Launch]:
+def parse(text: str, metrics: Sequence[str] = METRICS) -> list[Launch]:
     """The launches in ncu's raw CSV page: a header after ncu's own messages, a line of units, one line for each launch."""
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -84,13 +86,13 @@ def parse(text: str) -> list[Launch]:
         raise RuntimeError("ncu printed no table:\n" + "\n".join(lines[-12:]))
     launches = []
     reader = csv.DictReader(lines[start:])
-    absent = [name for name in METRICS if name not in (reader.fieldnames or ())]
+    absent = [name for name in metrics if name not in (reader.fieldnames or ())]
     if absent:
         raise RuntimeError(f"ncu's table lacks {', '.join(absent)}")
     for line in reader:
         if not (line["ID"] or "").strip().isdigit():  # units, and messages of the program itself
             continue
-        counters = {name: _number(name, line[name]) for name in METRICS}
+        counters = {name: _number(name, line[name]) for name in metrics}
         launches.append(Launch(line["Kernel Name"].partition("(")[0].strip(), counters))
     return launches
 

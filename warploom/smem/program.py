@@ -1,8 +1,9 @@
 """What `verify` runs under Nsight Compute: every kernel of one kind once, in a fixed order, its result checked.
 
-    python -m warploom.smem.program single TABLE | ladder | gemm SIZE | attention SEQLEN
+    python -m warploom.smem.program single TABLE | copies TABLE | ladder | gemm SIZE | attention SEQLEN
 
-TABLE has a line for each instruction: its number in ACCESSES and the 32 lane addresses, −1 for a lane that is off.
+TABLE has a line for each instruction: its number in ACCESSES and the 32 lane addresses, −1 for a lane that is off; of copies
+the 32 places in shared and the 32 in global memory.
 """
 
 from __future__ import annotations
@@ -18,12 +19,27 @@ from warploom.smem.kernels import attention, gemm, ladder, single
 from warploom.smem.kernels.nvrtc import Kernels
 
 
+def _read(path: str) -> torch.Tensor:
+    return torch.tensor([[int(word) for word in line.split()] for line in Path(path).read_text().splitlines()])
+
+
 def run_single(path: str) -> None:
-    table = torch.tensor([[int(word) for word in line.split()] for line in Path(path).read_text().splitlines()])
+    table = _read(path)
     kernels, names = Kernels(single.source()), [single.kernel_name(access) for access in ACCESSES.values()]
     addresses, out = table[:, 1:].int().contiguous().cuda(), torch.empty(32, dtype=torch.int32, device="cuda")
     for which, lanes in zip(table[:, 0].tolist(), addresses, strict=True):
         kernels.launch(names[which], 1, 32, [lanes, out], single.SHARED_BYTES)
+    torch.cuda.synchronize()
+
+
+def run_copies(path: str) -> None:
+    table = _read(path)
+    kernels, lines = Kernels(single.copy_source()), table.int().cuda()
+    # Of the allocator, whose blocks start with lines.
+    source = torch.zeros(int(table[:, 32:].max()) + 16, dtype=torch.uint8, device="cuda")
+    out = torch.empty(32, dtype=torch.int32, device="cuda")
+    for line in lines:
+        kernels.launch(single.COPY, 1, 32, [line, source, out], single.SHARED_BYTES)
     torch.cuda.synchronize()
 
 
@@ -40,10 +56,10 @@ def run_gemm(size: str) -> None:
 
 
 def run_attention(seqlen: str) -> None:
-    inputs = attention.draw(int(seqlen))
-    check = attention.Check(*inputs)
+    q, k, v = attention.draw(int(seqlen))
+    check = attention.Check(q, k, v)
     for layout, config in attention.layouts().items():
-        _require(attention.name(layout), check(attention.forward(config, *inputs)))
+        _require(attention.name(layout), check(attention.forward(config, q, k, v)))
 
 
 def _require(kernel: str, error: float) -> None:
@@ -53,6 +69,7 @@ def _require(kernel: str, error: float) -> None:
 
 RUN: dict[str, Callable[..., None]] = {
     "single": run_single,
+    "copies": run_copies,
     "ladder": run_ladder,
     "gemm": run_gemm,
     "attention": run_attention,

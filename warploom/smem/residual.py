@@ -11,10 +11,11 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _COLUMNS = ("Source", "Instructions Executed", "L1 Wavefronts Shared", "L1 Wavefronts Shared Ideal")
 _MATRIX = re.compile(r"(LDSM|STSM)\.16\.M(T?)88(?:\.([24]))?$")
+_P0 = re.compile(r"(?<!\w)P0\b")
 _PLAIN = re.compile(r"(LDS|STS)(?:\.[US](8|16)|\.(64|128))?$")
 
 
@@ -32,6 +33,28 @@ class Instruction:
     @property
     def excess(self) -> int:
         return self.wavefronts - self.ideal
+
+    @property
+    def misread(self) -> bool:
+        """Whether this is a copy whose predicate, lanes on or bytes to read, is in P0, which ncu takes for another value.
+
+        Seen in Nsight Compute for CUDA 13: it works out what a copy moves in code that it adds to the kernel. One in P0 has the
+        same count whether it reads or fills with zeros, those in other registers have not.
+        """
+        return self.access.startswith("cp.async") and _P0.search(self.sass) is not None
+
+
+def corrected(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """Misread copies with the excess of those that ran as often and are read; as they are where there are none."""
+    found = list(instructions)
+
+    def correct(one: Instruction) -> Instruction:
+        alike = [n for n in found if n.access == one.access and n.executed == one.executed and not n.misread]
+        if not one.misread or not alike:
+            return one
+        return replace(one, wavefronts=one.ideal + round(sum(n.excess for n in alike) / len(alike)))
+
+    return [correct(one) for one in found]
 
 
 def access_of(sass: str) -> str | None:

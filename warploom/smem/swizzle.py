@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from warploom.smem.access import Pattern, parse_pattern
-from warploom.smem.classes import PhaseClasses, Places, apply, encode
+from warploom.smem.classes import LINE, TOP, PhaseClasses, Places, apply, banks_from, distinct, encode, joined
 from warploom.smem.layout import Swizzle, Tile
-from warploom.smem.model import BANK_BYTES, BANKS
+from warploom.smem.model import BANK_BYTES
+from warploom.smem.race import Race, Work
 from warploom.smem.walk import count, viewed
-
-LINE = BANKS * BANK_BYTES  # bytes after which the banks repeat
-TOP = LINE.bit_length() - 1  # address bits from here on choose no bank
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class Design:
     """What a search over every swizzle, padding and pair of swizzles found for a tile.
 
     Swizzles are in elements. `excess` counts all accesses once over the whole tile. `by_bits[b]` is the least excess that any
-    swizzle of b bits reaches (0 bits: none): the proof that `swizzle` has no more bits than needed.
+    swizzle of b bits reaches (0 bits: none): the proof that `swizzle` has no more bits than needed. `work` is how many phases
+    the search counted, under one layout each.
     """
 
     tile: Tile
@@ -50,6 +49,7 @@ class Design:
     stack_excess: int | None
     pairs: int
     padded: Padded
+    work: int
 
     @property
     def best(self) -> Tile:
@@ -85,6 +85,7 @@ class Design:
             "padded_swizzle": None if self.padded.swizzle is None else [self.padded.pad, *numbers(self.padded.swizzle)],
             "padded_swizzle_excess": self.padded.excess,
             "padded_swizzles_searched": self.padded.searched,
+            "phases_counted": self.work,
         }
 
 
@@ -119,34 +120,42 @@ def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
         if tile.row_bytes % pattern.access.width == 0 and viewed(tile, pattern).pitch_bytes % pattern.access.width:
             raise ValueError(f"access {pattern}: rows are not aligned to its {pattern.access.width} bytes")
     places = [Places.of(pattern, tile) for pattern in parsed]
-    classes = [PhaseClasses.of(one, viewed(tile, one.pattern).pitch_bytes).merged() for one in places]
+    pitches = [viewed(tile, pattern).pitch_bytes for pattern in parsed]
+    classes = [PhaseClasses.of(*each) for each in zip(places, pitches, strict=True)]
     shift = tile.itemsize.bit_length() - 1
 
     def in_elements(swizzle: Swizzle) -> Swizzle:
         return replace(swizzle, m=swizzle.m - shift)
 
-    before = _total(classes, [()])[0]
+    work = Work()
+    race = Race([one.merged() for one in joined(classes)], _lowest(tile, parsed), work)
+    before = race.plain
     singles = candidates(tile, parsed)
-    scores = _total(classes, [(one,) for one in singles])
-    ranked = sorted(zip(scores, singles, strict=True), key=lambda pair: (pair[0], pair[1].b, pair[1].s, pair[1].m))
-    excess, found = ranked[0] if ranked and ranked[0][0] < before else (before, None)
-    by_bits = {0: before}
-    for score, one in ranked:
-        by_bits[one.b] = min(score, by_bits.get(one.b, score))
-    pad, pad_excess = _padding(tile, parsed, places, before)
+    by_bits, excess, found = {0: before}, before, None
+    for bits in sorted({one.b for one in singles}):
+        own = sorted((one for one in singles if one.b == bits), key=lambda one: (one.s, one.m))
+        least = race.least(encode([(one,) for one in own]))
+        if least is not None:
+            by_bits[bits] = least[0]
+            if least[0] < excess:
+                excess, found = least[0], own[least[1]]
+    pad, pad_excess = _padding(tile, parsed, places, before, work)
     # Two swizzles take no memory, so they are as good as a padding that leaves as much.
-    reach = min(excess, pad_excess + 1)
     pairs = _pairs(singles) if excess else []
-    stack_excess, stack = _least(pairs, classes, reach)
-    least = min(excess, pad_excess) if stack_excess is None else stack_excess
-    padded = _padded_and_swizzled(tile, parsed, places, least)
+    stack, stack_excess = None, None
+    if pairs:
+        best = race.least(encode(pairs), min(excess, pad_excess + 1))
+        if best is not None:
+            stack_excess, stack = best[0], pairs[best[1]]
+    limit = min(excess, pad_excess, before if stack_excess is None else stack_excess)
+    padded = _padded_and_swizzled(tile, parsed, places, limit, work)
     return Design(
         tile=tile,
         patterns=parsed,
         before=before,
         swizzle=None if found is None else in_elements(found),
         excess=excess,
-        by_bits=dict(sorted(by_bits.items())),
+        by_bits=by_bits,
         searched=len(singles),
         pad=pad,
         pad_excess=pad_excess,
@@ -154,7 +163,13 @@ def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
         stack_excess=stack_excess,
         pairs=len(pairs),
         padded=replace(padded, swizzle=None if padded.swizzle is None else in_elements(padded.swizzle)),
+        work=work.phases,
     )
+
+
+def _lowest(tile: Tile, patterns: Sequence[Pattern]) -> int:
+    """The lowest address bit that a swizzle may change: those below are within a bank, an element or an access."""
+    return max(BANK_BYTES, tile.itemsize, *(pattern.access.width for pattern in patterns)).bit_length() - 1
 
 
 def candidates(tile: Tile, patterns: Sequence[Pattern]) -> list[Swizzle]:
@@ -163,7 +178,7 @@ def candidates(tile: Tile, patterns: Sequence[Pattern]) -> list[Swizzle]:
     Target bits below an access's width would take its bytes apart, those above the bank bits would move nothing to another
     bank, and source bits above the tile's size are always 0.
     """
-    lowest = max(BANK_BYTES, tile.itemsize, *(pattern.access.width for pattern in patterns)).bit_length() - 1
+    lowest = _lowest(tile, patterns)
     top = (tile.size_bytes - 1).bit_length()
     found = []
     for m in range(lowest, TOP):
@@ -179,46 +194,20 @@ def candidates(tile: Tile, patterns: Sequence[Pattern]) -> list[Swizzle]:
 
 
 def _pairs(singles: Sequence[Swizzle]) -> list[tuple[Swizzle, Swizzle]]:
-    """Every two swizzles one after the other, each permutation once: most pairs commute."""
-    both = [(one, other) for one in singles for other in singles if one != other]
-    if not both:
-        return []
-    bits = (1 << torch.arange(31)).to(torch.int32)
-    images = apply(encode(both), bits.expand(len(both), -1))
-    first: dict[tuple[int, ...], tuple[Swizzle, Swizzle]] = {}
-    for image, pair in zip(images.tolist(), both, strict=True):
-        first.setdefault(tuple(image), pair)
-    return list(first.values())
+    """Every two swizzles one after the other, fewer bits first: of those that conflict alike, as most do, one."""
+    singles = sorted(singles)
+    one, other = torch.combinations(torch.arange(len(singles)), 2).unbind(1)
+    bits, shifts = torch.tensor([(single.b, single.s) for single in singles]).reshape(-1, 2).unbind(1)
+    rank = ((bits[one] * 32 + shifts[one]) * 32 + bits[other]) * 32 + shifts[other]
+    order = torch.cat([rank, rank]).argsort(stable=True)
+    first, second = torch.cat([one, other])[order], torch.cat([other, one])[order]
+    codes = encode([(single,) for single in singles])[:, 0]
+    banks = banks_from(torch.stack([codes[first], codes[second]], 1))
+    kept, _ = distinct(banks, torch.ones(len(banks), dtype=torch.int64))
+    return [(singles[int(first[n])], singles[int(second[n])]) for n in kept.sort().values]
 
 
-def _total(classes: Sequence[PhaseClasses], stacks: Sequence[Sequence[Swizzle]]) -> list[int]:
-    return torch.stack([one.excess(encode(stacks)) for one in classes]).sum(0).tolist() if stacks else []
-
-
-def _least(
-    stacks: Sequence[tuple[Swizzle, ...]], classes: Sequence[PhaseClasses], limit: int
-) -> tuple[int | None, tuple[Swizzle, ...] | None]:
-    """The stack of least excess below `limit`, exactly: classes are added until the other stacks have lost."""
-    if not stacks:
-        return None, None
-    encoded = encode(stacks)
-    alive = torch.arange(len(stacks))
-    scores = torch.zeros(len(stacks), dtype=torch.int64)
-    for one in classes:
-        start, size = 0, 8
-        while start < len(one):
-            scores += one.part(start, start + size).excess(encoded[alive])
-            winning = scores < limit
-            alive, scores = alive[winning], scores[winning]
-            if not len(alive):
-                return None, None
-            start, size = start + size, 2 * size
-    least = int(scores.min())
-    best = min((stacks[int(n)] for n in alive[scores == least]), key=lambda pair: [(s.b, s.s) for s in sorted(pair)])
-    return least, best
-
-
-def _padding(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], before: int) -> tuple[int, int]:
+def _padding(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], before: int, work: Work) -> tuple[int, int]:
     """The least padding with the fewest conflicts, and how many those are."""
     best = 0, before
     if any(pattern.view for pattern in patterns):
@@ -228,26 +217,36 @@ def _padding(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], 
     for pad in range(1, LINE // tile.itemsize):
         pitch = tile.pitch_bytes + pad * tile.itemsize
         if best[1] and pitch % widest == 0:
-            excess = sum(_total([PhaseClasses.of(one, pitch)], [()])[0] for one in shapes)
+            excess = 0
+            for one in shapes:
+                classes = PhaseClasses.of(one, pitch)
+                excess += int((work.excess(classes) * classes.weights).sum())
             best = min(best, (pad, excess), key=lambda choice: choice[1])
     return best
 
 
-def _padded_and_swizzled(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], limit: int) -> Padded:
+def _padded_and_swizzled(tile: Tile, patterns: Sequence[Pattern], places: Sequence[Places], limit: int, work: Work) -> Padded:
     """The swizzle of a padded tile that leaves fewer than `limit` conflicts, and the fewest; of equals the least padding."""
     if any(pattern.view for pattern in patterns):
         return Padded()
     widest = max(pattern.access.width for pattern in patterns)
+    units = [one.in_units() for one in joined([one.in_units() for one in places])]
     best, searched = Padded(), 0
     for pad in range(1, LINE // tile.itemsize):
         padded = replace(tile, pad=pad)
         if padded.pitch_bytes % max(widest, BANK_BYTES) or not limit:
             continue
-        stacks = [(one,) for one in candidates(padded, patterns)]
-        searched += len(stacks)
-        least, found = _least(stacks, [PhaseClasses.of(one, padded.pitch_bytes).merged() for one in places], limit)
-        if least is not None and found is not None:
-            limit, best = least, Padded(pad, found[0], least)
+        swizzles = sorted(candidates(padded, patterns), key=lambda one: (one.b, one.s, one.m))
+        searched += len(swizzles)
+        stacks = encode([(one,) for one in swizzles])
+        # Those that bring no other addresses together leave what padding alone does.
+        alive = (banks_from(stacks) != 0).any(1).nonzero().flatten()
+        lowest = _lowest(padded, patterns)
+        if len(alive):
+            race = Race([PhaseClasses.in_units(one, padded.pitch_bytes).merged() for one in units], lowest, work)
+            least = race.least(stacks[alive], limit)
+            if least is not None:
+                limit, best = least[0], Padded(pad, swizzles[int(alive[least[1]])], least[0])
     return replace(best, searched=searched)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +17,23 @@ from warploom.bench.harness import Comparison, Timer, WrongResult, compare, envi
 from warploom.commands.table import table
 from warploom.smem.kernels import attention, gemm, ladder, nvrtc
 
-if TYPE_CHECKING:
-    from warploom.attention.ampere.config import ForwardConfig
-
 Call = Callable[[], Tensor]
+ATTENTION_TOKENS = 16384  # in all sequences together
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Contenders for one piece of work as the harness reports them; (wavefronts, excess) predicted for those of ours."""
+    """Contenders for one piece of work as the harness reports them, and the (wavefronts, excess) predicted for some of ours."""
 
     work: str
     contenders: dict[str, dict[str, Any]]
     predicted: dict[str, tuple[int, int]]
+    ours: tuple[str, ...]
 
     @property
     def right(self) -> bool:
         """Whether every kernel of ours ran and had the right result."""
-        return all("ms" in self.contenders[name] for name in self.predicted)
+        return all("ms" in self.contenders[name] for name in self.ours)
 
     def to_dict(self) -> dict[str, Any]:
         kernels = []
@@ -57,7 +57,7 @@ def time_ladder() -> Trial:
         rung.name: (rung.wavefronts(True) + rung.wavefronts(False), rung.excess(True) + rung.excess(False))
         for rung in ladder.rungs()
     }
-    return Trial("16×16×16 halves, one warp", _compare(calls, subjects.check, subjects.FLOPS), predicted)
+    return Trial("16×16×16 halves, one warp", _compare(calls, subjects.check, subjects.FLOPS), predicted, tuple(predicted))
 
 
 def time_gemm(size: int) -> Trial:
@@ -72,25 +72,33 @@ def time_gemm(size: int) -> Trial:
     calls = {gemm.name(layout): call(layout) for layout in gemm.LAYOUTS}
     predicted = {config.name: _sums(gemm.wavefronts(config, size, size, size)) for config in gemm.configs().values()}
     calls["cuBLAS"] = lambda: subjects.a @ subjects.b
-    return Trial(f"{size}×{size}×{size} halves", _compare(calls, subjects.check, subjects.flops), predicted)
+    return Trial(f"{size}×{size}×{size} halves", _compare(calls, subjects.check, subjects.flops), predicted, tuple(predicted))
 
 
-def time_attention(seqlen: int) -> Trial:
-    """The Ampere forward in three layouts, beside torch's FlashAttention-2."""
+def time_attention(seqlen: int) -> list[Trial]:
+    """The Ampere forward in three layouts, then under a causal mask, each beside torch's FlashAttention-2.
+
+    As many sequences as make ATTENTION_TOKENS tokens, at least one.
+    """
     _needs("--attention", nvrtc.refusal() or attention.refusal())
-    q, k, v = attention.draw(seqlen)
-    check = attention.Check(q, k, v)
-
-    def call(config: ForwardConfig) -> Call:
-        return lambda: attention.forward(config, q, k, v)
-
+    batch = max(1, ATTENTION_TOKENS // seqlen)
+    q, k, v = attention.draw(seqlen, batch)
     configs = attention.layouts()
-    calls = {attention.name(layout): call(config) for layout, config in configs.items()}
-    predicted = {attention.name(layout): _sums(attention.wavefronts(config, seqlen)) for layout, config in configs.items()}
-    calls["FlashAttention-2"] = _flash(q, k, v)
-    flops = 4 * attention.HEADS * attention.HEAD_DIM * seqlen**2
-    work = f"attention, {attention.HEADS} heads, {seqlen} tokens, head_dim {attention.HEAD_DIM}, bf16"
-    return Trial(work, _compare(calls, check, flops), predicted)
+    predicted = {
+        attention.name(layout): _sums(attention.wavefronts(config, seqlen, batch)) for layout, config in configs.items()
+    }
+    full = {attention.name(layout): config for layout, config in configs.items()}
+    shape = f"{batch} × {seqlen} tokens, {attention.HEADS} heads of {attention.HEAD_DIM}, bf16"
+    trials = []
+    for causal, ours in ((False, full), (True, {attention.name("causal"): attention.causal()})):
+        check = attention.Check(q, k, v, causal)
+        calls: dict[str, Call] = {name: partial(attention.forward, config, q, k, v) for name, config in ours.items()}
+        calls["FlashAttention-2"] = _flash(q, k, v, causal)
+        flops = 4 * batch * attention.HEADS * attention.HEAD_DIM * (seqlen * (seqlen + 1) // 2 if causal else seqlen**2)
+        found = _compare(calls, check, flops)
+        work = f"attention, {'causal' if causal else 'full'}, {shape}"
+        trials.append(Trial(work, found, {} if causal else predicted, tuple(ours)))
+    return trials
 
 
 def _needs(option: str, refusal: str | None) -> None:
@@ -104,14 +112,14 @@ def _sums(moved: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return wavefronts, wavefronts - ideal
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Call:
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
     def call() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
     return call
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from warploom.smem.access import WARP, Access, Pattern, parse_pattern
 from warploom.smem.layout import Tile
 from warploom.smem.model import Prediction, predict
 
 Lane = tuple[int, int] | None  # (row, byte within the row); None: the tile ends before this lane
+NOWHERE = -1  # the row, byte and address of such a lane in a tensor
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def viewed(tile: Tile, pattern: Pattern) -> Tile:
     return replace(tile, rows=rows, cols=cols)
 
 
-def walk(pattern: Pattern, tile: Tile) -> Iterator[list[Lane]]:
-    """For each instruction, where each of its lanes reads or writes; the last ones may have lanes without work."""
+def places(pattern: Pattern, tile: Tile) -> Tensor:
+    """Row and byte within it of every lane: int32 (instructions, lanes, 2), NOWHERE past the end of the tile."""
     tile = viewed(tile, pattern)
     which = pattern.access
     if tile.row_bytes % which.width:
@@ -69,32 +73,37 @@ def walk(pattern: Pattern, tile: Tile) -> Iterator[list[Lane]]:
             f"cols takes rows of a multiple of {which.width} bytes for {which.name}, got {tile.cols} × {tile.itemsize} bytes"
         )
     across = tile.row_bytes // which.width
-    places = _matrices(which, tile, across) if which.matrix else _lines(pattern, tile, across)
-    lanes = [(row, piece * which.width) for row, piece in places]
-    for start in range(0, len(lanes), which.lanes):
-        group: list[Lane] = list(lanes[start : start + which.lanes])
-        yield group + [None] * (which.lanes - len(group))
+    rows, pieces = _matrices(which, tile, across) if which.matrix else _lines(pattern, tile, across)
+    table = torch.full((-(-len(rows) // which.lanes) * which.lanes, 2), NOWHERE, dtype=torch.int32)
+    table[: len(rows), 0] = rows
+    table[: len(rows), 1] = pieces * which.width
+    return table.reshape(-1, which.lanes, 2)
 
 
-def _lines(pattern: Pattern, tile: Tile, across: int) -> Iterator[tuple[int, int]]:
+def walk(pattern: Pattern, tile: Tile) -> Iterator[list[Lane]]:
+    """For each instruction, where each of its lanes reads or writes; the last ones may have lanes without work."""
+    for group in places(pattern, tile).tolist():
+        yield [None if row == NOWHERE else (row, byte) for row, byte in group]
+
+
+def _lines(pattern: Pattern, tile: Tile, across: int) -> tuple[Tensor, Tensor]:
+    """Rows and pieces, one lane after the other."""
+    index = torch.arange(tile.rows * across)
     if pattern.order == "rows":
-        return ((row, piece) for row in range(tile.rows) for piece in range(across))
+        return index // across, index % across
     if pattern.order == "columns":
-        return ((row, piece) for piece in range(across) for row in range(tile.rows))
+        return index % tile.rows, index // tile.rows
     if tile.rows % 8 or across % 4:
         raise ValueError(
             f"access {pattern}: fragments take 8 rows by {4 * pattern.access.width} bytes, "
             f"got {tile.rows} rows of {tile.row_bytes} bytes"
         )
-    return (
-        (top + lane // 4, left + lane % 4)
-        for left in range(0, across, 4)
-        for top in range(0, tile.rows, 8)
-        for lane in range(WARP)
-    )
+    block, lane = index // WARP, index % WARP
+    tops = tile.rows // 8
+    return block % tops * 8 + lane // 4, block // tops * 4 + lane % 4
 
 
-def _matrices(which: Access, tile: Tile, across: int) -> Iterator[tuple[int, int]]:
+def _matrices(which: Access, tile: Tile, across: int) -> tuple[Tensor, Tensor]:
     """Rows of 8×8 matrices, one instruction's after the other."""
     count = which.lanes // 8
     shapes = [(2, 2), (1, 4), (4, 1)] if count == 4 else [(2, 1), (1, 2)] if count == 2 else [(1, 1)]
@@ -105,21 +114,40 @@ def _matrices(which: Access, tile: Tile, across: int) -> Iterator[tuple[int, int
             f"got {tile.rows} rows of {tile.row_bytes} bytes"
         )
     down, right = shape
-    return (
-        (top + 8 * matrix_row + row, left + matrix_column)
-        for top in range(0, tile.rows, 8 * down)
-        for left in range(0, across, right)
-        for matrix_column in range(right)
-        for matrix_row in range(down)
-        for row in range(8)
-    )
+    index = torch.arange(tile.rows * across)
+    instruction, lane = index // which.lanes, index % which.lanes
+    top, left = instruction // (across // right) * 8 * down, instruction % (across // right) * right
+    return top + lane // 8 % down * 8 + lane % 8, left + lane // 8 // down
+
+
+def addresses(pattern: Pattern, tile: Tile) -> Tensor:
+    """The byte address of every lane: int64 (instructions, lanes), NOWHERE past the end of the tile."""
+    seen, width = viewed(tile, pattern), pattern.access.width
+    lanes = places(pattern, tile).long()
+    rows, starts = lanes[..., 0], lanes[..., 1]
+    offsets = (rows * seen.pitch_bytes + starts).masked_fill(rows == NOWHERE, 0)
+    moved = _moved(seen, offsets)
+    apart = offsets % width != 0
+    for n in range(seen.itemsize, width, seen.itemsize):
+        apart |= _moved(seen, offsets + n) != moved + n
+    if apart.any():
+        row, start = lanes[apart][0].tolist()
+        seen.address(row, start, width)  # says what is wrong
+    return moved.masked_fill(rows == NOWHERE, NOWHERE)
+
+
+def _moved(tile: Tile, offsets: Tensor) -> Tensor:
+    """Byte offsets after the tile's swizzles."""
+    for swizzle in tile.swizzles:
+        one = swizzle.in_bytes(tile.itemsize)
+        offsets = offsets ^ (offsets >> one.s & ((1 << one.b) - 1) << one.m)
+    return offsets
 
 
 def lane_addresses(pattern: Pattern, tile: Tile) -> Iterator[list[int | None]]:
     """For each instruction, the byte address of each of its lanes."""
-    seen = viewed(tile, pattern)
-    for lanes in walk(pattern, tile):
-        yield [None if lane is None else seen.address(*lane, pattern.access.width) for lane in lanes]
+    for lanes in addresses(pattern, tile).tolist():
+        yield [None if address == NOWHERE else address for address in lanes]
 
 
 def count(pattern: Pattern | str, tile: Tile) -> TileCount:

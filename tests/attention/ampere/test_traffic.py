@@ -10,7 +10,7 @@ import pytest
 
 from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.traffic import wavefronts
-from warploom.smem.residual import Instruction, access_of, by_access, parse_source, residuals
+from warploom.smem.residual import Instruction, access_of, by_access, corrected, parse_source, residuals
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "banks_attention.json").read_text())
 KERNELS = {kernel["layout"]: kernel for kernel in MEASURED["kernels"]}
@@ -26,7 +26,15 @@ def test_prediction_is_exact(layout: str) -> None:
     fields = {name: kernel[name] for name in ("tile_n", "swizzle", "pad")}
     config = ForwardConfig(call["dtype"], call["head_dim"], arch="sm_90a", **fields)
     blocks = call["batch"] * call["heads"] * call["seqlen_q"] // config.tile_m
-    assert wavefronts(config, blocks, call["seqlen_k"] // config.tile_n) == by_access(measured(kernel))
+    assert wavefronts(config, blocks, call["seqlen_k"] // config.tile_n) == by_access(corrected(measured(kernel)))
+
+
+def test_ncu_misreads_the_copies_whose_predicate_is_in_p0_and_no_other() -> None:
+    """Padding delays every copy of a tile alike; those without a delay in the table are the ones with P0."""
+    copies = [one for one in measured(KERNELS["padded"]) if one.access == "cp.async.128"]
+    assert [one.misread for one in copies] == [one.excess == 0 for one in copies]
+    assert sum(one.misread for one in copies) == 10 and len(copies) == 40
+    assert {one.excess / one.executed for one in copies if not one.misread} == {6.5, 6.5 * 63 / 64}
 
 
 def test_the_swizzle_leaves_nothing() -> None:

@@ -21,6 +21,7 @@ CORE = {
     "head_dim 128, causal": config("float16", 128, 128, True, False, False),
     "head_dim 64": config("bfloat16", 64, 64, False, False, True),
     "head_dim 64, causal, short": config("bfloat16", 64, 64, True, False, False),
+    "head_dim 128, few queries of groups, causal": config("bfloat16", 128, 128, True, False, True, each=8),
     "head_dim 64, packed, causal": config("bfloat16", 64, 64, True, False, False, varlen=True, used=True),
     "head_dim 256, window, softcap, sink": config("bfloat16", 256, 256, True, True, False, softcap=True, sink=True),
 }

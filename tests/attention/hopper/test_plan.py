@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from warploom.attention import hopper
-from warploom.attention.hopper.plan import config, config_for, named_set, tile_dims
+from warploom.attention.hopper import plan
+from warploom.attention.hopper.plan import backward_set, config, config_for, grouped, named_set, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import aligned, seen
 from warploom.masks import SlidingWindow
@@ -26,7 +27,7 @@ def problem(**changes: object) -> AttentionProblem:
 
 
 def test_names_are_unique_and_few() -> None:
-    found = named_set()
+    found = [*named_set(), *backward_set()]
     assert len({c.name for c in found}) == len(found) <= 300
     assert all(c.name.isidentifier() for c in found)
 
@@ -47,17 +48,27 @@ def test_every_head_dim_has_a_tile() -> None:
 def test_values_are_not_part_of_a_variant() -> None:
     """Scale, lengths, strides and window values come at run time: one module for all of them."""
     base = config_for(problem(left=100, right=0))
-    assert config_for(problem(left=7, right=5, batch=9, seqlen_q=1, heads_q=8, head_dim=104)) == base
+    assert config_for(problem(left=7, right=5, batch=9, seqlen_q=999, heads_q=8, head_dim=104)) == base
     assert config_for(problem(left=100)) != base
 
 
 def test_a_named_set_serves_plain_calls() -> None:
     names = {c.name for c in named_set()}
     for layout in ("dense", "varlen"):
-        for left in (None, 100):
-            for right in (None, 0):
-                for seqlen_k in (100, 100_000):
-                    assert config_for(problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k)).name in names
+        for left, right in ((None, None), (None, 0), (100, 0)):
+            for seqlen_k in (100, 100_000):
+                assert config_for(problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k)).name in names
+    for right in (None, 0):
+        assert config_for(problem(seqlen_q=1, heads_q=8, right=right)).name in names
+
+
+def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "GROUPED", (8, 32))
+    found = {queries: grouped(queries, 4, 128) for queries in (1, 8, 9, 32, 64, 65, 128, 5000)}
+    assert found == {1: 8, 8: 8, 9: 32, 32: 32, 64: 32, 65: 0, 128: 0, 5000: 0}
+    assert [grouped(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]
+    assert config_for(problem(seqlen_q=1, heads_q=8)).queries == 8
+    assert config_for(problem(seqlen_q=1, heads_q=8, layout="varlen")).queries == 128
 
 
 @pytest.mark.parametrize(

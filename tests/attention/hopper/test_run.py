@@ -13,7 +13,7 @@ import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.hopper import run
+from warploom.attention.hopper import plan, run
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.views import seen
@@ -39,7 +39,9 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
         assert (parts is not None) == variant["split"] and split >= 0
         if split:
-            tiles = -(-q.shape[1] // config.tile_m) * q.shape[0] * q.shape[2]
+            group = q.shape[2] // k.shape[2]
+            heads = k.shape[2] * -(-group // config.abreast) if config.grouped else q.shape[2]
+            tiles = -(-q.shape[1] // config.queries) * q.shape[0] * heads
             assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
             assert parts.numel() == 2 * blocks * config.piece_floats
             assert blocks in (1, PROCESSORS) and (tiles - split) % blocks == 0
@@ -80,6 +82,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_ready", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
     monkeypatch.setattr(modules, "load", kernel)
 
 
@@ -137,6 +140,27 @@ def test_a_capturing_stream_is_refused_in_words(monkeypatch: pytest.MonkeyPatch)
         run.forward(dense_args(q, q, q))
 
 
+def test_heads_of_a_group_share_a_tile_where_queries_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where only the module for one head a tile is here, or may be loaded, that one runs."""
+    names: list[str] = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        names.append(spec.name)
+        return kernel(spec)
+
+    monkeypatch.setattr(modules, "load", load)
+    monkeypatch.setattr(plan, "GROUPED", (8, 32))
+    for queries, group in ((1, 8), (20, 8), (100, 8), (1, 1)):
+        q, k = torch.zeros(1, queries, group, 128).half(), torch.zeros(1, 300, 1, 128).half()
+        run.forward(dense_args(q, k, k, causal=True))
+    assert [name.rpartition("_")[2] for name in names] == ["grouped8", "grouped32", "early"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(modules, "loaded", lambda spec: None if "grouped" in spec.name else kernel(spec))
+    q = torch.zeros(1, 1, 2, 64).half()
+    run.forward(dense_args(q, q[:, :, :1], q[:, :, :1]))
+    assert names[-1].endswith("turns")
+
+
 def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
     cu = torch.tensor([0, 5, 20], dtype=torch.int32)
@@ -170,6 +194,7 @@ def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch
         return call
 
     monkeypatch.setattr(modules, "load", load)
+    monkeypatch.setattr(run, "SPLIT_COST", 16)
     causal, window, sink = {"causal": True}, {"window": (5, None)}, {"sink": torch.zeros(1)}
     cases: list[tuple[int, int, dict[str, Any], int]] = [
         (1300, 4000, {}, 2),

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warploom.attention.hopper.schedule import NOTHING, heads_in_pairs, in_order, paired, piece, pieces, tiles_to_split
+from warploom.attention.hopper.schedule import (
+    NOTHING,
+    grouped,
+    heads_in_pairs,
+    in_order,
+    paired,
+    piece,
+    pieces,
+    tile_heads,
+    tiles_to_split,
+)
 
 H100 = 132
 
@@ -128,13 +138,28 @@ def test_split_tiles_are_dealt_out_whole(blocks: int, tiles: int, n_blocks: int)
         assert [slot for _, _, slot in slots] == [2 * first + part, *(2 * b for b in range(first + 1, last + 1))]
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("tile_m", [128, 192, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 20, 33])
+def test_tiles_that_hold_several_heads_hold_all_queries_once(group: int, tile_m: int, rows: int) -> None:
+    abreast, past, kv = tile_m // rows, 10**6, 3
+    found = [
+        grouped(head, local, rows, abreast, group, past, choose)
+        for head in range(kv * tile_heads(group, abreast))
+        for local in range(tile_m)
+    ]
+    held = sorted((head, query) for query, head in found if query != past)
+    assert held == [(head, query) for head in range(kv * group) for query in range(rows)]
+
+
 def test_what_is_split() -> None:
-    assert tiles_to_split(2048, 128, H100) == 2048 % H100 == 68
-    assert tiles_to_split(2112, 128, H100) == 0  # whole rounds
-    assert tiles_to_split(132 * 3 + 131, 128, H100) == 0  # one block idle
-    assert tiles_to_split(2048, 8, H100) == 0  # short tiles
-    assert tiles_to_split(1, 100, H100) == 0  # fewer key tiles than blocks
-    assert tiles_to_split(16, 128, H100) == 16  # fewer tiles than blocks
-    assert tiles_to_split(68, 2**19, H100) == 0  # past 32 bits
-    assert tiles_to_split(2048, 128, H100, alike=False) == 0
-    assert tiles_to_split(16, 128, H100, alike=False) == 16
+    assert tiles_to_split(2048, 128, H100, 16) == (2048 % H100, H100) == (68, H100)
+    assert tiles_to_split(2112, 128, H100, 16)[0] == 0  # whole rounds
+    assert tiles_to_split(132 * 3 + 131, 128, H100, 16)[0] == 0  # one block idle
+    assert tiles_to_split(2048, 8, H100, 16)[0] == 0  # short tiles
+    assert tiles_to_split(16, 128, H100, 16) == (16, H100)  # fewer tiles than blocks
+    assert tiles_to_split(1, 100, H100, 16) == (1, 50)  # pieces of two key tiles
+    assert tiles_to_split(7, 1, H100, 16) == (0, 7)
+    assert tiles_to_split(68, 2**19, H100, 16)[0] == 0  # past 32 bits
+    assert tiles_to_split(2048, 128, H100, 16, alike=False)[0] == 0
+    assert tiles_to_split(16, 128, H100, 16, alike=False) == (16, H100)

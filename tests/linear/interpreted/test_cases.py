@@ -14,16 +14,30 @@ from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import Config, Tiling
 
 
-def configure(monkeypatch: pytest.MonkeyPatch, *, cut: bool, blocks: bool) -> None:
+def configure(monkeypatch: pytest.MonkeyPatch, *, cut: bool, blocks: bool, lookback: bool = True) -> None:
     """Chunks of 16; segments of 32 tokens; blocks of 16 columns where the state is wider."""
     t = Tiling(16, 16 if blocks else 64, 4, 1)
-    small = Config(t, t, t, None if blocks else t, t, t, segment=32, fill=1e9 if cut else 0.0)
+    small = Config(t, t, t, None if blocks else t, t, t, segment=32, fill=1e9 if cut else 0.0, lookback=lookback)
     monkeypatch.setattr(call_module, "config", lambda *_: small)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cut_into_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=True, blocks=name.startswith("blocks"))
+    check(Case(secrets.randbelow(2**31), **CASES[name]))
+
+
+@pytest.mark.parametrize("sequences", [None, (0, 70, 1, 529, 0)], ids=["one sequence", "packed"])
+def test_looking_back_on_groups_of_segments(sequences: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More segments than one group has, from a state, to a state."""
+    configure(monkeypatch, cut=True, blocks=False)
+    assert 600 > 18 * call_module.config().segment > 16 * call_module.config().segment
+    check(Case(secrets.randbelow(2**31), rows=600, sequences=sequences, state=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "blocks", "lengths", "fewer keys"])
+def test_segments_in_launches_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, cut=True, blocks=name == "blocks", lookback=False)
     check(Case(secrets.randbelow(2**31), **CASES[name]))
 
 

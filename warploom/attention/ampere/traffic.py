@@ -14,7 +14,7 @@ from warploom.smem.walk import count
 def wavefronts(config: ForwardConfig, blocks: int, key_tiles: int) -> dict[str, tuple[int, int]]:
     """(wavefronts, ideal) of each access, of ``blocks`` query tiles that walk over ``key_tiles`` whole key tiles each.
 
-    A block also asks for one pair of tiles past the last, which reads nothing and writes zeros that nobody reads.
+    A block also asks for one pair of tiles past the last, which reads nothing and stores zeros that nobody reads.
     """
     layout = swizzled(config.tile(16)) if config.swizzle else config.tile(16)
 
@@ -24,7 +24,8 @@ def wavefronts(config: ForwardConfig, blocks: int, key_tiles: int) -> dict[str, 
     times = 1 if config.q_registers else key_tiles
     moves = (
         (copies.NAME, copies.count(tile(config.tile_m)), 1),
-        (copies.NAME, copies.count(tile(config.tile_n)), 2 * (key_tiles + config.stages - 1)),
+        (copies.NAME, copies.count(tile(config.tile_n)), 2 * key_tiles),
+        (copies.NAME, count("sts.128", tile(config.tile_n)), 2 * (config.stages - 1)),
         ("ldmatrix.x4", count("ldmatrix.x4", tile(16 * config.atoms)), config.warps * times),
         ("ldmatrix.x4", count("ldmatrix.x4", tile(config.tile_n)), config.warps * key_tiles),
         ("ldmatrix.x4.trans", count("ldmatrix.x4.trans", tile(config.tile_n)), config.warps * key_tiles),

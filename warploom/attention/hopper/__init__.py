@@ -6,6 +6,7 @@ the next implementation that takes it, with the out and lse of this one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -162,6 +163,8 @@ for _function in (_examine, _module_refusal, _backward_module_refusal):
 def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     """Queries × keys of a tile, and the state of the module, for explain()."""
     variant = config_for(problem)
+    if variant.grouped and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
+        variant = replace(variant, grouped=0)
     missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
     state = "ready" if missing is None else f"{missing}, compiled at first use"
     words = f"module {variant.name} ({state})"
@@ -169,7 +172,7 @@ def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
         words += f"; backward {backward_config_for(problem).name}"
         if problem.layout == "dense":
             words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
-    return (variant.tile_m, variant.tile_n), words
+    return (variant.queries, variant.tile_n), words
 
 
 def warm(args: AttentionArgs) -> None:
@@ -195,7 +198,10 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse."""
+    """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
+
+    Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k).
+    """
     if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
         return None
     from warploom.attention.hopper.run import bind as run

@@ -42,6 +42,8 @@ class ForwardConfig:
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"
     split: bool = False  # may deal out the keys of tiles over all blocks
+    # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
+    grouped: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -55,6 +57,7 @@ class ForwardConfig:
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         parts += [feature for feature in ("softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
         parts += [self.pv_wait] if self.pv_wait != "late" else []
+        parts += [f"grouped{self.grouped}"] if self.grouped else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -62,6 +65,16 @@ class ForwardConfig:
         """The module that holds this variant."""
         config = tuple(asdict(self).items())
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_forward", config, SOURCES)
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a tile."""
+        return self.grouped or self.tile_m
+
+    @property
+    def abreast(self) -> int:
+        """Heads of a tile."""
+        return self.tile_m // self.queries
 
     @property
     def boxes(self) -> tuple[int, int]:

@@ -69,6 +69,7 @@ class HopperForward:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
+        self.load_rows = 8 if config.grouped else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 
     @cute.jit
@@ -103,9 +104,12 @@ class HopperForward:
             k, v = self.ragged(k), self.ragged(v)
         box, box_v = config.boxes
         layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box)
+        loads_q = self.tile_layout((self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
+        if const_expr(config.grouped):
+            layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box, order=(1, 0, 2))  # load after load
         layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages, box)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages, box_v)
-        tma_q, q = self.tma(q, layout_q, (64, config.head_dim))
+        tma_q, q = self.tma(q, loads_q, (self.load_rows, config.head_dim))
         tma_k, k = self.tma(k, layout_k, (self.tile_n, config.head_dim))
         tma_v, v = self.tma(v, layout_v, (self.tile_n, config.head_dim_v))
         smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -119,27 +123,31 @@ class HopperForward:
         if const_expr(config.softcap):
             cap_in = 2 * LOG2_E * scale / softcap
             multiplier = softcap * LOG2_E
+        heads = Int32(0)
+        if const_expr(not config.varlen):
+            heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
             q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts,
             tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
-            layout_q, layout_k, layout_v, multiplier, cap_in, left, right, pair_heads, split,
+            layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
-            self.launch_merge(parts, out, lse, sink, k.shape[0], split, blocks, stream)
+            self.launch_merge(parts, out, lse, sink, k.shape[0], k.shape[2], heads, split, blocks, stream)
 
     @cute.jit
-    def launch_merge(self, parts, out, lse, sink, seqlen_k, split, blocks, stream):
+    def launch_merge(self, parts, out, lse, sink, seqlen_k, heads_kv, heads, split, blocks, stream):
         """Put the pieces of split tiles together, if there are any."""
         if split > 0:
-            self.merge(parts, out, lse, sink, cute.ceil_div(seqlen_k, self.tile_n), split, blocks).launch(
+            n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
+            self.merge(parts, out, lse, sink, lse.shape[1] // heads_kv, heads, n_blocks, split, blocks).launch(
                 grid=[split * (self.tile_m // MERGED_ROWS), 1, 1], block=[32 * MERGED_ROWS, 1, 1], stream=stream
             )
 
-    def tile_layout(self, tile: tuple[int, int], stages: int, box: int) -> Any:
+    def tile_layout(self, tile: tuple[int, int], stages: int, box: int, order: tuple[int, int, int] = (0, 1, 2)) -> Any:
         """Row-major tiles, one after the other, with a swizzle of ``box`` columns."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind = {64: kinds.K_SW128, 32: kinds.K_SW64}[box]
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=order)
 
     def ragged(self, t: Any) -> Any:
         """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
@@ -173,12 +181,14 @@ class HopperForward:
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         layout_q: cute.ComposedLayout,
+        loads_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
         multiplier: Float32,
         cap_in: Float32,
         left: Int32,
         right: Int32,
+        heads: Int32,
         pair_heads: Int32,
         split: Int32,
     ):
@@ -213,6 +223,7 @@ class HopperForward:
             tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_STAGES))),
             scratch=storage.scratch.data_ptr(),
             q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            loads_q=storage.q.get_tensor(loads_q.outer, swizzle=loads_q.inner),  # the same as TMA fills it
             k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
             v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
         )
@@ -239,22 +250,23 @@ class HopperForward:
                 if const_expr(self.config.varlen):
                     self.schedule_packed(k.shape[3] - 1, lse.shape, shared, cu_q, cu_k, used_k, counter, left, right)
                 else:
-                    self.schedule(k.shape[0], lse.shape, shared, left, right, pair_heads, split)
+                    self.schedule(k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1  # type: ignore[union-attr]
             self.compute(
-                out, lse, sink, parts, k.shape[0], sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-            )  # fmt: skip
+                out, lse, sink, parts, k.shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+            )
 
     # The scheduler warp
 
     @cute.jit
-    def schedule(self, seqlen_k, lse_shape, shared, left, right, pair_heads, split):
+    def schedule(self, seqlen_k, lse_shape, heads_q, shared, left, right, pair_heads, split):
         """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work."""
-        batch_size, heads_q, seqlen_q = lse_shape
+        queries = self.config.queries
+        batch_size, _, seqlen_q = lse_shape
         heads = heads_q * batch_size
-        m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+        m_blocks = cute.ceil_div(seqlen_q, queries)
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         stage, phase = Int32(0), Int32(1)
         turn, head = Int32(0), Int32(0)
@@ -279,7 +291,7 @@ class HopperForward:
             turn += 1
             if m_block != schedule.NOTHING:
                 first, end = self.key_tiles(
-                    m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right
+                    m_block * queries, queries, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right
                 )
                 if slot >= 0:
                     first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
@@ -288,6 +300,12 @@ class HopperForward:
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
                 self.hand_out(shared, stage, (m_block, head, batch, first, end, slot))
                 stage, phase = self.advance(stage, phase, TILE_STAGES)
+
+    def tile_heads(self, heads_q: Any, heads_kv: Any) -> Any:
+        """Heads of a batch as tiles count them: a tile may hold several of a group."""
+        if not self.config.grouped:
+            return heads_q
+        return heads_kv * schedule.tile_heads(heads_q // heads_kv, self.config.abreast)
 
     @cute.jit
     def schedule_packed(self, total_k, lse_shape, shared, cu_q, cu_k, used_k, counter, left, right):
@@ -407,7 +425,7 @@ class HopperForward:
     @cute.jit
     def load(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile, then K one tile ahead of V."""
-        config = self.config
+        config, loads = self.config, 64 // self.load_rows
         packed = config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
         bytes_q = 64 * config.head_dim * 2
@@ -420,6 +438,8 @@ class HopperForward:
         )
         while head >= 0:
             head_kv = head // group
+            if const_expr(config.grouped):
+                head_kv = head // schedule.tile_heads(group, config.abreast)
             if const_expr(packed):
                 k_end = k_start + seqlen_k
                 tq = cute.domain_offset((q_start, 0), q[None, None, head])
@@ -427,10 +447,8 @@ class HopperForward:
                 tv = cute.domain_offset((RAGGED - seqlen_k, 0), v[None, None, head_kv, k_end])
             else:
                 tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
-            gq = cute.local_tile(tq, (64, config.head_dim), (None, 0))
             gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (None, 0))
             gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (None, 0))
-            tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             keys = self.ring(tma_k, shared.k, gk, shared.k_full, shared.k_empty, config.head_dim)
             values = self.ring(tma_v, shared.v, gv, shared.v_full, shared.v_empty, config.head_dim_v)
             if first < end:
@@ -439,8 +457,13 @@ class HopperForward:
                     cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, bytes_q)
-                    rows = m_block * self.warpgroups + i
-                    cute.copy(tma_q, tqg[None, rows], tqs[None, i], tma_bar_ptr=shared.q_full + i)
+                    if const_expr(config.grouped):
+                        for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
+                            at, member = self.place(0, head, j * self.load_rows, group, 0)
+                            n = (m_block * config.grouped + at) // self.load_rows
+                            self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
+                    else:
+                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
                 q_phase ^= 1
                 for j in cutlass.range(end - first - 1, unroll=1):
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
@@ -450,6 +473,13 @@ class HopperForward:
             m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
                 shared, tile_stage, tile_phase, Int32(0), Int32(0)
             )
+
+    @cute.jit
+    def load_queries(self, atom, queries, shared, n, j, barrier):
+        """Load the ``n``-th ``load_rows`` queries of a head as the ``j``-th of the tile."""
+        rows = cute.local_tile(queries, (self.load_rows, self.config.head_dim), (None, 0))
+        into, out_of = self.tma_views(atom, shared.loads_q, rows)
+        cute.copy(atom, out_of[None, n], into[None, j], tma_bar_ptr=barrier)
 
     def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
         """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
@@ -485,10 +515,14 @@ class HopperForward:
 
     @cute.jit
     def compute(
-        self, out, lse, sink, parts, dense_seqlen_k, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-    ):  # fmt: skip
+        self, out, lse, sink, parts, k_shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+    ):
         """64 rows of every query tile of this block."""
         config = self.config
+        dense_seqlen_k = k_shape[0]
+        members = 1  # heads of a group
+        if const_expr(config.grouped):
+            members = lse.shape[1] // k_shape[2]
         dense_seqlen_q = Int32(0) if const_expr(config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -504,21 +538,28 @@ class HopperForward:
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
-            top = m_block * self.tile_m + group * 64
-            row = top + row_in_group
+            local = group * 64 + row_in_group
+            # The warpgroup's queries are [top, top + span), this thread's two of them.
+            if const_expr(config.grouped):
+                top, span = m_block * config.grouped, config.grouped
+                present = self.place(m_block, head, group * 64, members, seqlen_q)[0] < seqlen_q
+            else:
+                top, span = m_block * self.tile_m + group * 64, 64
+                present = top < seqlen_q
+            places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             self.start(work)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
-                own_first, own_end = self.key_tiles(top, 64, seqlen_q, seqlen_k, shift, left, right)
+                own_first, own_end = self.key_tiles(top, span, seqlen_q, seqlen_k, shift, left, right)
                 own_first = cutlass.min(cutlass.max(own_first, first), end)
-                own_end = cutlass.min(own_end, end) if top < seqlen_q else own_first
+                own_end = cutlass.min(own_end, end) if present else own_first
                 own_end = cutlass.max(own_end, own_first)
                 for _ in cutlass.range(end - own_end, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
                 cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
                 if own_first < own_end:
                     whole_first, whole_end = self.limit(
-                        work.limits, row, top, own_first, seqlen_q, seqlen_k, shift, left, right
+                        work.limits, places, top, span, own_first, seqlen_q, seqlen_k, shift, left, right
                     )
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
@@ -554,18 +595,29 @@ class HopperForward:
                     stage, phase = self.advance(stage, phase, self.stages)
                 for _ in cutlass.range(own_first - first, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
-            rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
             if const_expr(config.split):
                 if slot >= 0:
-                    self.leave(work, parts, slot, group * 64 + row_in_group)
+                    self.leave(work, parts, slot, local)
                 else:
-                    self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
+                    self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             else:
-                self.epilogue(work, rows_out, rows_lse, logit, row, seqlen_q)
+                self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
             m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
+
+    @cute.jit
+    def place(self, m_block, head, local, members, seqlen_q):
+        """Query and head of a tile's row; a query past the last one where the row has none."""
+        query = m_block * self.config.queries + local
+        if const_expr(self.config.grouped):
+            past = seqlen_q - m_block * self.config.grouped
+            query, head = schedule.grouped(
+                head, local, self.config.grouped, self.config.abreast, members, past, self.choose
+            )
+            query += m_block * self.config.grouped
+        return query, head
 
     @cute.jit
     def skip(self, shared, group, stage, phase):
@@ -631,21 +683,21 @@ class HopperForward:
         work.row_sum.fill(0.0)
 
     @cute.jit
-    def limit(self, limits, row, top, first, seqlen_q, seqlen_k, shift, left, right):
-        """This thread's columns of each row; key tiles [first, end) that the warpgroup's rows from ``top`` all see whole."""
+    def limit(self, limits, places, top, span, first, seqlen_q, seqlen_k, shift, left, right):
+        """This thread's columns of each row; key tiles [first, end) that queries [top, top + span) all see whole."""
         first_column = cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(2):
             hidden = seqlen_k
             if const_expr(self.config.right):
-                hidden = cutlass.min(hidden, row + 8 * r + shift + right + 1)
+                hidden = cutlass.min(hidden, places[r][0] + shift + right + 1)
             limits[r, 0] = hidden - first_column
             if const_expr(self.config.left):
-                limits[r, 1] = row + 8 * r + shift - left - first_column
+                limits[r, 1] = places[r][0] + shift - left - first_column
         whole_first, whole_end = first, seqlen_k // self.tile_n
         if const_expr(self.config.right):
             whole_end = cutlass.min(whole_end, cutlass.max(top + shift + right + 1, 0) // self.tile_n)
         if const_expr(self.config.left):
-            last_row = cutlass.min(top + 64, seqlen_q) - 1
+            last_row = cutlass.min(top + span, seqlen_q) - 1
             whole_first = cutlass.max(cute.ceil_div(cutlass.max(last_row + shift - left, 0), self.tile_n), first)
         return whole_first, whole_end
 
@@ -839,46 +891,53 @@ class HopperForward:
         out: cute.Tensor,
         lse: cute.Tensor,
         sink: cute.Tensor | None,
+        members: Int32,
+        heads: Int32,
         n_blocks: Int32,
         split: Int32,
         blocks: Int32,
     ):
         """Rows of the split tiles, one a warp: the pieces' O, weighted by what their maxima are from the largest."""
         dim = self.config.head_dim_v
-        batch_size, heads_q, seqlen_q = lse.shape
-        m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+        batch_size, _, seqlen_q = lse.shape
+        m_blocks = cute.ceil_div(seqlen_q, self.config.queries)
         lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * MERGED_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = row // self.tile_m
         row = row - tile * self.tile_m
-        rounds = (m_blocks * heads_q * batch_size - split) // blocks
+        rounds = (m_blocks * heads * batch_size - split) // blocks
         m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, self.choose)
-        batch = head // heads_q
-        head = head - batch * heads_q
-        here = m_block * self.tile_m + row
+        batch = head // heads
+        here, head = self.place(m_block, head - batch * heads, row, members, seqlen_q)
         if here < seqlen_q:
+            block, last, part = schedule.pieces(tile, blocks, split, n_blocks)
+            # The largest maximum, each lane's of other pieces, then pieces that do not wait for one another.
+            top = -Float32.inf
+            for b in cutlass.range(block + lane, last + 1, 32, unroll=1):
+                top = cute.arch.fmax(top, self.piece_stats(parts, b, part if b == block else Int32(0), row)[0])
+            top = cute.arch.warp_reduction_max(top)
+            total = Float32(0.0)
+            if const_expr(self.config.sink):
+                logit = sink[head] * LOG2_E  # type: ignore[index]
+                top = cute.arch.fmax(top, logit)
+            safe = 0.0 if top == -Float32.inf else top
+            if const_expr(self.config.sink):
+                total = exp2(logit - safe)
             spans = -(-dim // 64)  # a lane has two columns of each 64
             acc = cute.make_rmem_tensor((2, spans), Float32)
             acc.fill(0.0)
-            top, total = -Float32.inf, Float32(0.0)
-            if const_expr(self.config.sink):
-                top, total = sink[head] * LOG2_E, Float32(1.0)  # type: ignore[index]
-            block, last, part = schedule.pieces(tile, blocks, split, n_blocks)
-            for b in cutlass.range(block, last + 1, unroll=1):
-                base = parts.iterator + cutlass.Int64(2 * b + part) * self.config.piece_floats
-                part = Int32(0)
-                stats = cute.make_tensor((base + (self.tile_m * dim + 2 * row)).align(8), cute.make_layout(2))
-                new = cute.arch.fmax(top, stats[0])
-                safe = 0.0 if new == -Float32.inf else new
-                kept, weight = exp2(top - safe), exp2(stats[0] - safe)
-                total = total * kept + stats[1] * weight
-                top = new
+            for b in cutlass.range(block, last + 1, unroll=4):
+                slot_part = part if b == block else Int32(0)
+                stats = self.piece_stats(parts, b, slot_part, row)
+                weight = exp2(stats[0] - safe)
+                total = total + stats[1] * weight
+                base = parts.iterator + cutlass.Int64(2 * b + slot_part) * self.config.piece_floats
                 for i in cutlass.range_constexpr(spans):
                     column = 64 * i + 2 * lane
                     if column < dim:
                         source = cute.make_tensor((base + (row * dim + column)).align(8), cute.make_layout(2))
-                        acc[0, i] = acc[0, i] * kept + source[0] * weight
-                        acc[1, i] = acc[1, i] * kept + source[1] * weight
+                        acc[0, i] = acc[0, i] + source[0] * weight
+                        acc[1, i] = acc[1, i] + source[1] * weight
             empty = total == 0.0
             inverse = 0.0 if empty else 1.0 / total
             if lane == 0:
@@ -892,12 +951,21 @@ class HopperForward:
                     cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
 
     @cute.jit
-    def epilogue(self, work, out, lse, logit, row, seqlen_q):
+    def piece_stats(self, parts, block, part, row):
+        """The maximum of a piece's row in log2 units, and its sum."""
+        base = parts.iterator + cutlass.Int64(2 * block + part) * self.config.piece_floats
+        at = base + (self.tile_m * self.config.head_dim_v + 2 * row)
+        return cute.make_tensor(at.align(8), cute.make_layout(2))
+
+    @cute.jit
+    def epilogue(self, work, out, lse, sink, batch, places, q_start, seqlen_q, sequences):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         word = lane % 4
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(2):
+            here, head = places[r]
+            rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
             top = work.row_max[r] * scale  # log2 units
             shrink = Float32(1.0)
@@ -909,16 +977,15 @@ class HopperForward:
                 top = new
             empty = total == 0.0
             inverse = 0.0 if empty else shrink / total
-            here = row + 8 * r
             if here < seqlen_q and word == 0:
-                lse[here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
-            base = out.iterator + cutlass.Int64(here) * out.stride[0]
+                rows_lse[here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
+            base = rows_out.iterator + cutlass.Int64(here) * rows_out.stride[0]
             for chunk in cutlass.range_constexpr(self.config.head_dim_v // 32):
                 pairs = [(work.rows_o[r, chunk * 8 + i], work.rows_o[r, chunk * 8 + i + 1]) for i in range(0, 8, 2)]
                 words = [pack16(low * inverse, high * inverse, self.dtype) for low, high in pairs]
                 words = transpose_quad(words, lane)
                 column = chunk * 32 + word * 8
-                if here < seqlen_q and column < out.shape[1]:
+                if here < seqlen_q and column < rows_out.shape[1]:
                     row_words = cute.make_rmem_tensor(4, Int32)
                     for i in cutlass.range_constexpr(4):
                         row_words[i] = words[i]

@@ -50,6 +50,9 @@ TILINGS = {
 }
 
 
+BANDS = ((False, False), (True, False), (True, True))  # (right, left) of what `warploom build` prepares
+
+
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The smallest tile that holds both head dims: rounded here and nowhere else."""
     return min(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
@@ -67,8 +70,9 @@ def config(
     sink: bool = False,
     varlen: bool = False,
     used: bool = False,
+    each: int = 0,
 ) -> ForwardConfig:
-    """The variant for head dims of a call and its features; ``long`` as LONG has it."""
+    """The variant for head dims of a call and its features; ``long`` as LONG has it, ``each`` is what ``grouped`` found."""
     dims = tile_dims(head_dim, head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
@@ -93,12 +97,31 @@ def config(
         varlen=varlen,
         used=used,
         split=not varlen,
+        grouped=each,
     )
+
+
+# Queries of each head in a tile that holds several; none: every tile holds one head.
+GROUPED: tuple[int, ...] = (8, 32)
+# Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
+SPLIT_COST = 16
+
+
+def grouped(queries: int, group: int, rows: int) -> int:
+    """How many queries of each head of a group a tile of so many rows holds, where that halves the tiles or better; else 0."""
+    found = 0
+    fewest = -(-queries // rows) * group // 2
+    for each in GROUPED:
+        tiles = -(-queries // each) * -(-group // (rows // each))
+        if tiles <= fewest:
+            found, fewest = each, tiles - 1
+    return found
 
 
 def config_for(problem: AttentionProblem, used: bool = False) -> ForwardConfig:
     """The variant that runs a problem; ``used``: its packed sequences' keys may end early."""
-    return config(
+    varlen = problem.layout == "varlen"
+    key = (
         str(problem.dtype).removeprefix("torch."),
         problem.head_dim,
         problem.head_dim_v,
@@ -107,21 +130,25 @@ def config_for(problem: AttentionProblem, used: bool = False) -> ForwardConfig:
         problem.seqlen_k >= LONG,
         problem.softcap,
         problem.sink,
-        problem.layout == "varlen",
+        varlen,
         used,
     )
+    group = problem.heads_q // problem.heads_kv
+    return config(*key, 0 if varlen else grouped(problem.seqlen_q, group, config(*key).tile_m))
 
 
 def named_set() -> list[ForwardConfig]:
-    """The variants that `warploom build` prepares: any band, dense or packed, with at most one of softcap and sink.
+    """The variants that `warploom build` prepares: full, causal and windows, dense or packed, with one of softcap and sink
+    at most; and without those for up to 8 queries of heads that share their keys.
 
-    Others (both, or seqused_k) are compiled when first called for.
+    Others (windows without a right limit, both features, seqused_k) are compiled when first called for.
     """
-    flags = (False, True)
     extras: tuple[dict[str, bool], ...] = ({}, {"varlen": True}, {"sink": True}, {"softcap": True})
     found: dict[ForwardConfig, None] = {}
-    for extra, dims, right, left, long, dtype in product(extras, TILINGS, flags, flags, flags, DTYPES):
-        found[config(dtype, *dims, right, left, long, **extra)] = None
+    for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
+        found[config(dtype, *dims, *band, long, **extra)] = None
+    for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
+        found.update({config(dtype, *dims, right, False, True, each=each): None for each in GROUPED[:1]})
     return list(found)
 
 
@@ -204,9 +231,6 @@ def workspace(problem: AttentionProblem) -> int:
     return tiles * problem.heads_q * (4 * variant.tile_m * (variant.head_dim + 2) + 8 * problem.deterministic)
 
 
-BACKWARD_BANDS = ((False, False), (True, False), (True, True))  # (right, left)
-
-
 def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares: full, causal, windows, each plain, deterministic or packed.
 
@@ -215,5 +239,5 @@ def backward_set() -> list[BackwardConfig]:
     extras: tuple[dict[str, bool], ...] = ({}, {"deterministic": True}, {"varlen": True})
     return [
         backward_config(dtype, *dims, *band, **extra)
-        for extra, dims, band, dtype in product(extras, BACKWARD_TILES, BACKWARD_BANDS, DTYPES)
+        for extra, dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
     ]

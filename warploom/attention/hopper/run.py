@@ -4,33 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, config
-from warploom.attention.hopper.schedule import heads_in_pairs, tiles_to_split
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
+from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
-from warploom.runtime.device import on_device
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    tensors: tuple[Tensor | None, ...] = (args.q, args.k, args.v, args.sink)
     if args.cu_seqlens_q is not None:
-        return _packed(args)
-    return bind(args)(args.q, args.k, args.v, args.sink)
+        tensors += (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
+    return bind(args)(*tensors)
 
 
-Launch = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
-
-def bind(args: AttentionArgs) -> Launch:
-    """A dense call made ready: takes any q, k, v and sink that differ from these in contents and addresses only."""
+    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k.
+    """
+    if args.cu_seqlens_q is not None:
+        return _bind_packed(args)
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
@@ -45,17 +48,19 @@ def bind(args: AttentionArgs) -> Launch:
     cut = first > 0 or end < seqlen_k
     left = reach(None if left is None else left - (seqlen_k - end))
     right = reach(None if right is None else right + (seqlen_k - end))
-    function, variant = _function(args, seqlen_k)
-    m_blocks = -(-seqlen_q // variant.tile_m)
-    tiles, blocks = m_blocks * batch * heads, processors(index)
+    members = heads // k.shape[2]
+    function, variant = _function(args, seqlen_k, (seqlen_q, members))
+    m_blocks = -(-seqlen_q // variant.queries)
+    rows = batch * (k.shape[2] * tile_heads(members, variant.abreast) if variant.grouped else heads)
+    tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
     if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
-        split = tiles_to_split(tiles, -(-(end - first) // variant.tile_n), blocks, args.right is None)
+        n_blocks = -(-(end - first) // variant.tile_n)
+        split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
-    if not split:
-        blocks = min(blocks, tiles)
-    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, batch * heads, blocks), split, blocks)
+    blocks = min(blocks, tiles) if not split else blocks
+    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks), split, blocks)
     readable = all(map(stepped, (q, k, v)))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -63,19 +68,21 @@ def bind(args: AttentionArgs) -> Launch:
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         if cut:
             k, v = k[:, first:end], v[:, first:end]
-        if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            q, k, v = aligned(q), aligned(k), aligned(v)
+        q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
         parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # not read: of the type
-        if index == torch._C._cuda_getDevice():
-            function(q, k, v, out, lse, sink, None, None, None, None, parts, *numbers)
-        else:
-            with torch.cuda.device(index):
-                function(q, k, v, out, lse, sink, None, None, None, None, parts, *numbers)
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, *numbers))
         return out, lse
 
     return launch
+
+
+def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of what TMA cannot read; ``readable``: strides are fine, and only addresses may not be."""
+    if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        return aligned(q), aligned(k), aligned(v)
+    return q, k, v
 
 
 def _nothing_seen(lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,19 +91,38 @@ def _nothing_seen(lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, s
     return out, lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[:, None].expand(lse_shape))
 
 
-def _packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    q, cu_q, cu_k, used = args.q, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
+    q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
-    out, lse = _outputs(q, args.v, (q.shape[1], q.shape[0]))
+    lse_shape, index = (q.shape[1], q.shape[0]), q.device.index
     function, variant = _function(args, args.max_seqlen_k or 0)
-    cu_q = cu_q.contiguous()
-    cu_k = cu_q if cu_k is None else cu_k.contiguous()
-    counter = cu_q.new_zeros(1)
-    vectors = (cu_q, cu_k, None if used is None else used.contiguous(), counter, None)
     most = (q.shape[0] // variant.tile_m + cu_q.shape[0]) * q.shape[1]
-    blocks = min(processors(q.device.index), most)
-    _launch(function, variant, args, (q, args.k, args.v, out, lse), vectors, (args.left, args.right), 0, blocks)
-    return out, lse
+    blocks = min(processors(index), most)
+    numbers = (args.scale, args.softcap, reach(args.left), reach(args.right), 0, 0, blocks)
+    readable = all(map(stepped, (q, args.k, args.v)))
+
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _outputs(q, v, lse_shape)
+        cu_q = cu_q.contiguous()
+        cu_k = cu_q if cu_k is None else cu_k.contiguous()
+        if used is not None:
+            used = used.contiguous()
+        if sink is not None:
+            sink = sink.float().contiguous()
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        q, k, v = _read_by_tma(readable, *_filled(variant, q, k, v))
+        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, *numbers))
+        return out, lse
+
+    return launch
+
+
+def _filled(variant: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    box, box_v = variant.boxes
+    return filled(q, variant.head_dim, box), filled(k, variant.head_dim, box), filled(v, variant.head_dim_v, box_v)
 
 
 def filled(t: Tensor, columns: int, box: int) -> Tensor:
@@ -110,23 +136,30 @@ def filled(t: Tensor, columns: int, box: int) -> Tensor:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the call's module, and launch it on one token."""
-    _first_launch(args, *_function(args, args.max_seqlen_k or 0 if args.cu_seqlens_q is not None else args.k.shape[1]))
+    if args.cu_seqlens_q is None:
+        few = args.q.shape[1], args.q.shape[2] // args.k.shape[2]
+        _first_launch(args, *_function(args, args.k.shape[1], few))
+    else:
+        _first_launch(args, *_function(args, args.max_seqlen_k or 0))
 
 
 def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig) -> None:
     """Launch the module's kernels on one token: CUDA loads their code when they are first launched."""
     vectors: tuple[Tensor | None, ...] = (None, None, None, None)
+    shape: tuple[int, ...] = (1, 1)
     if args.cu_seqlens_q is not None:
         ones = args.cu_seqlens_q.new_tensor([0, 1])
         vectors = (ones, ones, None if args.seqused_k is None else ones[1:], ones.new_zeros(1))
-        q, k, v = (t.new_zeros((1, *t.shape[1:])) for t in (args.q, args.k, args.v))
-        out, lse = _outputs(q, v, (q.shape[1], 1))
-    else:
-        q, k, v = (t.new_zeros((1, 1, *t.shape[2:])) for t in (args.q, args.k, args.v))
-        out, lse = _outputs(q, v, (1, q.shape[2], 1))
+        shape = (1,)
+    q, k, v = (t.new_zeros((*shape, *t.shape[len(shape) :])) for t in (args.q, args.k, args.v))
+    out, lse = _outputs(q, v, (*shape[1:], q.shape[-2], 1))
     split = int(variant.split)
-    vectors = (*vectors, lse.new_empty(_parts_shape(1, variant)) if split else None)
-    _launch(function, variant, args, (q, k, v, out, lse), vectors, (args.left, args.right), split, 1)
+    parts = lse.new_empty(_parts_shape(1, variant)) if split else None
+    sink = None if args.sink is None else args.sink.float().contiguous()
+    numbers = (args.scale, args.softcap, reach(args.left), reach(args.right), 0, split, 1)
+    if args.cu_seqlens_q is not None:
+        q, k, v = _filled(variant, q, k, v)
+    _launch(q.device.index, function, (q, k, v, out, lse, sink, *vectors, parts, *numbers))
 
 
 def _parts_shape(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
@@ -139,8 +172,10 @@ def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, 
     return torch.empty(shape, dtype=q.dtype, device=q.device), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
 
 
-def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], ForwardConfig]:
-    """The compiled variant."""
+def _function(
+    args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None
+) -> tuple[Callable[..., None], ForwardConfig]:
+    """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
     key = (
         DTYPES[args.q.dtype],
         args.q.shape[-1],
@@ -153,13 +188,16 @@ def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], 
         args.cu_seqlens_q is not None,
         args.seqused_k is not None,
     )
-    ready = _ready.get(key)
+    each = 0 if few is None else grouped(*few, config(*key).tile_m)
+    ready = _ready.get((*key, each))
     if ready is None:
-        variant = config(*key)
+        variant = config(*key, each)
         capturing = torch.cuda.is_current_stream_capturing()
+        if each and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+            return _function(args, seqlen_k)  # one head a tile takes longer, but its module may be here
         if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[key] = modules.load(variant.spec), variant
+        ready = _ready[(*key, each)] = modules.load(variant.spec), variant
         if variant.split and not capturing:
             _first_launch(args, *ready)  # of what merges pieces too, which a captured call may be the first to need
     return ready
@@ -168,25 +206,13 @@ def _function(args: AttentionArgs, seqlen_k: int) -> tuple[Callable[..., None], 
 _ready: dict[tuple[object, ...], tuple[Callable[..., None], ForwardConfig]] = {}
 
 
-def _launch(
-    function: Callable[..., None],
-    variant: ForwardConfig,
-    args: AttentionArgs,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    vectors: tuple[Tensor | None, ...],
-    band: tuple[int | None, int | None],
-    split: int,
-    blocks: int,
-) -> None:
-    q, k, v, out, lse = tensors
-    if args.cu_seqlens_q is not None:
-        box, box_v = variant.boxes
-        q, k, v = filled(q, variant.head_dim, box), filled(k, variant.head_dim, box), filled(v, variant.head_dim_v, box_v)
-    sink = None if args.sink is None else args.sink.float().contiguous()
-    left, right = map(reach, band)
-    inputs = (aligned(q), aligned(k), aligned(v), out, lse, sink, *vectors)
-    with on_device(q):
-        function(*inputs, args.scale, args.softcap, left, right, 0, split, blocks)
+def _launch(index: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Call a module's function with its tensors' device current; asking costs less than a context."""
+    if index == torch._C._cuda_getDevice():
+        function(*arguments)
+    else:
+        with torch.cuda.device(index):
+            function(*arguments)
 
 
 @cache

@@ -47,21 +47,39 @@ def pieces(tile: Any, blocks: Any, tiles: Any, n_blocks: Any) -> tuple[Any, Any,
     return first, last, tile - first * total // blocks // n_blocks
 
 
-# Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
-SPLIT_COST = 16
+def tile_heads(group: Any, abreast: Any) -> Any:
+    """How many tiles hold the heads of a group, ``abreast`` of them in each."""
+    return (group + abreast - 1) // abreast
 
 
-def tiles_to_split(tiles: int, n_blocks: int, blocks: int, alike: bool = True) -> int:
-    """How many tiles at the end of a call to split: those of a last round that would leave blocks idle for longer than
-    SPLIT_COST; each block gets a key tile or more, and what the kernel multiplies stays in 32 bits.
+def grouped(head: Any, local: Any, rows: Any, abreast: Any, group: Any, past: Any, choose: Any) -> tuple[Any, Any]:
+    """(query, head) of row ``local`` of a tile that holds ``rows`` queries of each of ``abreast`` heads of a group.
+
+    ``head`` counts tiles of groups; the query counts from the tile's first and is ``past`` where the row has no head.
+    """
+    tiles = tile_heads(group, abreast)
+    kv = head // tiles
+    member = (head - kv * tiles) * abreast + local // rows
+    return choose(member < group, local % rows, past), kv * group + member
+
+
+# Key tiles of a piece at the least, where blocks would rather stay idle than take less.
+SMALLEST_PIECE = 2
+
+
+def tiles_to_split(tiles: int, n_blocks: int, blocks: int, cost: int, alike: bool = True) -> tuple[int, int]:
+    """How many tiles at the end of a call to split, and over how many blocks: those of a last round that would leave blocks
+    idle for longer than ``cost`` key tiles take. What the kernel multiplies stays in 32 bits. (0, blocks): nothing is split.
 
     Tiles that are not ``alike`` in their keys are split only where there are fewer of them than blocks.
     """
     rest = tiles % blocks
+    users = min(blocks, rest * n_blocks // SMALLEST_PIECE) if rest == tiles else blocks
     if rest < tiles and not alike:
-        return 0
-    worth = n_blocks * (blocks - rest) >= SPLIT_COST * blocks
-    return rest if worth and blocks <= rest * n_blocks < 2**31 // blocks - 1 else 0
+        return 0, blocks
+    worth = n_blocks * (users - rest) >= cost * users
+    fits = 0 < users <= rest * n_blocks < 2**31 // blocks - 1
+    return (rest, users) if worth and fits else (0, min(blocks, tiles))
 
 
 def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:

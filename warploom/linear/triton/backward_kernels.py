@@ -35,6 +35,7 @@ from warploom.linear.triton.device import (
     through_map,
     times,
 )
+from warploom.linear.triton.lookback import own_sums, sums_before
 
 # What dq_kernel computes of a block of E: delta sums over E, so several blocks need it known before any dQ.
 WHOLE = tl.constexpr(0)  # delta and dQ: the only block
@@ -42,7 +43,7 @@ PARTIAL_DELTA = tl.constexpr(1)  # this block's part of delta
 GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
 
 _PLAIN = [
-    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "lengths_ptr", "cu_ptr",
+    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",
@@ -60,6 +61,8 @@ def dq_kernel(
     delta_ptr,
     s_ptr,
     z_ptr,
+    flags_ptr,
+    own_ptr,
     lengths_ptr,
     cu_ptr,
     stride_qb,
@@ -100,9 +103,12 @@ def dq_kernel(
 ):
     """dQ of one segment of one query head and a block of E, and delta, (blocks, batches, heads, seqlen_q).
 
-    The state is held transposed, (M, E): both its products then take v and dO as they were loaded.
+    The state is held transposed, (M, E): both its products then take v and dO as they were loaded. With flags_ptr segments
+    look back for the states that they start from, as in the forward kernel.
     """
     pid = tl.program_id(0)
+    if flags_ptr is not None:
+        pid = tl.atomic_add(flags_ptr, 1, sem="relaxed")
     blocks: tl.constexpr = (E + BE - 1) // BE
     block = pid % blocks
     pid = pid // blocks
@@ -137,6 +143,17 @@ def dq_kernel(
         lives = at.sequence < sequences
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
         z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
+    if flags_ptr is not None:
+        last = at.first + segment >= at.rows_q
+        own_s, own_z = own_sums(
+            k_base, v_base, at.first, tl.where(last, 0, tl.minimum(at.len_k, stop)), e, m, stride_ks * UNIT, stride_vs * UNIT,
+            E, M, BE, DM, C, MAP_K, NORMALIZE, WIDE, STAGES,
+        )  # fmt: skip
+        s, before_z = sums_before(
+            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 0) / C, slot, at.first // segment, head * blocks + block,
+            heads * blocks, BE, DM, 3 if DM * BE <= 4096 else 2,
+        )  # fmt: skip
+        z = tl.zeros([C, BE], tl.float32) + before_z[None, :]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
     see = n[:, None] >= n[None, :]

@@ -154,6 +154,12 @@ class Call:
             enough, tokens = 4 * enough, tokens // max(self.sequences, 1)
         return programs >= enough and tokens <= self.config.longest
 
+    def looks_back(self, programs: int) -> bool:
+        """Whether segments find the states before them by looking back, in one launch, where `programs` walk a sequence."""
+        same = self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
+        short = self.cu is None and self.seqlen_q <= self.config.segment
+        return self.config.lookback and same and not short and not self.crowded(programs * self.sequences)
+
     def numbers(self, cut: Cut) -> tuple[int, ...]:
         return (self.sequences, cut.segments, cut.segment, self.seqlen_q, self.seqlen_k)
 

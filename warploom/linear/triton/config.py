@@ -36,6 +36,8 @@ class Config:
     # Tokens from which on sequences are cut in any case: tensor cores add to an accumulator by truncation, which lowers a
     # state by 5e-9 of itself a token (3e-4 after 64k, on an H200); sums over segments are rounded.
     longest: int = 16384
+    # Segments find the states before them by looking back, not in launches of their own.
+    lookback: bool = True
 
 
 def _same(t: Tiling, together: bool) -> Config:

@@ -27,9 +27,10 @@ from warploom.linear.triton.device import (
     store_state,
     times,
 )
+from warploom.linear.triton.lookback import own_sums, sums_before
 
 _PLAIN = [
-    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "lengths_ptr", "cu_ptr",
+    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "group",
 ]  # fmt: skip
@@ -48,6 +49,8 @@ def forward_kernel(
     z_ptr,
     s_out_ptr,
     z_out_ptr,
+    flags_ptr,
+    own_ptr,
     lengths_ptr,
     cu_ptr,
     stride_qb,
@@ -85,10 +88,15 @@ def forward_kernel(
     """out and norm = scale * phi(q).z + eps of one segment, and the state after it.
 
     s_ptr and z_ptr hold the states that segments start from, one a slot if PER_SLOT, else one a sequence; None is zeros.
-    s_out_ptr and z_out_ptr take the states after the sequences, whose segments are then whole sequences. Unless CAUSAL
+    s_out_ptr and z_out_ptr take the states after the sequences; segments are then whole sequences, or look back. Unless CAUSAL
     the state is that of all keys, and k and v are not read. Blocks of one head are neighbours: they share q and k.
+
+    With flags_ptr, 1 + slots * heads * blocks zeros, segments look back for the states that they start from, through own_ptr
+    (lookback.py); s_ptr and z_ptr are then one a sequence, and there are as many keys as queries, and heads of both.
     """
     pid = tl.program_id(0)
+    if flags_ptr is not None:
+        pid = tl.atomic_add(flags_ptr, 1, sem="relaxed")
     blocks: tl.constexpr = (M + BM - 1) // BM
     block = pid % blocks
     pid = pid // blocks
@@ -100,8 +108,9 @@ def forward_kernel(
         stop = tl.maximum(stop, at.len_k)
     if (at.first < 0) | ((at.first > 0) & (at.first >= stop)):
         return
-    stop = tl.minimum(stop, at.first + segment)
     lives = at.sequence < sequences
+    last = at.first + segment >= stop
+    stop = tl.minimum(stop, at.first + segment)
     head_kv = head // group
     state_index = (tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * (heads // group)) + head_kv
 
@@ -123,6 +132,18 @@ def forward_kernel(
     if s_ptr is not None:
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
         z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[:, None]
+    WITH_Z: tl.constexpr = NORMALIZE or s_out_ptr is not None
+    if flags_ptr is not None:
+        # Nothing starts from the sums of a sequence's last segment.
+        own_s, own_z = own_sums(
+            k_base, v_base, at.first, tl.where(last, 0, tl.minimum(at.len_k, stop)), e, m, stride_ks * UNIT, stride_vs * UNIT,
+            E, M, DE, BM, C, MAP_K, WITH_Z, WIDE, STAGES,
+        )  # fmt: skip
+        s, before_z = sums_before(
+            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 1) / 16, slot, at.first // segment, head * blocks + block,
+            heads * blocks, DE, BM, 3 if BM * DE <= 4096 else 2,
+        )  # fmt: skip
+        z = tl.zeros([DE, 16], tl.float32) + before_z[:, None]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
 
@@ -155,7 +176,7 @@ def forward_kernel(
         out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype) * factor[:, None]
         if CAUSAL:
             out -= dot((p * (factor * -1.0)[:, None]).to(dtype), v, None)
-            if NORMALIZE or s_out_ptr is not None:
+            if WITH_Z:
                 z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
         if MAP_Q != IDENTITY:
@@ -164,6 +185,6 @@ def forward_kernel(
             fk = load_operand(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
 
     if s_out_ptr is not None:
-        lives = lives & (head % group == 0)
+        lives = lives & (head % group == 0) & last
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
         tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / 16, mask=(e < E) & lives & (block == 0))

@@ -36,12 +36,18 @@ def forward(c: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, T
     blocks = -(-variant.m // tiling.block)
     last: States = call.states(call.sequences) if return_state else (None, None)
     with on_device(call.q):
-        cut, first, per_slot = _prefixes(call, blocks * call.heads, last)
-        one_pass = cut.whole and variant.causal
+        room: States = (None, None)
+        if call.looks_back(blocks * call.heads):
+            cut, first, per_slot = call.cut(call.seqlen_q, call.config.segment), (call.s, call.z), False
+            room = _room(call, cut, call.heads * blocks, padded(variant.e), block_of(variant.m, tiling.block))
+        else:
+            cut, first, per_slot = _prefixes(call, blocks * call.heads, last)
+        one_pass = (cut.whole or room[0] is not None) and variant.causal
         s_out, z_out = last if one_pass else (None, None)
-        _forward_launch(variant, tiling, per_slot, first[0] is not None, s_out is not None)(
+        present = tuple(t is not None for t in (first[0], s_out, room[0]))
+        _forward_launch(variant, tiling, per_slot, present)(
             (cut.slots * call.heads * blocks, 1),
-            *(call.q, call.k, call.v, out, norm, *first, s_out, z_out, call.lengths, call.cu),
+            *(call.q, call.k, call.v, out, norm, *first, s_out, z_out, *room, call.lengths, call.cu),
             *(*call.strides_q, *call.strides_k, *call.strides_v, *call.numbers(cut)),
             *(call.heads, variant.group, call.scale, call.eps),
         )
@@ -140,6 +146,13 @@ def _suffixes(
     return cut, own, True
 
 
+def _room(call: Call, cut: Cut, programs: int, columns: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Zeroed flags and a ticket, and room for a state of each program: see lookback.py."""
+    count = cut.slots * programs
+    flags = torch.zeros(1 + count, dtype=torch.int32, device=call.q.device)
+    return flags, torch.empty(count * (rows + 1) * columns, dtype=torch.float32, device=call.q.device)
+
+
 def _own_states(call: Call, cut: Cut, skip: bool) -> tuple[Tensor, Tensor]:
     """Each segment's own S and z; `skip` that of the last one."""
     own = call.states(cut.slots)
@@ -181,14 +194,20 @@ def _dq(call: Call, dq: Tensor, norm: Tensor | None) -> Tensor | None:
     """Write dq; return delta, (batch, heads, seqlen_q), where the call normalizes."""
     variant, tiling = call.variant, call.config.dq
     blocks = -(-variant.e // block_of(variant.e, tiling.block))
-    cut, first, per_slot = _prefixes(call, blocks * call.heads, (None, None))
+    room: States = (None, None)
+    # With several blocks and a denominator dQ takes two launches, which share the states.
+    if call.looks_back(blocks * call.heads) and (blocks == 1 or not variant.normalize):
+        cut, first, per_slot = call.cut(call.seqlen_q, call.config.segment), (call.s, call.z), False
+        room = _room(call, cut, call.heads * blocks, block_of(variant.e, tiling.block), padded(variant.m))
+    else:
+        cut, first, per_slot = _prefixes(call, blocks * call.heads, (None, None))
     shape = (call.q.shape[0], call.heads, call.seqlen_q)
     delta = call.q.new_empty((blocks, *shape), dtype=torch.float32) if variant.normalize else None
 
     def launch(part: int, delta: Tensor | None) -> None:
-        _dq_launch(variant, tiling, part, per_slot, first[0] is not None)(
+        _dq_launch(variant, tiling, part, per_slot, (first[0] is not None, room[0] is not None))(
             (cut.slots * call.heads * blocks, 1),
-            *(call.q, call.k, call.v, call.dout, dq, norm, delta, *first, call.lengths, call.cu),
+            *(call.q, call.k, call.v, call.dout, dq, norm, delta, *first, *room, call.lengths, call.cu),
             *(*call.strides_q, *call.strides_k, *call.strides_v, *call.strides_do, *call.numbers(cut)),
             *(call.heads, variant.group, call.q.shape[0], call.scale),
         )
@@ -234,7 +253,7 @@ def _kind(variant: Variant) -> dict[str, bool]:
 
 
 @cache
-def _forward_launch(variant: Variant, tiling: Tiling, per_slot: bool, *present: bool) -> Launch:
+def _forward_launch(variant: Variant, tiling: Tiling, per_slot: bool, present: tuple[bool, ...]) -> Launch:
     shapes = dims(variant, DE=padded(variant.e), BM=block_of(variant.m, tiling.block))
     options = {**shapes, **_maps(variant), **_kind(variant), **_tile(tiling), "PER_SLOT": per_slot}
     return Launch(forward_kernel, options, direct=variant.direct)
@@ -259,7 +278,7 @@ def _scan_launch(e: int, m: int, reverse: bool, present: tuple[bool, ...], devic
 
 
 @cache
-def _dq_launch(variant: Variant, tiling: Tiling, part: int, per_slot: bool, *present: bool) -> Launch:
+def _dq_launch(variant: Variant, tiling: Tiling, part: int, per_slot: bool, present: tuple[bool, ...]) -> Launch:
     shapes = dims(variant, BE=block_of(variant.e, tiling.block), DM=padded(variant.m))
     options = {**shapes, **_maps(variant), **_kind(variant), **_tile(tiling), "PART": part, "PER_SLOT": per_slot}
     return Launch(dq_kernel, options, direct=variant.direct)

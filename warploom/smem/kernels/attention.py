@@ -33,28 +33,35 @@ def layouts() -> dict[str, ForwardConfig]:
     return {"plain": plain, "padded": replace(plain, pad=PAD), "swizzled": swizzled}
 
 
+def causal() -> ForwardConfig:
+    """The swizzled variant under a causal mask."""
+    from warploom.attention.ampere.plan import config
+
+    return config(torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEAD_DIM, True, False)
+
+
 def name(layout: str) -> str:
     return f"attention_{layout}"
 
 
-def wavefronts(config: ForwardConfig, seqlen: int) -> dict[str, tuple[int, int]]:
+def wavefronts(config: ForwardConfig, seqlen: int, batch: int = 1) -> dict[str, tuple[int, int]]:
     """(wavefronts, ideal) of each access: HEADS heads, every query sees every key."""
     from warploom.attention.ampere import traffic
 
-    return traffic.wavefronts(config, HEADS * -(-seqlen // config.tile_m), -(-seqlen // config.tile_n))
+    return traffic.wavefronts(config, batch * HEADS * -(-seqlen // config.tile_m), -(-seqlen // config.tile_n))
 
 
-def draw(seqlen: int, seed: int = 0) -> list[Tensor]:
-    """q, k, v: (1, seqlen, HEADS, HEAD_DIM) bf16."""
+def draw(seqlen: int, batch: int = 1, seed: int = 0) -> list[Tensor]:
+    """q, k, v: (batch, seqlen, HEADS, HEAD_DIM) bf16."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (1, seqlen, HEADS, HEAD_DIM)
+    shape = (batch, seqlen, HEADS, HEAD_DIM)
     return [torch.randn(shape, generator=generator).bfloat16().cuda() for _ in range(3)]
 
 
 def forward(config: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Out (1, seqlen, HEADS, HEAD_DIM); compiles the variant at its first use."""
+    """Out (batch, seqlen, HEADS, HEAD_DIM); compiles the variant at its first use."""
     out = torch.empty_like(q)
-    lse = q.new_empty((1, HEADS, q.shape[1]), dtype=torch.float32)
+    lse = q.new_empty((len(q), HEADS, q.shape[1]), dtype=torch.float32)
     modules.load(config.spec)(q, k, v, out, lse, None, HEAD_DIM**-0.5, 0.0, 0, 0)
     return out
 
@@ -62,9 +69,11 @@ def forward(config: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Check:
     """Errors of an output: the first head against fp64, relative to a model of a correct flash kernel."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> None:
         one_q, one_k, one_v = (t[0, :, 0].double() for t in (q, k, v))
         scores = one_q @ one_k.T * HEAD_DIM**-0.5
+        if causal:
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
         self._want = torch.softmax(scores, dim=-1) @ one_v
         # A flash kernel also rounds P, unnormalised, before it meets V.
         p = torch.exp(scores - scores.amax(-1, keepdim=True))

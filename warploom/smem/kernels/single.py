@@ -11,6 +11,17 @@ def kernel_name(access: Access) -> str:
     return access.name.replace(".", "_")
 
 
+COPY = "cp_async_128"
+
+
+def copy_source() -> str:
+    """CUDA C++ of a kernel COPY(table, source, out): one cp.async of 16 bytes a lane, launched as one warp.
+
+    `table` holds 32 byte addresses in shared memory, −1 for a lane that is off, then 32 byte offsets from `source`.
+    """
+    return _COPY
+
+
 def source() -> str:
     """CUDA C++ of a kernel `NAME(addresses, out)` for each access, launched as one warp with SHARED_BYTES.
 
@@ -75,4 +86,17 @@ _SOURCE = """
   unsigned r0 = entry, r1 = entry, r2 = entry, r3 = entry;        \\
   (void)on;
 
+"""
+
+# Lanes that are off leave before the copy: under a predicate ncu would misread it (residual.py).
+_COPY = """
+extern "C" __global__ void cp_async_128(const int* table, const char* source, unsigned* out) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const unsigned base = unsigned(__cvta_generic_to_shared(memory));
+  const int shared = table[threadIdx.x], from = table[32 + threadIdx.x];
+  out[threadIdx.x] = base;
+  if (shared < 0) asm volatile("exit;");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(base + shared), "l"(source + from) : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 """

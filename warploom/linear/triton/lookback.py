@@ -1,0 +1,127 @@
+"""States before a segment inside the kernel that needs them: each program sums its own keys, then those of programs before it.
+
+A decoupled look-back (Merrill and Garland, 2016, "Single-pass Parallel Prefix Scan with Decoupled Look-back") over states: one
+launch in place of three, and a segment's keys and values are read again while they are still in L2. A program takes its place
+from a ticket, so it waits only for programs that started before it, the first for none: no order of starting and no number of
+resident programs can lock them.
+
+Segments are looked back on in groups of GROUP: the last of a group publishes the sum of all up to it, the others their own, and
+who looks back adds the states from the end of the group before. What is added in which order never depends on time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.linear.triton.device import INTERPRETED, dot, load_chunk, load_operand
+
+# Segments of a group. Longer ones add more states, shorter ones wait for each other more often.
+GROUP = tl.constexpr(16)
+
+
+@triton.jit
+def own_sums(
+    k_base,
+    v_base,
+    first,
+    stop,
+    e,
+    m,
+    stride_k,
+    stride_v,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    MAP: tl.constexpr,
+    WITH_Z: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """S^T (BM, BE) and z (BE,) of tokens first to stop, from the last chunk on: the next to be read is then still in L2."""
+    n = tl.arange(0, C)
+    rows = n.to(tl.int64) if WIDE else n
+    dtype = v_base.dtype.element_ty
+    s = tl.zeros([BM, BE], tl.float32)
+    z = tl.zeros([BE, 16], tl.float32)
+    ones = tl.full([C, 16], 1.0, dtype)
+    chunks = tl.cdiv(tl.maximum(stop - first, 0), C)
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        t = first + (chunks - 1 - i) * C
+        v = load_chunk(v_base, t, rows, m, stride_v, stop, M, M % BM == 0)
+        fk = load_operand(k_base, t, rows, stop, e, stride_k, E, E % BE == 0, MAP, True)
+        s = dot(tl.trans(v), fk, s)
+        if WITH_Z:
+            z = dot(tl.trans(fk), ones, z)
+    return s, tl.sum(z, 1) / 16
+
+
+@triton.jit
+def sums_before(
+    flags_ptr,
+    own_ptr,
+    s,
+    z,
+    first_s,
+    first_z,
+    slot,
+    place,
+    head,
+    heads,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Publish a segment's own sums s (BM, BE) and z (BE,); those of all segments before it.
+
+    Args:
+        flags_ptr: (slots, heads) int32, 0 until the slot's state is published.
+        own_ptr: (slots, heads, BM + 1, BE) fp32, the states.
+        first_s, first_z: what the sequence starts from.
+        place: which segment of its sequence the slot is.
+        head, heads: this program's state of a slot, and how many a slot has.
+    """
+    m, e = tl.arange(0, BM), tl.arange(0, BE)
+    SIZE: tl.constexpr = (BM + 1) * BE
+    offsets = m[:, None] * BE + e[None, :]
+    own = own_ptr + (slot.to(tl.int64) * heads + head) * SIZE
+    flag = flags_ptr + slot.to(tl.int64) * heads + head
+    last = place % GROUP == GROUP - 1
+    tl.store(own + offsets, s)
+    tl.store(own + BM * BE + e, z)
+    # Every thread's stores come before the flag, and its own loads below.
+    tl.debug_barrier()
+    if not last:
+        tl.atomic_xchg(flag, 1, sem="release")
+
+    count = place - tl.maximum(place // GROUP * GROUP - 1, 0)
+    i = tl.arange(0, GROUP)
+    ready = 0
+    while ready < count:
+        seen = tl.load(flag - (i + 1).to(tl.int64) * heads, mask=i < count, other=0, volatile=True)
+        ready = tl.sum(seen, 0)
+    _fence()
+    tl.debug_barrier()
+    before_s, before_z = first_s, first_z
+    if place >= GROUP:
+        # The sum up to the group before holds it.
+        before_s, before_z = tl.zeros_like(first_s), tl.zeros_like(first_z)
+    for j in tl.range(0, count, num_stages=STAGES):
+        at = own - (count - j).to(tl.int64) * heads * SIZE
+        before_s += tl.load(at + offsets)
+        before_z += tl.load(at + BM * BE + e)
+    if last:
+        tl.store(own + offsets, tl.load(own + offsets) + before_s)
+        tl.store(own + BM * BE + e, tl.load(own + BM * BE + e) + before_z)
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, 1, sem="release")
+    return before_s, before_z
+
+
+@triton.jit
+def _fence():
+    """What other programs stored before the flags that this one saw is seen from here on."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
