@@ -203,7 +203,7 @@ def backward_config(
         dout_stages=dout_stages,
         pieces=pieces,
         alternate=alternate,
-        ring=ring and not deterministic,
+        ring=ring and not deterministic and not softcap,  # whose constants would spill
         ahead=ahead,
     )
 
