@@ -265,15 +265,18 @@ def _banks_run(path: Path, run: dict[str, Any]) -> str:
     """A file of `warploom banks --verify --json`."""
     large = run.get("large", [])
     small, agree = run["kernels"] - len(large), run["agree"] - sum(kernel["agrees"] for kernel in large)
-    section = (
-        "## Bank conflicts, predicted and counted\n\n"
-        f"On one {run['device']} the [bank model](smem.md) predicted the counters of {agree} of {small} "
-        "kernels exactly: single shared-memory instructions, whole and partial, and a 16×16×16 product in six layouts, "
-        "counted by ncu. "
-    )
+    section = "## Bank conflicts, predicted and counted\n\n"
+    if small:
+        kinds = {row.get("kernel") for row in run.get("rows", ())}
+        what = "single shared-memory instructions, whole and partial, and a 16×16×16 product in six layouts"
+        what = "single copies by cp.async" if kinds == {"cp.async.128"} else what
+        section += (
+            f"On one {run['device']} the [bank model](smem.md) predicted the counters of {agree} of {small} "
+            f"kernels exactly: {what}, counted by ncu. "
+        )
     if large:
         section += (
-            "Larger kernels, excess wavefronts of all their instructions:\n\n"
+            f"Larger kernels on one {run['device']}, excess wavefronts of all their instructions:\n\n"
             "| kernel | work | predicted | counted |\n| --- | --- | --- | --- |\n"
             + "".join(f"| {k['kernel']} | {k['work']} | {k['predicted_excess']:,} | {k['excess']:,} |\n" for k in large)
             + "\n"

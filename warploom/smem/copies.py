@@ -1,17 +1,20 @@
 """What `cp.async` of 16 bytes a lane costs: as no store does, it depends on where the bytes come from.
 
 Counted on an H100, and not in NVIDIA's documents: bytes of one 128-byte line of global memory go to one 128-byte line of shared
-memory at a time, by sectors of 32 bytes. In a wavefront a sector of the source feeds one sector of the destination, and a
-sector of the destination is fed by one. So permuting the 16-byte pieces of a line costs nothing as long as sectors stay
-together, which swizzles of whole pieces and of whole rows' bits do; padding makes lines straddle lines, and by an odd number of
-pieces sectors straddle sectors.
+memory at a time, by sectors of 32 bytes. A wavefront brings sectors in one way only: whole ones as they are, whole ones with
+their halves exchanged, or one half of each to one half. And it takes a line's four sectors in one of eight orders, the
+rotations of 0 1 2 3 and of 3 2 1 0: modulo 4, numbers of source and destination differ by the same for all of them, or add up
+to the same. So swizzles of whole pieces and of whole rows' bits cost nothing; padding makes lines straddle lines, and by an
+odd number of pieces halves of sectors go apart.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 from warploom.smem.access import parse_pattern
@@ -20,20 +23,40 @@ from warploom.smem.walk import walk
 
 NAME = "cp.async.128"
 WIDTH, SECTOR, LINE = 16, 32, 128  # bytes
+SECTORS = LINE // SECTOR
 
 Place = tuple[int, int] | None  # byte addresses in global and in shared memory; None for a lane that is off
 
 
 def wavefronts(places: Sequence[Place]) -> int:
     """Of one instruction."""
-    moves: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    # By lines: for each move of a sector, which of its halves go to which.
+    halves: dict[tuple[int, int], dict[tuple[int, int], set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))
     for place in places:
         if place is not None:
             source, shared = place
-            moves[source // LINE, shared // LINE].add((source // SECTOR, shared // SECTOR))
-    # Pairs of sectors are the edges of a bipartite graph, wavefronts a colouring of them: as many colours as the
-    # largest degree suffice (Kőnig, 1916).
-    return sum(max(max(Counter(side).values()) for side in zip(*pairs, strict=True)) for pairs in moves.values())
+            move = source // SECTOR % SECTORS, shared // SECTOR % SECTORS
+            halves[source // LINE, shared // LINE][move].add((source // WIDTH % 2, shared // WIDTH % 2))
+    total = 0
+    for line in halves.values():
+        ways: dict[frozenset[tuple[int, int]], set[tuple[int, int]]] = defaultdict(set)
+        for move, way in line.items():
+            ways[frozenset(way)].add(move)
+        total += sum(_orders(frozenset(moves)) for moves in ways.values())
+    return total
+
+
+@cache
+def _orders(moves: frozenset[tuple[int, int]]) -> int:
+    """The fewest orders of sectors that hold all moves (source, destination)."""
+    kinds: dict[tuple[str, int], set[tuple[int, int]]] = defaultdict(set)
+    for source, shared in moves:
+        kinds["difference", (shared - source) % SECTORS].add((source, shared))
+        kinds["sum", (shared + source) % SECTORS].add((source, shared))
+    for count in range(1, len(moves)):
+        if any(len(set().union(*chosen)) == len(moves) for chosen in combinations(kinds.values(), count)):
+            return count
+    return len(moves)
 
 
 def ideal(places: Sequence[Place]) -> int:
