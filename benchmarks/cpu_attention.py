@@ -146,9 +146,7 @@ def length_rows(repeats: int) -> list[dict[str, Any]]:
 def print_row(done: list[dict[str, Any]]) -> None:
     row = done[-1]
     direction = "forward + backward" if row["backward"] else "forward"
-    ours = next(
-        r for r in done if all(r[key] == row[key] for key in ("case", "dtype", "backward")) and r["what"] == "warploom"
-    )
+    ours = next(r for r in done if all(r[key] == row[key] for key in ("case", "dtype", "backward")) and r["what"] == "warploom")
     ratio = f"warploom takes {ours['ms'] / row['ms']:.2f} of it" if row["what"] != "warploom" else ""
     if "us_per_token" in row:
         ratio = f"{row['us_per_token']:.2f} us/token"

@@ -22,9 +22,7 @@ HEAVY = ("triton", "cutlass", "tvm_ffi", "transformers", "matplotlib", "numpy.te
 
 def python(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -135,9 +133,7 @@ def test_environment_settles_torch_first(
     assert installs[-1][-2:] == ("-e", ".[dev]")
 
 
-def test_environment_refuses_an_old_python_in_words(
-    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_refuses_an_old_python_in_words(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match=r"needs Python 3\.11 or newer"):
         environment.main()

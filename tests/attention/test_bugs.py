@@ -178,9 +178,7 @@ def test_a_mask_and_a_band_both_apply(backend: str) -> None:
     document = masks.Document([15, 25], causal=False)
     both = (document.dense(40, 40) & masks.SlidingWindow(6).dense(40, 40))[0, 0]
     want = warploom.attention(q, k, v, mask=masks.ColumnMask.from_dense(both), backend="reference")
-    torch.testing.assert_close(
-        warploom.attention(q, k, v, mask=document, causal=True, window=(6, None), backend=backend), want
-    )
+    torch.testing.assert_close(warploom.attention(q, k, v, mask=document, causal=True, window=(6, None), backend=backend), want)
 
 
 def test_the_window_also_bounds_the_backward() -> None:

@@ -18,8 +18,7 @@ from warploom.attention.arguments import dense_args, varlen_args
 def qkv(seqlen: int = 16, requires_grad: bool = True, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seqlen)
     return [
-        torch.randn(2, seqlen, heads, 8, generator=generator).to(dtype).requires_grad_(requires_grad)
-        for heads in (4, 2, 2)
+        torch.randn(2, seqlen, heads, 8, generator=generator).to(dtype).requires_grad_(requires_grad) for heads in (4, 2, 2)
     ]
 
 
@@ -176,9 +175,7 @@ class Layer(torch.nn.Module):
 def test_export_keeps_one_op_and_dynamic_lengths() -> None:
     layer, x = Layer(), torch.randn(2, 24, 16)
     seqlen = torch.export.Dim("seqlen", min=4, max=512)
-    program = torch.export.export(
-        layer, (x, torch.tensor([10, 14])), dynamic_shapes={"x": {1: seqlen}, "lengths": None}
-    )
+    program = torch.export.export(layer, (x, torch.tensor([10, 14])), dynamic_shapes={"x": {1: seqlen}, "lengths": None})
     targets = [node.target for node in program.graph.nodes]
     assert targets.count(torch.ops.warploom.attention.default) == 1
     longer, lengths = torch.randn(2, 40, 16), torch.tensor([1, 39])

@@ -95,9 +95,7 @@ def test_pages_equal_contiguous_keys(backend: str, page_size: int) -> None:
     q = torch.randn(sum(lengths_q), 4, 16, requires_grad=True)
     k_pages.requires_grad_(), v_pages.requires_grad_()
     used = torch.tensor(lengths_k, dtype=torch.int32)
-    out = warploom.attention_varlen(
-        q, k_pages, v_pages, cu_q, seqused_k=used, block_table=table, causal=True, backend=backend
-    )
+    out = warploom.attention_varlen(q, k_pages, v_pages, cu_q, seqused_k=used, block_table=table, causal=True, backend=backend)
     want = warploom.attention_varlen(q, k, v, cu_q, cu_k, causal=True, backend=backend)
     torch.testing.assert_close(out, want)
     dq, dk_pages, _ = torch.autograd.grad(out.square().sum(), (q, k_pages, v_pages))

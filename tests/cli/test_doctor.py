@@ -40,17 +40,13 @@ def test_text_holds_every_implementation_and_package(capsys: pytest.CaptureFixtu
         assert f"\n  {package}" in shown
 
 
-def test_missing_package_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(doctor, "PACKAGES", {"no-such-package": "a thing: pip install it"})
     assert main(["doctor"]) == 0
     assert "no-such-package  not installed (a thing: pip install it)" in capsys.readouterr().out
 
 
-def test_unavailable_implementation_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_unavailable_implementation_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(cpu, "available", lambda: "needs a machine of another kind")
     row = report(capsys)["implementations"][[i.name for i in dispatch.implementations()].index("cpu")]
     assert row == {"name": "cpu", "can_run": False, "reason": "needs a machine of another kind"}
@@ -84,9 +80,7 @@ def test_selftest_passes_in_ten_seconds(capsys: pytest.CaptureFixture) -> None:
     assert found["seconds"] < 10
 
 
-def test_selftest_sees_a_broken_implementation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_selftest_sees_a_broken_implementation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     correct = cpu.forward
 
     def ignores_softcap(args):

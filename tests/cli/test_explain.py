@@ -24,9 +24,7 @@ def printed(capsys: pytest.CaptureFixture, *arguments: str) -> str:
 def test_prints_the_plan_of_the_same_call(capsys: pytest.CaptureFixture) -> None:
     q = torch.zeros(2, 96, 8, 32, requires_grad=True)
     k, v = torch.zeros(2, 160, 2, 32), torch.zeros(2, 160, 2, 48)
-    plan = warploom.explain(
-        q, k, v, causal=True, window=(40, 3), softcap=5.0, sink=torch.zeros(8), dropout_p=0.1
-    )
+    plan = warploom.explain(q, k, v, causal=True, window=(40, 3), softcap=5.0, sink=torch.zeros(8), dropout_p=0.1)
     call = "--batch 2 --seqlen 96 --seqlen-k 160 --heads 8 --kv-heads 2 --head-dim 32 --head-dim-v 48"
     options = "--dtype fp32 --causal --window 40,3 --softcap 5 --sink --dropout 0.1 --backward"
     assert printed(capsys, *call.split(), *options.split()) == f"{plan}\n"
@@ -36,9 +34,7 @@ def test_prints_the_plan_of_the_same_call(capsys: pytest.CaptureFixture) -> None
 def test_mask_and_backend(capsys: pytest.CaptureFixture) -> None:
     q = torch.zeros(1, 96, 1, 64, dtype=torch.bfloat16)
     plan = warploom.explain(q, q, q, mask=Document([50, 46]), backend="reference")
-    shown = printed(
-        capsys, "--seqlen", "96", "--heads", "1", "--mask", "Document([50, 46])", "--backend", "reference"
-    )
+    shown = printed(capsys, "--seqlen", "96", "--heads", "1", "--mask", "Document([50, 46])", "--backend", "reference")
     assert shown == f"{plan}\n"
     assert "column mask" in shown and "reference" in shown
 

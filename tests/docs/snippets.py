@@ -34,9 +34,7 @@ def fences(page: str) -> list[tuple[int, str, list[str]]]:
     for number, line in enumerate(page.splitlines(), start=1):
         if re.match(r"\s*```", line):
             if line.startswith(" "):
-                raise ValueError(
-                    f"line {number}: an indented fence is not read; start it in the first column"
-                )
+                raise ValueError(f"line {number}: an indented fence is not read; start it in the first column")
             if not inside:
                 found.append((number, line[3:].strip(), []))
             inside = not inside
@@ -70,9 +68,7 @@ def parse(page: str) -> list[Snippet]:
             for offset, row in enumerate(body, start=1):
                 command = row.removeprefix("$ ")
                 if command == row:
-                    raise ValueError(
-                        f"line {line + offset}: console lines start with '$ ', output is a text block"
-                    )
+                    raise ValueError(f"line {line + offset}: console lines start with '$ ', output is a text block")
                 if command.startswith("warploom"):
                     snippets.append(Snippet(line + offset, "command", command, None))
                     awaits_text = True
@@ -86,9 +82,7 @@ def parse(page: str) -> list[Snippet]:
 def matches(expected: str | None, printed: str) -> bool:
     """Whether the output is what the page shows, `...` standing for anything."""
     lines = [line.rstrip() for line in (expected or "").strip("\n").splitlines()]
-    pattern = "\n".join(
-        ".*" if line.strip() == "..." else "[^\n]*".join(map(re.escape, line.split("..."))) for line in lines
-    )
+    pattern = "\n".join(".*" if line.strip() == "..." else "[^\n]*".join(map(re.escape, line.split("..."))) for line in lines)
     output = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
     return re.fullmatch(pattern, output, re.DOTALL) is not None
 

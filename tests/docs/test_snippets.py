@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(command: list[str], folder: Path, **options) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, **options
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, **options)
 
 
 def check(page: str, snippet: Snippet, printed: str) -> None:

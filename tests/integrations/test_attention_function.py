@@ -111,11 +111,7 @@ def test_dense_masks(dtype):
     q, k, v = qkv()
     visible = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.6
     visible |= torch.eye(S, dtype=torch.bool)
-    mask = (
-        visible
-        if dtype == torch.bool
-        else torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -math.inf)
-    )
+    mask = visible if dtype == torch.bool else torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -math.inf)
     out, _ = attention_forward(Layer(), q, k, v, mask, sliding_window=2)
     close(out, reference(q, k, v, visible))
 

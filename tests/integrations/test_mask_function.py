@@ -222,10 +222,7 @@ def test_none_only_for_unpadded_full_attention():
     assert mask_bounds(**full, allow_is_bidirectional_skip=True, config=Bidirectional()) is not None
     ones = torch.ones(2, 5, dtype=torch.bool)
     assert mask_bounds(**full, allow_is_bidirectional_skip=True, attention_mask=ones) is not None
-    assert (
-        mask_bounds(2, 5, 5, mask_function=hf.causal_mask_function, allow_is_bidirectional_skip=True)
-        is not None
-    )
+    assert mask_bounds(2, 5, 5, mask_function=hf.causal_mask_function, allow_is_bidirectional_skip=True) is not None
 
 
 def test_padding_of_another_rank_is_refused():

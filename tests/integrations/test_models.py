@@ -97,8 +97,7 @@ def test_generate(name, cache, padding):
 def test_generate_with_beams():
     batch, _ = inputs("llama", "left", seed=4)
     expected, result = (
-        model.generate(**batch, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
-        for model in build("llama")
+        model.generate(**batch, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None) for model in build("llama")
     )
     assert torch.equal(result, expected)
 

@@ -113,9 +113,7 @@ def test_documents_by_offsets_have_gradients():
     batch = without_labels(DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features))
     weights = torch.randn(sum(LENGTHS), 97)
     (first(ours(**batch))[0] * weights).sum().backward()
-    (
-        torch.cat([first(eager(torch.tensor([f["input_ids"]])))[0] for f in features]) * weights
-    ).sum().backward()
+    (torch.cat([first(eager(torch.tensor([f["input_ids"]])))[0] for f in features]) * weights).sum().backward()
     for (name, p), (_, e) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
         close(p.grad, e.grad, name)
 
@@ -149,9 +147,7 @@ def test_builders_say_what_the_masks_say(causal, window):
     assert torch.equal(dense(padding_bounds(real, **options), 6), keys & limited(full, 6))
 
     cu = torch.tensor([0, 5, 6, 14, 17])
-    assert torch.equal(
-        dense(cu_seqlens_bounds(cu, 20, **options), 20), limited(Document(list(LENGTHS), causal=False), 20)
-    )
+    assert torch.equal(dense(cu_seqlens_bounds(cu, 20, **options), 20), limited(Document(list(LENGTHS), causal=False), 20))
 
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [3, 4, 0, 0, 1, 2]])
     expected = limited(Document.from_position_ids(positions, causal=False), 6)
@@ -178,9 +174,7 @@ def test_a_padded_batch_through_the_collator():
 def test_documents_and_padding_together():
     real = torch.tensor([[1, 1, 1, 1, 0, 0]])
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
-    batch = BoundsCollator(
-        lambda _: {"input_ids": real, "attention_mask": real, "position_ids": positions}, causal=False
-    )(None)
+    batch = BoundsCollator(lambda _: {"input_ids": real, "attention_mask": real, "position_ids": positions}, causal=False)(None)
     keys = Padding(real.bool()).dense(6, 6)
     assert torch.equal(dense(batch["attention_mask"], 6), Document([2, 4], causal=False).dense(6, 6) & keys)
 

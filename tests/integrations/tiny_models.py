@@ -9,17 +9,13 @@ from typing import Any
 import torch
 
 SMALL: dict[str, Any] = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_attention_heads=4)
-DECODER: dict[str, Any] = dict(
-    **SMALL, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=96, bos_token_id=95
-)
+DECODER: dict[str, Any] = dict(**SMALL, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=96, bos_token_id=95)
 
 
 def _gemma3_image():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    text = dict(
-        DECODER, num_hidden_layers=2, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
-    )
+    text = dict(DECODER, num_hidden_layers=2, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
     vision = dict(
         hidden_size=16,
         intermediate_size=16,

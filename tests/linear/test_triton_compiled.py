@@ -92,9 +92,7 @@ def overwritten(ttgir: str) -> list[str]:
     [(64, "elu+1", 128, True), (128, "elu+1", 128, True), (64, "identity", 2, True), (64, "identity", 2, False)],
     ids=["D64", "D128", "few heads, as loaded", "few heads, states in launches of their own"],
 )
-def test_kernels(
-    dim: int, map_name: str, heads: int, lookback: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_kernels(dim: int, map_name: str, heads: int, lookback: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=lookback))
     for kernel, constants, arguments in launches(dim, map_name, map_name != "identity", heads):

@@ -19,10 +19,7 @@ def dense(predicate: Predicate, batch: int, heads: int, seqlen_q: int, seqlen_k:
     """The matrix of a predicate, bool (batch, heads, seqlen_q, seqlen_k)."""
     offset = seqlen_k - seqlen_q
     rows = [
-        [
-            [[predicate(b, h, i, i + offset, j) for j in range(seqlen_k)] for i in range(seqlen_q)]
-            for h in range(heads)
-        ]
+        [[[predicate(b, h, i, i + offset, j) for j in range(seqlen_k)] for i in range(seqlen_q)] for h in range(heads)]
         for b in range(batch)
     ]
     return torch.tensor(rows, dtype=torch.bool).reshape(batch, heads, seqlen_q, seqlen_k)
@@ -68,9 +65,7 @@ def document(lengths: list[list[int]], total: int, causal: bool) -> Predicate:
 
 
 def segments(ids: list[list[int]], causal: bool) -> Predicate:
-    return lambda b, h, i, p, j: (
-        p >= 0 and ids[b][j] >= 0 and ids[b][p] == ids[b][j] and (j <= p or not causal)
-    )
+    return lambda b, h, i, p, j: p >= 0 and ids[b][j] >= 0 and ids[b][p] == ids[b][j] and (j <= p or not causal)
 
 
 def prefix_lm(prefix: list[int]) -> Predicate:
@@ -133,9 +128,7 @@ def tree(parents: list[list[int]]) -> Predicate:
 
 def bidirectional_spans(starts: list[list[int]], lengths: list[list[int]]) -> Predicate:
     def visible(b: int, h: int, i: int, p: int, j: int) -> bool:
-        return j <= p or any(
-            s <= p < s + n and s <= j < s + n for s, n in zip(starts[b], lengths[b], strict=True)
-        )
+        return j <= p or any(s <= p < s + n and s <= j < s + n for s, n in zip(starts[b], lengths[b], strict=True))
 
     return visible
 

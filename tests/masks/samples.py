@@ -55,9 +55,7 @@ def given(rng: random.Random, rows: list[list[int]], pad: int = 0):
 def given_scalar(rng: random.Random, values: list[int]):
     if len(set(values)) == 1 and rng.random() < 0.5:
         return values[0]
-    return (
-        values if rng.random() < 0.5 else torch.tensor(values, dtype=rng.choice([torch.int32, torch.int64]))
-    )
+    return values if rng.random() < 0.5 else torch.tensor(values, dtype=rng.choice([torch.int32, torch.int64]))
 
 
 def _lengths(rng: random.Random):
@@ -109,9 +107,7 @@ def document(rng: random.Random) -> Sample:
     q, k, batch = _lengths(rng)
     rows = [split(rng, k) for _ in range(batch)]
     is_causal = rng.random() < 0.5
-    return Sample(
-        masks.Document(given(rng, rows), is_causal), predicates.document(rows, k, is_causal), q, k, batch
-    )
+    return Sample(masks.Document(given(rng, rows), is_causal), predicates.document(rows, k, is_causal), q, k, batch)
 
 
 def document_cu_seqlens(rng: random.Random) -> Sample:
@@ -226,9 +222,7 @@ def random_eviction(rng: random.Random) -> Sample:
     heads = rng.choice([1, 2])
     rows = [[[rng.randint(0, q + 2) for _ in range(k)] for _ in range(heads)] for _ in range(batch)]
     value = (
-        torch.tensor(rows, dtype=torch.int64).reshape(batch, heads, k)
-        if heads > 1
-        else given(rng, [row[0] for row in rows])
+        torch.tensor(rows, dtype=torch.int64).reshape(batch, heads, k) if heads > 1 else given(rng, [row[0] for row in rows])
     )
     return Sample(masks.RandomEviction(value), predicates.random_eviction(rows), q, k, batch, heads)
 
@@ -236,9 +230,7 @@ def random_eviction(rng: random.Random) -> Sample:
 def block_diffusion(rng: random.Random) -> Sample:
     length, block = rng.randint(1, 14), rng.randint(1, 16)
     q = rng.choice([2 * length, rng.randint(1, 30)])
-    return Sample(
-        masks.BlockDiffusion(length, block), predicates.block_diffusion(length, block), q, 2 * length
-    )
+    return Sample(masks.BlockDiffusion(length, block), predicates.block_diffusion(length, block), q, 2 * length)
 
 
 SAMPLERS: dict[str, Callable[[random.Random], Sample]] = {

@@ -51,9 +51,7 @@ def test_every_builder_is_sampled():
     assert built == set(masks.__all__) - plain
 
 
-@pytest.mark.parametrize(
-    "mask", [masks.Full(), masks.Causal(), masks.SlidingWindow(3), masks.SlidingWindow(None, -2)]
-)
+@pytest.mark.parametrize("mask", [masks.Full(), masks.Causal(), masks.SlidingWindow(3), masks.SlidingWindow(None, -2)])
 def test_bands_have_no_vectors(mask):
     assert mask.resolve(100, 100)[2:] == (None, None, None, None)
 

@@ -54,9 +54,7 @@ def test_startend_row_indices_of_every_builder(seed):
                 assert name == "causal_blockwise" and runs_of_hidden(sample.dense()).max() > 2
                 continue
             again = ColumnMask.from_startend_row_indices(bounds, causal).dense(q, k)
-            assert torch.equal(again, sample.mask.dense(q, k).expand_as(again)), (
-                f"{name} seed {seed} round {round_}"
-            )
+            assert torch.equal(again, sample.mask.dense(q, k).expand_as(again)), f"{name} seed {seed} round {round_}"
 
 
 def test_startend_row_indices_folds_bands_or_refuses(seed):
@@ -89,9 +87,7 @@ def test_from_dense_round_trip(seed):
             sample = sampler(rng)
             truth = sample.dense()
             again = ColumnMask.from_dense(truth)
-            assert torch.equal(again.dense(sample.seqlen_q, sample.seqlen_k), truth), (
-                f"{name} seed {seed} {round_}"
-            )
+            assert torch.equal(again.dense(sample.seqlen_q, sample.seqlen_k), truth), f"{name} seed {seed} {round_}"
 
 
 def test_from_dense_takes_what_is_expressible_and_nothing_else(seed):
@@ -102,9 +98,7 @@ def test_from_dense_takes_what_is_expressible_and_nothing_else(seed):
         truth = torch.rand(1, 2, q, k, generator=generator) > 0.5
         below = torch.ones(q, k, dtype=torch.bool).tril(k - q)
         is_causal = not (truth & ~below).any()
-        expressible = runs_of_hidden(truth).max() <= 2 or (
-            is_causal and runs_of_hidden(truth | ~below).max() <= 2
-        )
+        expressible = runs_of_hidden(truth).max() <= 2 or (is_causal and runs_of_hidden(truth | ~below).max() <= 2)
         if expressible:
             assert torch.equal(ColumnMask.from_dense(truth).dense(q, k), truth)
             taken += 1
@@ -143,9 +137,7 @@ def test_from_dense_of_nothing(shape):
 
 
 def test_vectors_broadcast_to_one_shape():
-    mask = ColumnMask(
-        torch.full((2, 1, 5), 4, dtype=torch.int32), ute=torch.full((1, 3, 5), 1, dtype=torch.int32)
-    )
+    mask = ColumnMask(torch.full((2, 1, 5), 4, dtype=torch.int32), ute=torch.full((1, 3, 5), 1, dtype=torch.int32))
     resolved = mask.resolve(6, 5)
     assert resolved.lts.shape == resolved.ute.shape == (2, 3, 5)
     strided = ColumnMask(torch.arange(10, dtype=torch.int32)[::2])
@@ -232,9 +224,7 @@ def test_known_lengths_need_no_sizes():
 def test_repr():
     assert repr(masks.Document([3, 5])) == "Document([3, 5])"
     assert repr(masks.Document([[3], [1, 1]], causal=False)) == "Document([[3, 0], [1, 1]], causal=False)"
-    assert (
-        repr(masks.Document.from_cu_seqlens(torch.arange(100))) == "Document.from_cu_seqlens(<int64 1x100>)"
-    )
+    assert repr(masks.Document.from_cu_seqlens(torch.arange(100))) == "Document.from_cu_seqlens(<int64 1x100>)"
     assert repr(masks.Padding([4, 2])) == "Padding([4, 2])"
     assert repr(masks.Padding([4, 2]) & masks.Causal()) == "Padding([4, 2]) & Causal()"
     assert repr(masks.PrefixLM([3, 4])) == "PrefixLM(prefix=[3, 4])"

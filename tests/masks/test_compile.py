@@ -75,9 +75,7 @@ def test_one_graph_for_every_batch_and_length(name, seed):
         t = draw(generator, count, seqlen_k)
         q, k = torch.empty(seqlen_q), torch.empty(seqlen_k)
         expected, got = build(t).resolve(seqlen_q, seqlen_k), ResolvedMask(*compiled(t, q, k))
-        assert torch.equal(dense(got, seqlen_q, seqlen_k), dense(expected, seqlen_q, seqlen_k)), (
-            f"{name} seed {seed}"
-        )
+        assert torch.equal(dense(got, seqlen_q, seqlen_k), dense(expected, seqlen_q, seqlen_k)), f"{name} seed {seed}"
     assert counter.frame_count == 1, f"{counter.frame_count - 1} recompilations"
 
 
@@ -133,8 +131,6 @@ def test_what_needs_values_refuses_while_compiling():
     c = ColumnMask(torch.full((4,), 1, dtype=torch.int32), torch.full((4,), 2, dtype=torch.int32))
     mask = a & b & c
     assert torch.equal(mask.dense(4, 4)[0, 0, :, 0], torch.tensor([False, False, False, True]))
-    compiled = torch.compile(
-        lambda x: mask.resolve(x.shape[0], x.shape[0]).lts, backend="eager", fullgraph=True
-    )
+    compiled = torch.compile(lambda x: mask.resolve(x.shape[0], x.shape[0]).lts, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="needs its values"):
         compiled(torch.empty(4))

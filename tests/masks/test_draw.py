@@ -65,9 +65,7 @@ def test_errors(tmp_path, monkeypatch):
         masks.Causal().draw(tmp_path / "mask.png", 4, 4)
 
 
-@pytest.mark.parametrize(
-    "q,k", [(1, 1), (1, 5000), (64, 64), (65, 65), (1024, 1024), (131072, 131072), (8, 40)]
-)
+@pytest.mark.parametrize("q,k", [(1, 1), (1, 5000), (64, 64), (65, 65), (1024, 1024), (131072, 131072), (8, 40)])
 def test_default_tiles(q, k):
     m, n = draw.tile_size(q, k)
     assert 1 <= m <= max(1, q // 2) and 1 <= n <= max(1, k // 2) and max(m, n) <= 128

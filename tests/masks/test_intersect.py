@@ -90,14 +90,11 @@ def test_structure_alone_decides_without_reading_values():
         Document(lengths, causal=False) & Padding([6]),
         masks.PrefixLM(torch.tensor([2])) & Document(lengths),
         masks.QKSparse([1]) & Padding([5]),
-        ColumnMask(torch.zeros(7, dtype=torch.int32))
-        & ColumnMask(None, ute=torch.ones(7, dtype=torch.int32)),
+        ColumnMask(torch.zeros(7, dtype=torch.int32)) & ColumnMask(None, ute=torch.ones(7, dtype=torch.int32)),
     ]
 
     for mask in combined:
-        on_meta = torch.utils._pytree.tree_map(
-            lambda t: t.to("meta"), mask
-        )  # meta tensors have no values to read
+        on_meta = torch.utils._pytree.tree_map(lambda t: t.to("meta"), mask)  # meta tensors have no values to read
         on_meta.resolve(7, 7, "meta")
         mask.resolve(7, 7)
 

@@ -52,9 +52,7 @@ def adversarial(rng, q, k, beyond=2):
         causal=rng.random() < 0.3,
     )
     if rng.random() < 0.4:
-        mask = mask & SlidingWindow(
-            rng.choice([None, rng.randint(-4, k)]), rng.choice([None, rng.randint(-4, k)])
-        )
+        mask = mask & SlidingWindow(rng.choice([None, rng.randint(-4, k)]), rng.choice([None, rng.randint(-4, k)]))
     return mask
 
 
@@ -91,9 +89,7 @@ def adversarial_tiles(seed):
         rng = random.Random(f"{seed} {round_}")
         q, k = rng.randint(1, 70), rng.randint(1, 70)
         mask = adversarial(rng, q, k)
-        found = check_sound(
-            mask, q, k, rng.randint(1, 24), rng.randint(1, 24), f"seed {seed} round {round_} {mask}"
-        )
+        found = check_sound(mask, q, k, rng.randint(1, 24), rng.randint(1, 24), f"seed {seed} round {round_} {mask}")
         total = [a + b for a, b in zip(total, found, strict=True)]
     return total
 
@@ -106,9 +102,7 @@ def builder_tiles(name, seed):
         sample = SAMPLERS[name](rng)
         if not sample.seqlen_q or not sample.seqlen_k:
             continue
-        found = check_sound(
-            sample.mask, sample.seqlen_q, sample.seqlen_k, 4, 4, f"seed {seed} round {round_} {sample}"
-        )
+        found = check_sound(sample.mask, sample.seqlen_q, sample.seqlen_k, 4, 4, f"seed {seed} round {round_} {sample}")
         total = [a + b for a, b in zip(total, found, strict=True)]
     return total
 
@@ -153,9 +147,7 @@ def test_arbitrary_edges(seed):
         resolved = mask.resolve(q, k)
         bounds = column_bounds(resolved, q, k, n_edges)
         assert bounds.dtype == torch.int32 and bounds.shape[2:] == (len(n_edges) - 1, 8)
-        got = classify_row_block(
-            bounds, n_edges, m_edges[:-1, None], m_edges[1:, None], resolved.left, resolved.right, q, k
-        )
+        got = classify_row_block(bounds, n_edges, m_edges[:-1, None], m_edges[1:, None], resolved.left, resolved.right, q, k)
         truth = true_classes(mask.dense(q, k), m_edges.tolist(), n_edges.tolist())
         assert not ((got == HIDDEN) & (truth != HIDDEN)).any(), where
         assert not ((got == FULL) & (truth != FULL)).any(), where

@@ -130,9 +130,7 @@ def _check_lengths(
         raise ValueError("cu_seqlens_q must have batch + 1 entries, got none")
     batch = cu_seqlens_q.shape[0] - 1
     if block_table is not None and (seqused_k is None or cu_seqlens_k is not None):
-        raise ValueError(
-            "block_table takes the keys' lengths from seqused_k: give seqused_k and leave cu_seqlens_k out"
-        )
+        raise ValueError("block_table takes the keys' lengths from seqused_k: give seqused_k and leave cu_seqlens_k out")
     if cu_seqlens_k is not None and cu_seqlens_k.shape[0] != batch + 1:
         raise ValueError(f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries but cu_seqlens_q has {batch + 1}")
     if cu_seqlens_k is None and block_table is None and k.shape[0] != q.shape[0]:
@@ -227,9 +225,7 @@ def _check_mask(mask: object) -> None:
     raise TypeError(f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}")
 
 
-def _resolve(
-    mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor
-) -> ResolvedMask:
+def _resolve(mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor) -> ResolvedMask:
     """The mask of the call: columns and the intersection of all bands."""
     _check_mask(mask)
     resolved = ResolvedMask(None, None, None, None, None, None)

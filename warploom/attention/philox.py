@@ -53,7 +53,5 @@ def keep_mask(seed: Tensor, dropout_p: float, batch: Tensor, heads: Tensor, rows
     b, h, i = batch[:, None, None, None], heads[None, :, None, None], rows[None, None, :, None]
     words = philox(seed, (cols // 4, i, h, b))
     word = cols % 4
-    chosen = torch.where(
-        word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3])
-    )
+    chosen = torch.where(word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3]))
     return chosen >= threshold(dropout_p)

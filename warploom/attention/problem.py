@@ -147,9 +147,7 @@ def check_tensors(q: object, k: object, v: object, rank: int, layout: str, kv_ra
         raise TypeError(f"q has dtype {q.dtype}; attention takes float16, bfloat16, float32 or float64")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
-            raise TypeError(
-                f"{name} has dtype {t.dtype} but q has {q.dtype}; give all three one dtype, or use torch.autocast"
-            )
+            raise TypeError(f"{name} has dtype {t.dtype} but q has {q.dtype}; give all three one dtype, or use torch.autocast")
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device} but q is on {q.device}; move them to one device")
     if k.shape[:-1] != v.shape[:-1]:
@@ -246,9 +244,7 @@ def check_contents(args: AttentionArgs) -> None:
         bad = used & ((args.block_table < 0) | (args.block_table >= pages))
         if bool(bad.any()):
             row, col = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"block_table[{row}, {col}] is {int(args.block_table[row, col])}, outside the {pages} pages of k"
-            )
+            raise ValueError(f"block_table[{row}, {col}] is {int(args.block_table[row, col])}, outside the {pages} pages of k")
 
 
 def _check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int | None) -> None:

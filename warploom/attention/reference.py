@@ -65,9 +65,7 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
         scores = args.softcap * torch.tanh(scores / args.softcap)
     scores = scores.masked_fill(~seen, float("-inf"))
 
-    top = (
-        scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-    )
+    top = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
     sink = None if args.sink is None else args.sink.to(accumulate)[:, None, None]
     if sink is not None:
         top = torch.maximum(top, sink.detach())

@@ -18,14 +18,10 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sentences", type=int, metavar="N", help="how many (default: 300, 1200 on a GPU)")
     parser.add_argument("--seed", type=int, default=0, help="which sentences, in which order (default: 0)")
-    parser.add_argument(
-        "--repeats", type=int, metavar="R", help="timed passes; the median counts (default: up to 3 in 70 s)"
-    )
+    parser.add_argument("--repeats", type=int, metavar="R", help="timed passes; the median counts (default: up to 3 in 70 s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto, a GPU if there is one)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="B", help="sentences in a padded batch (default: 32)"
-    )
+    parser.add_argument("--batch-size", type=int, default=32, metavar="B", help="sentences in a padded batch (default: 32)")
     parser.add_argument(
         "--row-tokens",
         type=int,

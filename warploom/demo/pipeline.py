@@ -94,9 +94,7 @@ def run_demo(options: DemoOptions) -> DemoReport:
             progress.start(route.name)
             memory.start()
             start = perf_counter()
-            embeddings[route.key], computed[route.key] = embed(
-                loaded.model, tokens, route, plans[route.key], progress.step
-            )
+            embeddings[route.key], computed[route.key] = embed(loaded.model, tokens, route, plans[route.key], progress.step)
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             seconds[route.key].append(perf_counter() - start)
@@ -109,9 +107,7 @@ def run_demo(options: DemoOptions) -> DemoReport:
 
     nearest, agreeing = _neighbours(texts, embeddings["eager_padded"], embeddings["warploom_packed"])
     pictures: list[str] = []
-    timings = [
-        Timing(r.key, r.name, seconds[r.key], sum(lengths), computed[r.key], _highest(peaks[r.key])) for r in ROUTES
-    ]
+    timings = [Timing(r.key, r.name, seconds[r.key], sum(lengths), computed[r.key], _highest(peaks[r.key])) for r in ROUTES]
     machine = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     if options.out is not None:
         from .pictures import draw

@@ -36,9 +36,7 @@ def padding_bounds(attention_mask: Tensor, *, causal: bool = False, window: Wind
     return _bounds(intervals.only(attention_mask != 0), columns, causal, window)
 
 
-def cu_seqlens_bounds(
-    cu_seqlens: Tensor, tokens: int, *, causal: bool = False, window: Window | None = None
-) -> Tensor:
+def cu_seqlens_bounds(cu_seqlens: Tensor, tokens: int, *, causal: bool = False, window: Window | None = None) -> Tensor:
     """Bounds of one row of packed documents, from their offsets; tokens past the last are padding.
 
     Args:
@@ -54,9 +52,7 @@ def cu_seqlens_bounds(
     return _bounds(intervals.runs(document).hide(columns >= cu_seqlens[-1]), columns, causal, window)
 
 
-def position_ids_bounds(
-    position_ids: Tensor, *, causal: bool = False, window: Window | None = None
-) -> Tensor:
+def position_ids_bounds(position_ids: Tensor, *, causal: bool = False, window: Window | None = None) -> Tensor:
     """Bounds of packed rows, from their positions: a document starts wherever they do not rise by one.
 
     Args:
@@ -83,9 +79,7 @@ def _check(name: str, value: Any, rank: int, shape: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; it takes a tensor {shape}")
     if value.dim() != rank or value.is_floating_point():
-        raise ValueError(
-            f"{name}: got {value.dtype} of shape {tuple(value.shape)}; it takes integers {shape}"
-        )
+        raise ValueError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}; it takes integers {shape}")
 
 
 class BoundsCollator:
@@ -121,9 +115,7 @@ class BoundsCollator:
     def __call__(self, features: Any) -> Any:
         batch = self.collator(features)
         if isinstance(self.window, Mapping):
-            batch["attention_mask"] = {
-                kind: self._mask(batch, window) for kind, window in self.window.items()
-            }
+            batch["attention_mask"] = {kind: self._mask(batch, window) for kind, window in self.window.items()}
         else:
             batch["attention_mask"] = self._mask(batch, self.window)
         return batch

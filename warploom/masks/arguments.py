@@ -26,9 +26,7 @@ def integer(name: str, value: Any, minimum: int | None = None, optional: bool = 
     if optional and value is None:
         return None
     if not is_int(value):
-        raise TypeError(
-            f"{name} takes an int{' or None (unlimited)' if optional else ''}, got {describe(value)}"
-        )
+        raise TypeError(f"{name} takes an int{' or None (unlimited)' if optional else ''}, got {describe(value)}")
     value = value if isinstance(value, torch.SymInt) else int(value)
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
@@ -62,9 +60,7 @@ def _as_tensor(name: str, value: Any, takes: str, pad: int) -> Tensor:
     flags = [isinstance(item, bool) for row in rows for item in row]
     if flags and all(flags):
         if len({len(row) for row in rows}) > 1:
-            raise ValueError(
-                f"{name}: rows of booleans must have one length, got {sorted({len(row) for row in rows})}"
-            )
+            raise ValueError(f"{name}: rows of booleans must have one length, got {sorted({len(row) for row in rows})}")
         result = torch.tensor(rows, dtype=torch.bool)
         return result if any(nested) else result[0]
     for item in (item for row in rows for item in row):
@@ -112,9 +108,7 @@ def readable(tensor: Any) -> bool:
     """Whether contents may be looked at: on a CPU, or under WARPLOOM_CHECK=1; not while compiling."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return False
-    return tensor.device.type == "cpu" or (
-        os.environ.get("WARPLOOM_CHECK") == "1" and tensor.device.type != "meta"
-    )
+    return tensor.device.type == "cpu" or (os.environ.get("WARPLOOM_CHECK") == "1" and tensor.device.type != "meta")
 
 
 def check_values(name: str, tensor: Any, minimum: int | None = None, what: str | None = None) -> None:

@@ -102,9 +102,7 @@ class Mask:
         cells = (shown.numel() // k) * q * k if k else 0
         return int(shown.sum()) / cells if cells else 0.0
 
-    def tiles(
-        self, block_m: int, block_n: int, seqlen_q: int | None = None, seqlen_k: int | None = None
-    ) -> TileClasses:
+    def tiles(self, block_m: int, block_n: int, seqlen_q: int | None = None, seqlen_k: int | None = None) -> TileClasses:
         """Which tiles of block_m queries by block_n keys are hidden, partial or full; see `TileClasses`."""
         from warploom.masks.tiles import TileClasses
 
@@ -141,10 +139,7 @@ class Mask:
         values = {name: getattr(self, name) for name in self._fields}
         return rebuild(
             type(self),
-            {
-                name: value.to(device) if isinstance(value, (Tensor, Mask)) else value
-                for name, value in values.items()
-            },
+            {name: value.to(device) if isinstance(value, (Tensor, Mask)) else value for name, value in values.items()},
         )
 
     @property
@@ -163,17 +158,14 @@ class Mask:
         if not isinstance(other, Mask):
             if isinstance(other, Tensor):
                 raise TypeError(
-                    f"& takes another mask, got {describe(other)}; turn a dense mask into one with "
-                    "ColumnMask.from_dense"
+                    f"& takes another mask, got {describe(other)}; turn a dense mask into one with ColumnMask.from_dense"
                 )
             return NotImplemented
         from warploom.masks.intersect import intersect
 
         return intersect(self, other)
 
-    def to_startend_row_indices(
-        self, seqlen_q: int | None = None, seqlen_k: int | None = None
-    ) -> tuple[Tensor, bool]:
+    def to_startend_row_indices(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> tuple[Tensor, bool]:
         """Paddle's flashmask_attention bounds: int32 (batch|1, heads|1, seqlen_k, n), and its `causal` flag.
 
         causal: n=1 is LTS, n=2 is LTS, LTE. Not causal: n=2 is LTS, UTE, n=4 all. The smallest n that holds
@@ -222,15 +214,11 @@ class Mask:
             seqlen_k = seqlen_q if extent is None else extent
         if seqlen_k is None:
             raise ValueError(f"{type(self).__name__} fits any length: give seqlen_q and seqlen_k")
-        return integer("seqlen_q", seqlen_k if seqlen_q is None else seqlen_q, 0), integer(
-            "seqlen_k", seqlen_k, 0
-        )
+        return integer("seqlen_q", seqlen_k if seqlen_q is None else seqlen_q, 0), integer("seqlen_k", seqlen_k, 0)
 
     def _check_length(self, what: str, length: int, seqlen_k: int) -> None:
         if length != seqlen_k:
-            raise ValueError(
-                f"{type(self).__name__}: {what} has length {length}, but the keys have seqlen_k {seqlen_k}"
-            )
+            raise ValueError(f"{type(self).__name__}: {what} has length {length}, but the keys have seqlen_k {seqlen_k}")
 
 
 def rebuild(cls: type, values: dict[str, Any]) -> Any:
@@ -248,9 +236,7 @@ def _register(cls: type) -> None:
 
     def split(mask: Any) -> tuple[list[str], tuple[Any, ...]]:
         values = [(name, getattr(mask, name)) for name in mask._fields]
-        children = [
-            name for name, value in values if value is not None and not isinstance(value, (bool, int, str))
-        ]
+        children = [name for name, value in values if value is not None and not isinstance(value, (bool, int, str))]
         return children, (
             tuple(children),
             tuple((name, value) for name, value in values if name not in children),
@@ -292,7 +278,5 @@ def finish(mask: ResolvedMask) -> ResolvedMask:
     if not present:
         return mask
     batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
-    ready = [
-        None if t is None else t.to(torch.int32).expand(batch, heads, length).contiguous() for t in mask[2:]
-    ]
+    ready = [None if t is None else t.to(torch.int32).expand(batch, heads, length).contiguous() for t in mask[2:]]
     return ResolvedMask(mask.left, mask.right, *ready)

@@ -63,11 +63,7 @@ class ColumnMask(Mask):
         self.uts, self.ute = _vector("uts", uts), _vector("ute", ute)
         self.left: int | None = None
         self.right: int | None = 0 if causal else None
-        given = {
-            name: getattr(self, name)
-            for name in ("lts", "lte", "uts", "ute")
-            if getattr(self, name) is not None
-        }
+        given = {name: getattr(self, name) for name in ("lts", "lte", "uts", "ute") if getattr(self, name) is not None}
         (first, head), *rest = given.items()
         for name, vector in rest:
             if vector.device != head.device:
@@ -92,9 +88,7 @@ class ColumnMask(Mask):
         """
         t = startend_row_indices
         if not isinstance(t, Tensor) or t.ndim != 4:
-            raise ValueError(
-                f"startend_row_indices takes an int32 tensor (batch, heads, seqlen_k, n), got {describe(t)}"
-            )
+            raise ValueError(f"startend_row_indices takes an int32 tensor (batch, heads, seqlen_k, n), got {describe(t)}")
         n = t.shape[-1]
         vectors = [t[..., i] for i in range(n)]
         if causal and n in (1, 2):
@@ -141,15 +135,11 @@ class ColumnMask(Mask):
 
     def __repr__(self) -> str:
         parts = [
-            f"{name}={summary(getattr(self, name))}"
-            for name in ("lts", "lte", "uts", "ute")
-            if getattr(self, name) is not None
+            f"{name}={summary(getattr(self, name))}" for name in ("lts", "lte", "uts", "ute") if getattr(self, name) is not None
         ]
         if self.causal:
             return f"ColumnMask({', '.join(parts)}, causal=True)"
-        band = (
-            "" if self.left is None and self.right is None else f" & SlidingWindow({self.left}, {self.right})"
-        )
+        band = "" if self.left is None and self.right is None else f" & SlidingWindow({self.left}, {self.right})"
         return f"ColumnMask({', '.join(parts)}){band}"
 
 
@@ -166,18 +156,14 @@ def _vector(name: str, value: Any) -> Tensor | None:
         raise TypeError(f"{name} takes an int32 tensor (batch|1, heads|1, seqlen_k), got {describe(value)}")
     if value.dtype == torch.bool:
         raise TypeError(
-            f"{name} takes an int32 tensor of row numbers, got {describe(value)}; for a dense mask use "
-            "ColumnMask.from_dense"
+            f"{name} takes an int32 tensor of row numbers, got {describe(value)}; for a dense mask use ColumnMask.from_dense"
         )
     if value.dtype != torch.int32:
         raise TypeError(
-            f"{name} takes an int32 tensor (batch|1, heads|1, seqlen_k), got {describe(value)}; "
-            "use .to(torch.int32)"
+            f"{name} takes an int32 tensor (batch|1, heads|1, seqlen_k), got {describe(value)}; use .to(torch.int32)"
         )
     if value.ndim == 1:
         return value.view(1, 1, -1)
     if value.ndim != 3:
-        raise ValueError(
-            f"{name} takes shape (batch|1, heads|1, seqlen_k) or (seqlen_k,), got {describe(value)}"
-        )
+        raise ValueError(f"{name} takes shape (batch|1, heads|1, seqlen_k) or (seqlen_k,), got {describe(value)}")
     return value

@@ -18,8 +18,7 @@ def column_intervals(visible: Any) -> tuple[Tensor | None, Tensor | None, Tensor
         visible = visible[None, None]
     if visible.ndim != 4:
         raise ValueError(
-            "from_dense takes shape (seqlen_q, seqlen_k) or (batch|1, heads|1, seqlen_q, seqlen_k), got "
-            f"{tuple(visible.shape)}"
+            f"from_dense takes shape (seqlen_q, seqlen_k) or (batch|1, heads|1, seqlen_q, seqlen_k), got {tuple(visible.shape)}"
         )
     batch, heads, seqlen_q, seqlen_k = visible.shape
     if visible.numel() == 0:

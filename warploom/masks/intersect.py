@@ -42,9 +42,7 @@ def intersect(a: Mask, b: Mask) -> Mask:
         if isinstance(one, Band) and one.left is None and one.right is None:
             return other
         if isinstance(one, ColumnMask) and isinstance(other, Band):
-            return column_mask(
-                *iv.intersect_bands((one.left, one.right), (other.left, other.right)), one.hidden_intervals()
-            )
+            return column_mask(*iv.intersect_bands((one.left, one.right), (other.left, other.right)), one.hidden_intervals())
     both = Intersection(a, b)
     if not (isinstance(a, ColumnMask) and isinstance(b, ColumnMask)):
         return both

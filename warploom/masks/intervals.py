@@ -48,9 +48,7 @@ def intervals_of(mask: ResolvedMask) -> list[Interval]:
     return found
 
 
-def intersect_bands(
-    a: tuple[int | None, int | None], b: tuple[int | None, int | None]
-) -> tuple[int | None, int | None]:
+def intersect_bands(a: tuple[int | None, int | None], b: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     """The band visible in both; each is (left, right), None unlimited."""
 
     def tighter(x: int | None, y: int | None) -> int | None:
@@ -94,9 +92,7 @@ def pack(left: int | None, right: int | None, intervals: list[Interval]) -> Reso
     return ResolvedMask(left, right, lower[0], lower[1], upper[0], upper[1])
 
 
-def band_rows(
-    left: int | None, right: int | None, seqlen_q: int, seqlen_k: int, columns: Tensor
-) -> tuple[Tensor, Tensor]:
+def band_rows(left: int | None, right: int | None, seqlen_q: int, seqlen_k: int, columns: Tensor) -> tuple[Tensor, Tensor]:
     """First and past-the-last row that the band shows to each of `columns`, int32, within [0, seqlen_q], end
     >= start.
     """
@@ -111,9 +107,7 @@ def band_rows(
     return start, torch.maximum(start, end)
 
 
-def band_as_intervals(
-    left: int | None, right: int | None, seqlen_q: int, seqlen_k: int, device
-) -> list[Interval]:
+def band_as_intervals(left: int | None, right: int | None, seqlen_q: int, seqlen_k: int, device) -> list[Interval]:
     """What the band hides, as intervals of shape (1, 1, seqlen_k)."""
     columns = torch.arange(seqlen_k, dtype=torch.int32, device=device).view(1, 1, -1)
     start, end = band_rows(left, right, seqlen_q, seqlen_k, columns)

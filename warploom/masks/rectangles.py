@@ -106,9 +106,7 @@ def _grid_runs(
     count = columns.numel() - 1
     for first in range(0, rows.numel() - 1, max(1, _CELLS // count)):
         edges = rows[first : first + max(1, _CELLS // count) + 1]
-        classes = classify_row_block(
-            bounds, columns, edges[:-1, None], edges[1:, None], None, None, seqlen_q, seqlen_k
-        )[0, 0]
+        classes = classify_row_block(bounds, columns, edges[:-1, None], edges[1:, None], None, None, seqlen_q, seqlen_k)[0, 0]
         # Sentinels of class 0 (hidden) on both sides make every run begin and end with a change.
         padded = torch.nn.functional.pad(classes, (1, 1))
         row, column = (padded[:, 1:] != padded[:, :-1]).nonzero().unbind(1)

@@ -16,9 +16,7 @@ def startend(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, bool]:
     hidden = iv.intervals_of(resolved)
     causal = resolved.right == 0
     if causal:  # the left limit, if any, becomes the end of each column's rows
-        within = iv.merge_by_structure(
-            hidden + iv.band_as_intervals(resolved.left, None, seqlen_q, seqlen_k, mask.device)
-        )
+        within = iv.merge_by_structure(hidden + iv.band_as_intervals(resolved.left, None, seqlen_q, seqlen_k, mask.device))
         causal = len(within) <= 1 and all(start is not None for start, _ in within)
     if not causal:
         within = hidden + iv.band_as_intervals(resolved.left, resolved.right, seqlen_q, seqlen_k, mask.device)
@@ -33,6 +31,4 @@ def startend(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, bool]:
         return torch.stack([lts] if folded.lte is None else [lts, folded.lte], dim=-1), True
     if folded.lte is None and folded.uts is None:
         return torch.stack([lts, rows(folded.ute, 0)], dim=-1), False
-    return torch.stack(
-        [lts, rows(folded.lte, seqlen_q), rows(folded.uts, 0), rows(folded.ute, 0)], dim=-1
-    ), False
+    return torch.stack([lts, rows(folded.lte, seqlen_q), rows(folded.uts, 0), rows(folded.ute, 0)], dim=-1), False

@@ -43,9 +43,7 @@ def block_edges(length: int, block: int | Tensor, device: Any = None) -> Tensor:
     return (torch.arange(count + 1, device=device) * block).clamp(max=length)
 
 
-def column_bounds(
-    mask: ResolvedMask, seqlen_q: int, seqlen_k: int, block_n: int | Tensor, device: Any = None
-) -> Tensor:
+def column_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, block_n: int | Tensor, device: Any = None) -> Tensor:
     """Minimum and maximum of each vector over each block of columns.
 
     Args:
@@ -63,9 +61,7 @@ def column_bounds(
     if isinstance(block_n, Tensor):
         count = block_n.shape[0] - 1
         inner = block_n[1:].to(device=device, dtype=torch.int64)
-        block = torch.searchsorted(inner, torch.arange(seqlen_k, device=device), right=True).expand_as(
-            vectors
-        )
+        block = torch.searchsorted(inner, torch.arange(seqlen_k, device=device), right=True).expand_as(vectors)
         low = vectors.new_full((*lead, count), seqlen_q).scatter_reduce(3, block, vectors, "amin")
         high = vectors.new_zeros((*lead, count)).scatter_reduce(3, block, vectors, "amax")
     else:
@@ -154,9 +150,7 @@ def classify_row_block(
     hidden = hidden | ((lts_max <= m0) & (lte_min >= uts_max) & (ute_min >= m1))
     touched = ((lte_max > m0) & (lts_min < m1)) | ((ute_max > m0) & (uts_min < m1))
     offset = seqlen_k - seqlen_q
-    nearest = (
-        m0 + offset - (edges[1:] - 1)
-    )  # least and greatest p - j in the tile; every value between occurs
+    nearest = m0 + offset - (edges[1:] - 1)  # least and greatest p - j in the tile; every value between occurs
     farthest = m1 - 1 + offset - edges[:-1]
     low, high = -_FAR if right is None else -right, _FAR if left is None else left
     hidden = hidden | (torch.clamp(nearest, min=low) > torch.clamp(farthest, max=high))
@@ -192,9 +186,7 @@ def row_segments(
 
     def whole_blocks(row: Tensor) -> Tensor:
         """Row blocks that end at or before `row`; the last one ends at seqlen_q."""
-        return torch.where(row >= seqlen_q, count, row.clamp(min=0).div(block_m, rounding_mode="floor")).to(
-            torch.int32
-        )
+        return torch.where(row >= seqlen_q, count, row.clamp(min=0).div(block_m, rounding_mode="floor")).to(torch.int32)
 
     def begun_blocks(row: Tensor) -> Tensor:
         """Row blocks that begin before `row`."""
@@ -286,9 +278,7 @@ class TileClasses:
         """One batch entry and head: int8 (row blocks, column blocks); 0 hidden, 1 partial, 2 full."""
         batches, heads = self.bounds.shape[:2]
         if (batches != 1 and not 0 <= batch < batches) or (heads != 1 and not 0 <= head < heads):
-            raise ValueError(
-                f"batch={batch}, head={head}: the mask has {batches} batch entries and {heads} heads"
-            )
+            raise ValueError(f"batch={batch}, head={head}: the mask has {batches} batch entries and {heads} heads")
         one = self.bounds[batch if batches > 1 else 0 :, head if heads > 1 else 0 :][:1, :1]
         parts = [classes[0, 0] for classes in self._chunks(one)]
         return torch.cat(parts) if parts else one.new_zeros(self.shape, dtype=torch.int8)
@@ -296,9 +286,7 @@ class TileClasses:
     def segments(self) -> Tensor:
         """Row blocks a column block visits, int32 (batch|1, heads|1, n_blocks, 3, 2); see `row_segments`."""
         edges = block_edges(self.seqlen_k, self.block_n, self.bounds.device)
-        return row_segments(
-            self.bounds, edges, self.left, self.right, self.seqlen_q, self.seqlen_k, self.block_m
-        )
+        return row_segments(self.bounds, edges, self.left, self.right, self.seqlen_q, self.seqlen_k, self.block_m)
 
     def _chunks(self, bounds: Tensor | None = None) -> Iterator[Tensor]:
         """Classes of several row blocks at a time, int8 (batch|1, heads|1, row blocks, n_blocks)."""
@@ -308,6 +296,4 @@ class TileClasses:
         step = max(1, _CELLS_AT_ONCE // max(1, bounds[..., 0].numel()))
         for at in range(0, self.shape[0], step):
             part = row_edges[at : at + step + 1].unsqueeze(1)
-            yield classify_row_block(
-                bounds, edges, part[:-1], part[1:], self.left, self.right, self.seqlen_q, self.seqlen_k
-            )
+            yield classify_row_block(bounds, edges, part[:-1], part[1:], self.left, self.right, self.seqlen_q, self.seqlen_k)

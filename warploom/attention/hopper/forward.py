@@ -254,9 +254,7 @@ class HopperForward:
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1  # type: ignore[union-attr]
-            self.compute(
-                out, lse, sink, parts, k.shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-            )
+            self.compute(out, lse, sink, parts, k.shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right)
 
     # The scheduler warp
 
@@ -290,9 +288,7 @@ class HopperForward:
                         m_block, head = Int32(0), heads
             turn += 1
             if m_block != schedule.NOTHING:
-                first, end = self.key_tiles(
-                    m_block * queries, queries, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right
-                )
+                first, end = self.key_tiles(m_block * queries, queries, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right)
                 if slot >= 0:
                     first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
                 batch = head // heads_q
@@ -514,9 +510,7 @@ class HopperForward:
     # The consumer warpgroups
 
     @cute.jit
-    def compute(
-        self, out, lse, sink, parts, k_shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-    ):
+    def compute(self, out, lse, sink, parts, k_shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right):
         """64 rows of every query tile of this block."""
         config = self.config
         dense_seqlen_k = k_shape[0]
@@ -613,9 +607,7 @@ class HopperForward:
         query = m_block * self.config.queries + local
         if const_expr(self.config.grouped):
             past = seqlen_q - m_block * self.config.grouped
-            query, head = schedule.grouped(
-                head, local, self.config.grouped, self.config.abreast, members, past, self.choose
-            )
+            query, head = schedule.grouped(head, local, self.config.grouped, self.config.abreast, members, past, self.choose)
             query += m_block * self.config.grouped
         return query, head
 

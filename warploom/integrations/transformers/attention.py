@@ -95,8 +95,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions: attention weights are never materialised here; use "
-            "attn_implementation='eager' for them"
+            "output_attentions: attention weights are never materialised here; use attn_implementation='eager' for them"
         )
     if kwargs.get("cache") is not None:
         raise ValueError(
@@ -112,9 +111,7 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int | None, int |
     if sliding_window is None:
         return None
     if sliding_window < 1:
-        raise ValueError(
-            f"sliding_window: got {sliding_window}; it counts keys including the query's own, from 1 up"
-        )
+        raise ValueError(f"sliding_window: got {sliding_window}; it counts keys including the query's own, from 1 up")
     return (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
@@ -145,9 +142,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: di
     return cast(Tensor, out).unsqueeze(0)
 
 
-def _from_bounds(
-    bounds: Tensor, causal: bool, seqlen_k: int, cu_q: Tensor | None, cu_k: Tensor | None
-) -> Any:
+def _from_bounds(bounds: Tensor, causal: bool, seqlen_k: int, cu_q: Tensor | None, cu_k: Tensor | None) -> Any:
     """The mask of int32 column bounds, within the packed documents whose offsets the model passes, if any."""
     columns = bounds.shape[-1]
     if columns not in (1, 2, 4) or bounds.shape[-2] != seqlen_k:
@@ -161,9 +156,7 @@ def _from_bounds(
             "this layer is not causal; give two or four bounds a key"
         )
     if cu_q is not None and cu_k is not None and cu_q.shape != cu_k.shape:
-        raise ValueError(
-            "cu_seq_lens_q, cu_seq_lens_k: with column bounds both must be of the same documents"
-        )
+        raise ValueError("cu_seq_lens_q, cu_seq_lens_k: with column bounds both must be of the same documents")
     if not _may_keep(bounds, cu_q):
         return _build(bounds, causal, cu_q)
     kept = _made.setdefault(bounds, {})

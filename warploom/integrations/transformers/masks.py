@@ -80,9 +80,7 @@ def mask_bounds(
             q_offset=q_offset + low,
             kv_offset=kv_offset,
             mask_function=mask_function,
-            attention_mask=None
-            if attention_mask is None
-            else attention_mask.to(device=device, dtype=torch.bool),
+            attention_mask=None if attention_mask is None else attention_mask.to(device=device, dtype=torch.bool),
             allow_is_causal_skip=False,
             use_vmap=use_vmap,
             device=device,

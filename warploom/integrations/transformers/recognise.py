@@ -102,9 +102,7 @@ def _image_blocks(columns: Tensor, ids: Tensor) -> Visible | None:
 
 def _documents(columns: Tensor, ids: Tensor, made_by_transformers: bool = False) -> Visible | None:
     """Keys of one id see each other. Ids that a caller brings may repeat elsewhere, so they must be read."""
-    if ids.dim() != 2 or not (
-        intervals.contiguous(ids - ids.min()) if _readable(ids) else made_by_transformers
-    ):
+    if ids.dim() != 2 or not (intervals.contiguous(ids - ids.min()) if _readable(ids) else made_by_transformers):
         return None
     return _at(intervals.runs(ids), columns)
 
@@ -125,19 +123,11 @@ PLAIN: dict[str, Callable[[Tensor], Visible]] = {
 # By the function that makes the closure; the keywords are the closure's own variables.
 MAKERS: dict[str, Callable[..., Visible | None]] = {
     "sliding_window_overlay": lambda columns, sliding_window: _window(columns, sliding_window - 1, None),
-    "sliding_window_bidirectional_overlay": lambda columns, sliding_window: _window(
-        columns, sliding_window, sliding_window
-    ),
-    "_bidirectional_window_overlay": lambda columns, sliding_window: _window(
-        columns, sliding_window - 1, sliding_window - 1
-    ),
-    "chunked_overlay": lambda columns, chunk_size, left_padding: intervals.chunked(
-        columns, chunk_size, left_padding
-    ),
+    "sliding_window_bidirectional_overlay": lambda columns, sliding_window: _window(columns, sliding_window, sliding_window),
+    "_bidirectional_window_overlay": lambda columns, sliding_window: _window(columns, sliding_window - 1, sliding_window - 1),
+    "chunked_overlay": lambda columns, chunk_size, left_padding: intervals.chunked(columns, chunk_size, left_padding),
     "blockwise_overlay": lambda columns, block_sequence_ids: _image_blocks(columns, block_sequence_ids),
-    "packed_sequence_mask_function": lambda columns, packed_sequence_mask: _documents(
-        columns, packed_sequence_mask
-    ),
+    "packed_sequence_mask_function": lambda columns, packed_sequence_mask: _documents(columns, packed_sequence_mask),
 }
 INDEXING = ("blockwise_overlay", "packed_sequence_mask_function")
 
@@ -149,9 +139,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "_bidirectional_window_overlay": {"sliding_window": 3},
     "chunked_overlay": {"chunk_size": 3, "left_padding": torch.tensor([0, 2])},
     "blockwise_overlay": {"block_sequence_ids": torch.tensor([[-1, 0, 0, -1, 1, 1], [0, 0, -1, -1, 1, 2]])},
-    "packed_sequence_mask_function": {
-        "packed_sequence_mask": torch.tensor([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
-    },
+    "packed_sequence_mask_function": {"packed_sequence_mask": torch.tensor([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])},
 }
 TRIAL_LENGTH = 6
 
@@ -171,9 +159,7 @@ def _maker_holds(module: str, maker: str) -> bool:
         closure = make(**trial)
     except TypeError:
         return False
-    return set(_free_variables(closure)) == set(trial) and _agrees(
-        closure, lambda c: MAKERS[maker](c, **trial)
-    )
+    return set(_free_variables(closure)) == set(trial) and _agrees(closure, lambda c: MAKERS[maker](c, **trial))
 
 
 def _agrees(function: Callable, ranges: Callable[[Tensor], Visible | None]) -> bool:

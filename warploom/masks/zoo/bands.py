@@ -97,15 +97,9 @@ class Padding(Mask):
             return
         if isinstance(value, Tensor) and value.is_floating_point():
             raise TypeError(f"mask_2d_or_lengths takes {takes}; got {describe(value)}")
-        nested = (
-            isinstance(value, (list, tuple))
-            and len(value) > 0
-            and isinstance(value[0], (list, tuple, Tensor))
-        )
+        nested = isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (list, tuple, Tensor))
         if nested and len({len(row) for row in value}) > 1:
-            raise ValueError(
-                f"mask_2d_or_lengths: rows of a mask differ in length: {sorted({len(row) for row in value})}"
-            )
+            raise ValueError(f"mask_2d_or_lengths: rows of a mask differ in length: {sorted({len(row) for row in value})}")
         rows = per_batch_rows("mask_2d_or_lengths", value, takes, allow_bool=True)
         if nested or rows.dtype == torch.bool or rows.shape[0] > 1:
             self.mask_2d = rows

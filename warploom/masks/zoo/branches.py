@@ -70,9 +70,7 @@ class CausalBlockwise(Mask):
     _fields = ("block_lengths",)
 
     def __init__(self, block_lengths: Any) -> None:
-        self.block_lengths = per_batch_rows(
-            "block_lengths", block_lengths, "block lengths (n,), or one row per batch entry"
-        )
+        self.block_lengths = per_batch_rows("block_lengths", block_lengths, "block lengths (n,), or one row per batch entry")
         check_values("block_lengths", self.block_lengths, minimum=0)
 
     def _extent(self) -> int | None:
@@ -90,9 +88,7 @@ class CausalBlockwise(Mask):
         stop = rows_of(torch.where(hides, test, seqlen_k), seqlen_q, seqlen_k)
         if readable(self.block_lengths) and bool((self.block_lengths.sum(1) == seqlen_k).all()):
             return ResolvedMask(None, 0, begin, stop, None, None)
-        padding = rows_of(torch.where(inside, bounds[:, -1:], 0), seqlen_q, seqlen_k).masked_fill(
-            ~inside.unsqueeze(1), 0
-        )
+        padding = rows_of(torch.where(inside, bounds[:, -1:], 0), seqlen_q, seqlen_k).masked_fill(~inside.unsqueeze(1), 0)
         return ResolvedMask(None, 0, padding, None, begin, stop)
 
 
@@ -146,9 +142,7 @@ def _check_preorder(parents: Tensor) -> None:
                 ended = True
                 continue
             if ended:
-                raise ValueError(
-                    f"parents: node {node} of batch entry {b} comes after padding (a value below -1)"
-                )
+                raise ValueError(f"parents: node {node} of batch entry {b} comes after padding (a value below -1)")
             while path and path[-1] != parent:
                 path.pop()
             if parent >= 0 and not path:

@@ -50,9 +50,7 @@ class Document(Mask):
             falls = cu[:, 1:] < cu[:, :-1]
             if bool(falls.any()):
                 b, j = falls.nonzero()[0].tolist()
-                raise ValueError(
-                    f"cu_seqlens must not decrease, got {cu[b].tolist()[j : j + 2]} at index {j + 1}"
-                )
+                raise ValueError(f"cu_seqlens must not decrease, got {cu[b].tolist()[j : j + 2]} at index {j + 1}")
         return rebuild(cls, {"bounds": cu, "ids": None, "kind": "cu_seqlens", "causal": causal})
 
     @classmethod
@@ -92,9 +90,7 @@ class Document(Mask):
             bounds = cumulative(self.bounds.to(device))
         else:
             if readable(self.bounds) and int(self.bounds[:, -1].max()) > seqlen_k:
-                raise ValueError(
-                    f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys"
-                )
+                raise ValueError(f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys")
             bounds = self.bounds.to(device=device, dtype=torch.int32)
         _, inside, start, end = locate(bounds, seqlen_k)
         return inside, start, end
@@ -129,9 +125,7 @@ class PrefixDocument(Mask):
         self.lengths = per_batch_rows("lengths", lengths, _LENGTHS)
         self.prefixes = per_batch_rows("prefixes", prefixes, "prefix lengths of the same shape as lengths")
         if self.lengths.shape[1] != self.prefixes.shape[1]:
-            raise ValueError(
-                f"prefixes holds {self.prefixes.shape[1]} values a row, but lengths {self.lengths.shape[1]}"
-            )
+            raise ValueError(f"prefixes holds {self.prefixes.shape[1]} values a row, but lengths {self.lengths.shape[1]}")
         check_values("lengths", self.lengths, minimum=0)
         check_values("prefixes", self.prefixes, minimum=0)
 

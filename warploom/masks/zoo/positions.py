@@ -59,6 +59,5 @@ def check_total(name: str, lengths: Tensor, seqlen_k: int) -> None:
     totals = lengths.sum(1)
     if int(totals.max()) > seqlen_k:
         raise ValueError(
-            f"{name} sum to {int(totals.max())} in batch entry {int(totals.argmax())}, "
-            f"but there are only {seqlen_k} keys"
+            f"{name} sum to {int(totals.max())} in batch entry {int(totals.argmax())}, but there are only {seqlen_k} keys"
         )

@@ -47,9 +47,7 @@ class BidirectionalSpans(Mask):
         self.starts = per_batch_rows("starts", starts, "span starts (n,), or one row per batch entry")
         self.lengths = per_batch_rows("lengths", lengths, "span lengths of the same shape as starts")
         if self.starts.shape[1] != self.lengths.shape[1]:
-            raise ValueError(
-                f"lengths holds {self.lengths.shape[1]} values a row, but starts {self.starts.shape[1]}"
-            )
+            raise ValueError(f"lengths holds {self.lengths.shape[1]} values a row, but starts {self.starts.shape[1]}")
         check_values("starts", self.starts, minimum=0)
         check_values("lengths", self.lengths, minimum=0)
         if readable(self.starts) and readable(self.lengths):
@@ -67,9 +65,7 @@ class BidirectionalSpans(Mask):
             begin = begin.cummax(1).values
         column = columns(seqlen_k, device)
         inside = (begin >= 0) & (column < stop.gather(1, begin.clamp(min=0).long()))
-        return ResolvedMask(
-            None, None, None, None, None, rows_of(torch.where(inside, begin, column), seqlen_q, seqlen_k)
-        )
+        return ResolvedMask(None, None, None, None, None, rows_of(torch.where(inside, begin, column), seqlen_q, seqlen_k))
 
 
 def _check_apart(starts: Tensor, lengths: Tensor) -> None:
@@ -78,6 +74,4 @@ def _check_apart(starts: Tensor, lengths: Tensor) -> None:
         spans = sorted((s, s + n) for s, n in zip(row, sizes, strict=True) if n)
         for (s0, e0), (s1, e1) in pairwise(spans):
             if s1 < e0:
-                raise ValueError(
-                    f"spans must not overlap, got [{s0}, {e0}) and [{s1}, {e1}) in batch entry {b}"
-                )
+                raise ValueError(f"spans must not overlap, got [{s0}, {e0}) and [{s1}, {e1}) in batch entry {b}")

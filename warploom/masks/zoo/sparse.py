@@ -84,9 +84,7 @@ class QKSparse(Mask):
             self._check_length("dropped", dropped.shape[1], seqlen_k)
         else:
             if readable(self.dropped) and self.dropped.numel() and int(self.dropped.max()) >= seqlen_k:
-                raise ValueError(
-                    f"dropped names position {int(self.dropped.max())}, but there are only {seqlen_k} keys"
-                )
+                raise ValueError(f"dropped names position {int(self.dropped.max())}, but there are only {seqlen_k} keys")
             at = dropped.long()
             at = torch.where((at < 0) | (at >= seqlen_k), seqlen_k, at)
             flags = torch.zeros(dropped.shape[0], seqlen_k + 1, dtype=torch.bool, device=device)
@@ -97,9 +95,7 @@ class QKSparse(Mask):
             end = end.flip(1).cummin(1).values.flip(1)
         start = torch.where(dropped, column, seqlen_k)
         end = torch.where(dropped, end, seqlen_k)
-        return ResolvedMask(
-            None, 0, rows_of(start, seqlen_q, seqlen_k), rows_of(end, seqlen_q, seqlen_k), None, None
-        )
+        return ResolvedMask(None, 0, rows_of(start, seqlen_q, seqlen_k), rows_of(end, seqlen_q, seqlen_k), None, None)
 
 
 class RandomEviction(Mask):
@@ -127,9 +123,7 @@ class RandomEviction(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         self._check_length("rows", self.rows.shape[2], seqlen_k)
-        return ResolvedMask(
-            None, 0, self.rows.to(device).clamp(0, seqlen_q).to(torch.int32), None, None, None
-        )
+        return ResolvedMask(None, 0, self.rows.to(device).clamp(0, seqlen_q).to(torch.int32), None, None, None)
 
 
 class BlockDiffusion(Mask):
