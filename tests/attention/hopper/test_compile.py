@@ -57,7 +57,7 @@ def test_machine_code(name: str, built: dict[str, tuple[ForwardConfig, dict[str,
     listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     waits_and_gemms = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", listing)
-    loops = 3 if variant.left or (variant.deterministic and variant.right) else 2
+    loops = 3 if variant.left else 2
     per_step = variant.head_dim // 16 + -(-variant.tile_n // 16)
     assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step
     # The first QKᵀ and the last PV wait once each, a step twice: more would mean that ptxas serialised wgmma.
