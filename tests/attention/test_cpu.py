@@ -34,9 +34,10 @@ def column_mask(draw: st.DrawFn, batch: int, heads_q: int, heads_kv: int, seqlen
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
-    seqlen_q, seqlen_k = draw(st.integers(1, 260)), draw(st.integers(1, 260))
+    # Of one key in all, dQ and dK cancel to zero, and what is left of rounding the exact model has no measure for.
+    seqlen_q, seqlen_k = draw(st.integers(1, 260)), draw(st.integers(2, 260))
     if draw(st.booleans()):
-        seqlen_k = seqlen_q
+        seqlen_k = max(seqlen_q, 2)
     batch, heads_kv, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 7]))
     # The criterion compares two roundings' worst cases, which takes a sample: short sequences come in larger batches.
     batch = max(batch, 128 // (heads_kv * min(seqlen_q, seqlen_k)))
