@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from warploom.attention.judge import Verdict, judge
 from warploom.commands.selftest_cases import CASES, Call, Case
 from warploom.commands.table import table
 from warploom.runtime import dispatch
+from warploom.runtime.threads import one_thread
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -89,7 +88,7 @@ def selftest(seed: int | None = None, quiet: bool = False) -> Selftest:
     calls = [(device, case, dtype) for device in devices for case in CASES for dtype in DTYPES]
     start = time.perf_counter()
     rows: list[Row] = []
-    with _one_thread():
+    with one_thread():  # the cases are small
         for done, (device, case, dtype) in enumerate(calls, start=1):
             if show:
                 line = f"\r\x1b[K{done}/{len(calls)} {device}: {case.name}"
@@ -99,17 +98,6 @@ def selftest(seed: int | None = None, quiet: bool = False) -> Selftest:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: (row.device, names.index(row.implementation)))
     return Selftest(seed, time.perf_counter() - start, tuple(rows))
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Cases this small wait longer for a second thread than they compute, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def run_case(names: list[str], device: str, case: Case, dtype: torch.dtype, seed: int) -> list[Row]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from warploom.runtime.threads import one_thread
 from warploom.smem.access import Pattern, parse_pattern
 from warploom.smem.classes import LINE, TOP, PhaseClasses, Places, apply, banks_from, distinct, encode, joined
 from warploom.smem.layout import Swizzle, Tile
@@ -89,18 +89,8 @@ class Design:
         }
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The search's tensors are small: waiting for other threads, on a busy machine above all, costs more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@_one_thread()
+# The search's tensors are small.
+@one_thread()
 def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
     """Search the layouts of a tile for the fewest bank conflicts over all of its accesses together.
 
