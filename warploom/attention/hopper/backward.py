@@ -5,6 +5,9 @@ operands of dV += Pᵀ dO and dK += dSᵀ Q without passing through shared memor
 over key blocks: its tiles are added to an fp32 accumulator in global memory by TMA. A kernel before prepares the row
 statistics and zeroes that accumulator, a kernel after rounds it (Shah et al., FlashAttention-3, arXiv 2407.08608).
 
+Blocks may be persistent, one a processor: then a warp of the producer's asks for the next key block when all queries of this
+one are on their way, and what that one reads first arrives while this one ends.
+
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
@@ -27,14 +30,17 @@ WARPGROUP = 128
 WARPGROUPS = 2  # consumers
 LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+CONSUMER_REGISTERS, PRODUCER_REGISTERS, PERSISTENT_PRODUCER_REGISTERS = 240, 24, 32
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
-LOADER, WRITERS, CLEANER = 0, (1, 2), 3
+LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Named barriers; 0 is the block's.
 DS_READY = 1  # both warpgroups have written their dS
 DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
 DQ_ODD = 8  # added to DQ_FULL in odd steps where the writers alternate
 ROW_THREADS = 256  # of the kernels before and after
+# A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
+# whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
+DENSE_WORDS, PACKED_WORDS = 8, 14
 # A packed sequence is read by TMA as the end of a dimension of so many rows, past which TMA fills in zeros.
 RAGGED = 1 << 24
 
@@ -44,6 +50,10 @@ class Names:
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
+
+    def but(self, **values: Any) -> Names:
+        """The same with other values."""
+        return Names(**{**self.__dict__, **values})
 
     if TYPE_CHECKING:
 
@@ -85,7 +95,9 @@ class HopperBackward:
         dv: cute.Tensor,
         sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
         stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
-        turns: cute.Tensor | None,  # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ
+        # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ; where blocks are persistent,
+        # one more (or only one): key blocks handed out
+        turns: cute.Tensor | None,
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
         used: cute.Tensor | None,  # (sequences,) int32: keys of a sequence that count
@@ -94,6 +106,7 @@ class HopperBackward:
         left: Int32,
         right: Int32,
         section: Int32,  # key heads whose blocks are in flight together
+        blocks: Int32,  # persistent ones
         stream: Any,
     ):
         """Lay out shared memory, describe the TMA copies and launch the three kernels."""
@@ -132,12 +145,13 @@ class HopperBackward:
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
         scores, values, keys, queries = self.products()
+        total = n_blocks * heads_kv * batch
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
             layout_q, layout_do, layout_k, layout_v, layout_ds,
             cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
         ).launch(
-            grid=[n_blocks * heads_kv * batch, 1, 1],
+            grid=[cutlass.min(blocks, total) if const_expr(config.persistent) else total, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -214,7 +228,10 @@ class HopperBackward:
         for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
             target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
             cute.autovec_copy(zeros, target)
-        if const_expr(turns is not None):  # noqa: SIM102
+        if const_expr(self.config.persistent):  # noqa: SIM102
+            if index == 0 and thread == 0:
+                turns[turns.shape[0] - 1] = Int32(0)  # type: ignore[index,union-attr]
+        if const_expr(self.config.deterministic):  # noqa: SIM102
             if thread < WARPGROUPS:
                 turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
@@ -416,7 +433,8 @@ class HopperBackward:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 2]
+            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, PACKED_WORDS], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -434,6 +452,11 @@ class HopperBackward:
             do_empty=barriers + 2 * stages + dout_stages,
             k_full=barriers + 2 * (stages + dout_stages),
             v_full=barriers + 2 * (stages + dout_stages) + 1,
+            k_empty=barriers + 2 * (stages + dout_stages) + 2,
+            v_empty=barriers + 2 * (stages + dout_stages) + 3,
+            block_full=barriers + 2 * (stages + dout_stages) + 4,
+            block_empty=barriers + 2 * (stages + dout_stages) + 5,
+            words=storage.words.get_tensor(cute.make_layout(PACKED_WORDS)),
             stats=storage.stats.data_ptr(),
             ds_start=storage.ds.data_ptr(),
             k_start=storage.k.data_ptr(),
@@ -454,43 +477,94 @@ class HopperBackward:
                     for i in cutlass.range_constexpr(count):
                         cute.arch.mbarrier_init(full + i, 1)
                         cute.arch.mbarrier_init(empty + i, 4 * WARPGROUPS)
-                cute.arch.mbarrier_init(shared.k_full, 1)
-                cute.arch.mbarrier_init(shared.v_full, 1)
+                for barrier in (shared.k_full, shared.v_full, shared.block_full):
+                    cute.arch.mbarrier_init(barrier, 1)
+                if const_expr(self.config.persistent):
+                    for barrier in (shared.k_empty, shared.v_empty):
+                        cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
+                    cute.arch.mbarrier_init(shared.block_empty, 4 * WARPGROUPS + 1 + len(WRITERS))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        heads_kv = k.shape[2]
-        index = cute.arch.block_idx()[0]
-        n_block, slice_ = schedule.sections(index, n_blocks, heads_kv * batches, section, self.choose)
+        given = Names(
+            shared=shared,
+            q_shape=q.shape,
+            k_shape=k.shape,
+            cu_q=cu_q,
+            cu_k=cu_k,
+            used=used,
+            seqlen_q=seqlen_q,
+            m_blocks=m_blocks,
+            n_blocks=n_blocks,
+            slices=k.shape[2] * batches,
+            section=section,
+            left=left,
+            right=right,
+        )
+        products = (mma_scores, mma_values, mma_keys, mma_queries)
+        if const_expr(self.config.persistent):
+            if warp < 4:
+                cute.arch.setmaxregister_decrease(PERSISTENT_PRODUCER_REGISTERS)
+                if warp == LOADER:
+                    self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+                for i in cutlass.range_constexpr(WARPGROUPS):
+                    if warp == WRITERS[i]:
+                        self.write_blocks(given, sums, turns, i)
+                if warp == SCHEDULER:
+                    self.hand_out(given, turns, dk, dv)
+            else:
+                self.compute_blocks(given, dk, dv, products, scale, softcap)
+        else:
+            work = self.describe(given, cute.arch.block_idx()[0])
+            if warp < 4:
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if warp == LOADER:
+                    self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+                for i in cutlass.range_constexpr(WARPGROUPS):
+                    if const_expr(not self.config.ring) and warp == WRITERS[i]:
+                        self.write(work, sums, turns, i, left, right)
+                if const_expr(self.config.varlen):  # noqa: SIM102
+                    if warp == SCHEDULER:
+                        self.clear_hidden(work, dk, dv)
+            else:
+                self.compute(work, dk, dv, sums, products, scale, softcap, left, right)
+
+    def describe(self, given: Any, index: Any) -> Names:
+        """What a block works on, by its number in the order of blocks."""
+        q_shape, k_shape, cu_q, cu_k, left, right = (
+            given.q_shape, given.k_shape, given.cu_q, given.cu_k, given.left, given.right,
+        )  # fmt: skip
+        heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
+        n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
         rising = Int32(0)
-        if const_expr(self.mixed):
-            rising = self.choose((index // (section * n_blocks) + 1) * section < heads_kv * batches, 1, 0)
+        if self.mixed:
+            rising = self.choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
             n_block = self.choose(rising == 1, n_blocks - 1 - n_block, n_block)
         batch, head = slice_ // heads_kv, slice_ % heads_kv
-        q_start, k_start, seqlen_k, first_tile = Int32(0), Int32(0), k.shape[0], Int32(0)
-        if const_expr(cu_q is not None):
-            total_q, total_k = q.shape[3] - 1, k.shape[3] - 1
+        q_start, k_start, seqlen_k, first_tile = Int32(0), Int32(0), k_shape[0], Int32(0)
+        if self.config.varlen:
+            total_q, total_k = q_shape[3] - 1, k_shape[3] - 1
             sequence, k_start, seqlen_k, n_block = self.locate(cu_k, n_block, self.tile_n, total_k)
-            if const_expr(used is not None):
-                seqlen_k = cutlass.max(cutlass.min(seqlen_k, used[sequence]), 0)  # type: ignore[index]
+            if given.used is not None:
+                seqlen_k = cutlass.max(cutlass.min(seqlen_k, given.used[sequence]), 0)
             q_start, seqlen_q = self.bounds(cu_q, sequence, total_q)
-            first_tile = self.first_tile(cu_q, sequence, tile_m, total_q)
+            first_tile = self.first_tile(cu_q, sequence, self.tile_m, total_q)
         shift = seqlen_k - seqlen_q
         whole, hidden = seqlen_k, Int32(0)
-        if const_expr(self.config.varlen):
-            if const_expr(used is not None):
+        if self.config.varlen:
+            if given.used is not None:
                 _, whole = self.bounds(cu_k, sequence, total_k)
             # Keys that no query of the sequence sees stay outside of what TMA reads.
-            if const_expr(self.config.right):
+            if self.config.right:
                 seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
-            if const_expr(self.config.left):
+            if self.config.left:
                 hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
                 k_start += hidden
                 seqlen_k -= hidden
                 shift -= hidden
-        work = Names(
-            shared=shared,
-            group_size=q.shape[2] // heads_kv,
+        return Names(
+            shared=given.shared,
+            group_size=q_shape[2] // heads_kv,
             batch=batch,
             head=head,
             n_block=n_block,
@@ -499,38 +573,152 @@ class HopperBackward:
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             shift=shift,
-            heads_q=q.shape[2],
-            m_blocks=m_blocks,
+            heads_q=q_shape[2],
+            m_blocks=given.m_blocks,
             first_tile=first_tile,
             rising=rising,
             bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right),
+            whole=whole,
+            hidden=hidden,
+            turn=Int32(0),
+            base=Int32(0),
         )
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == LOADER:
-                self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            for i in cutlass.range_constexpr(WARPGROUPS):
-                if const_expr(not self.config.ring) and warp == WRITERS[i]:
-                    if const_expr(self.alternate):
-                        self.write_in_turn(work, sums, turns, i, left, right)
-                    else:
-                        self.write(work, sums, turns, i, left, right)
-            if const_expr(self.config.varlen):  # noqa: SIM102
-                if warp == CLEANER:
-                    for t in (dk, dv):
-                        self.clear_hidden(t, n_block, head, k_start - hidden, whole, hidden, hidden + seqlen_k)
-        else:
-            self.compute(work, dk, dv, sums, (mma_scores, mma_values, mma_keys, mma_queries), scale, softcap, left, right)
+
+    # Persistent blocks
 
     @cute.jit
-    def clear_hidden(self, t, n_block, head, start, length, first, past):
-        """Zeros in a packed sequence's rows of the block that are not its keys [first, past)."""
-        end = cutlass.min((n_block + 1) * self.tile_n, length)
-        chunks = t.shape[2] // 8
-        for row in cutlass.range(n_block * self.tile_n, end, unroll=1):
+    def hand_out(self, given, turns, dk, dv):
+        """The scheduler warp: key blocks in their order to whoever asks first.
+
+        It asks once the loader is done with the block before, which leaves that one's last two steps; of packed sequences, which
+        take longer to find, one block ahead. Those keep a block for tiles that do not exist, counted generously.
+        """
+        shared, varlen = given.shared, const_expr(self.config.varlen)
+        counter = turns.iterator + (turns.shape[0] - 1)
+        total = given.n_blocks * given.slices
+        turn, index = Int32(0), Int32(0)
+        while index < total:
+            if const_expr(not varlen):
+                cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+            if cute.arch.lane_idx() == 0:
+                index = cute.arch.atomic_add(counter, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            work = self.describe(given, cutlass.min(index, total - 1))
+            n_block = self.choose(index < total, work.n_block, -1)
+            words = [n_block, work.head, work.batch, *work.bounds, work.rising]
+            if const_expr(varlen):
+                words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
+                if index < total:
+                    self.clear_hidden(work, dk, dv)
+            if n_block * self.tile_n < work.seqlen_k:
+                if const_expr(varlen):
+                    cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+                self.publish(shared.words, words, shared.block_full)
+                turn += 1
+
+    @cute.jit
+    def publish(self, target, words, barrier):
+        """Words into shared memory, for those who wait at the barrier."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(words)):
+                target[i] = words[i]
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def next_block(self, given, turn):
+        """Number of the block that is handed out next, below 0: none."""
+        cute.arch.mbarrier_wait(given.shared.block_full, turn & 1)
+        return cute.arch.make_warp_uniform(given.shared.words[0])
+
+    def read_block(self, given: Any, n_block: Any, turn: Any, base: Any) -> Names:
+        """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before."""
+        count = PACKED_WORDS if self.config.varlen else DENSE_WORDS
+        words = [cute.arch.make_warp_uniform(given.shared.words[i]) for i in range(1, count)]
+        head, batch, *bounds, rising = words[: DENSE_WORDS - 1]
+        seqlen_q, seqlen_k = given.seqlen_q, given.k_shape[0]
+        lengths = [Int32(0), Int32(0), seqlen_q, seqlen_k, seqlen_k - seqlen_q, Int32(0)]
+        if self.config.varlen:
+            lengths = words[DENSE_WORDS - 1 :]
+        q_start, k_start, seqlen_q, seqlen_k, shift, first_tile = lengths
+        return Names(
+            shared=given.shared,
+            group_size=given.q_shape[2] // given.k_shape[2],
+            batch=batch,
+            head=head,
+            n_block=n_block,
+            q_start=q_start,
+            k_start=k_start,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            shift=shift,
+            heads_q=given.q_shape[2],
+            m_blocks=given.m_blocks,
+            first_tile=first_tile,
+            rising=rising,
+            bounds=tuple(bounds),
+            turn=turn,
+            base=base,
+        )
+
+    @cute.jit
+    def steps_of(self, work):
+        """How many steps a block has."""
+        first, _, _, end = work.bounds
+        return work.group_size * (end - first)
+
+    @cute.jit
+    def load_blocks(self, given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do):
+        """The loader warp's part of every block."""
+        turn, base = Int32(0), Int32(0)
+        n_block = self.next_block(given, turn)
+        while n_block >= 0:
+            work = self.read_block(given, n_block, turn, base)
+            self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+            self.release(given.shared.block_empty)
+            base += self.steps_of(work)
+            turn += 1
+            n_block = self.next_block(given, turn)
+
+    @cute.jit
+    def write_blocks(self, given, sums, turns, warp):
+        """A writer warp's part of every block."""
+        turn, base = Int32(0), Int32(0)
+        n_block = self.next_block(given, turn)
+        while n_block >= 0:
+            work = self.read_block(given, n_block, turn, base)
+            cute.arch.sync_warp()
+            self.release(given.shared.block_empty)
+            self.write(work, sums, turns, warp, given.left, given.right)
+            base += self.steps_of(work)
+            turn += 1
+            n_block = self.next_block(given, turn)
+
+    @cute.jit
+    def compute_blocks(self, given, dk, dv, products, scale, softcap):
+        """A consumer warpgroup's part of every block."""
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        r = self.registers(given, products, scale, softcap)
+        turn, base = Int32(0), Int32(0)
+        n_block = self.next_block(given, turn)
+        while n_block >= 0:
+            work = self.read_block(given, n_block, turn, base)
+            cute.arch.sync_warp()
+            self.release(given.shared.block_empty)
+            self.compute_block(r, work, dk, dv, scale, given.left, given.right)
+            base += self.steps_of(work)
+            turn += 1
+            n_block = self.next_block(given, turn)
+
+    @cute.jit
+    def clear_hidden(self, work, dk, dv):
+        """Zeros in a packed sequence's rows of the block that are not keys its queries see."""
+        first, past, start = work.hidden, work.hidden + work.seqlen_k, work.k_start - work.hidden
+        end = cutlass.min((work.n_block + 1) * self.tile_n, work.whole)
+        for row in cutlass.range(work.n_block * self.tile_n, end, unroll=1):
             if row < first or row >= past:
-                for i in cutlass.range(cute.arch.lane_idx(), chunks, 32, unroll=1):
-                    self.store_words(self.element(t, 0, start + row, head, i * 8), [Int32(0)] * 4)
+                for t in (dk, dv):
+                    for i in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
+                        self.store_words(self.element(t, 0, start + row, work.head, i * 8), [Int32(0)] * 4)
 
     @cute.jit
     def choose(self, condition, a, b):
@@ -564,39 +752,63 @@ class HopperBackward:
 
     @cute.jit
     def load(self, work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do):
-        """K and V once; Q with the row statistics, and dO, for every query tile."""
+        """K and V once; Q with the row statistics, and dO, for every query tile.
+
+        Where blocks are persistent, K and V come after the first Q and dO: the block before is done with those earlier.
+        """
         shared, config = work.shared, self.config
-        first, _, _, end = work.bounds
         tk, tv = (self.sequence(t, work.head, work.batch, work.k_start, work.seqlen_k) for t in (k, v))
         gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (work.n_block, 0))
         gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (work.n_block, 0))
         tks, tkg = self.tma_views(tma_k, shared.k, gk)
         tvs, tvg = self.tma_views(tma_v, shared.v, gv)
-        if first < end:  # else nobody waits for what would still be on its way when the block ends
-            self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
-            cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
+        keys, values = Names(atom=tma_k, into=tks, out_of=tkg), Names(atom=tma_v, into=tvs, out_of=tvg)
+        steps = self.steps_of(work)
+        if const_expr(config.persistent):
+            if steps == 0:  # others count on a load in every block
+                self.load_keys(work, keys, values)
+        else:
+            if steps > 0:  # else nobody waits for what would still be on its way when the block ends
+                self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+                cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
         stats_bytes = 8 * self.tile_m
-        for j in cutlass.range(work.group_size * (end - first), unroll=1):
+        for j in cutlass.range(steps, unroll=1):
             head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
             gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (m, 0))
             gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
             tqs, tqg = self.tma_views(tma_q, shared.q, gq)
             tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
-            stage, phase = schedule.ring(j, self.stages)
+            stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
             cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
             with cute.arch.elect_one():
                 source = stats.iterator + Int64(tile) * (2 * self.tile_m)
                 bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
-            if j == 0:
-                self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
-                cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
-            stage, phase = schedule.ring(j, self.dout_stages)
+            if const_expr(not config.persistent):  # noqa: SIM102
+                if j == 0:
+                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                    cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+            stage, phase = schedule.ring(work.base + j, self.dout_stages)
             cute.arch.mbarrier_wait(shared.do_empty + stage, phase ^ 1)
             self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
             cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
+            if const_expr(config.persistent):  # noqa: SIM102
+                if j == 0:
+                    self.load_keys(work, keys, values)
+
+    @cute.jit
+    def load_keys(self, work, keys, values):
+        """V, then K, each once the block before has read its own for the last time."""
+        shared, config = work.shared, self.config
+        phase = work.turn & 1 ^ 1
+        cute.arch.mbarrier_wait(shared.v_empty, phase)
+        self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+        cute.copy(values.atom, values.out_of, values.into[None, 0], tma_bar_ptr=shared.v_full)
+        cute.arch.mbarrier_wait(shared.k_empty, phase)
+        self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+        cute.copy(keys.atom, keys.out_of, keys.into[None, 0], tma_bar_ptr=shared.k_full)
 
     def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
         """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
@@ -640,7 +852,15 @@ class HopperBackward:
     # The writer warps
 
     @cute.jit
-    def write(self, work, sums, turns, group, left, right):
+    def write(self, work, sums, turns, warp, left, right):
+        """A writer warp's part of a block."""
+        if const_expr(self.alternate):
+            self.write_in_turn(work, sums, turns, warp, left, right)
+        else:
+            self.write_part(work, sums, turns, warp, left, right)
+
+    @cute.jit
+    def write_part(self, work, sums, turns, group, left, right):
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
         When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
@@ -649,9 +869,8 @@ class HopperBackward:
         step: measured both.
         """
         shared = work.shared
-        first, _, _, end = work.bounds
         source = shared.dq + group * self.piece
-        steps = work.group_size * (end - first)
+        steps = self.steps_of(work)
         if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         for j in cutlass.range(steps, unroll=1):
@@ -683,17 +902,16 @@ class HopperBackward:
 
     @cute.jit
     def write_in_turn(self, work, sums, turns, parity, left, right):
-        """As ``write`` when key blocks add in an order: one warp has the even steps, one the odd ones, of both warpgroups.
+        """As ``write_part`` when key blocks add in an order: one warp has the even steps, one the odd ones, of both warpgroups.
 
         From the wait for a turn to passing it on takes longer than a step, most of it until the adds have arrived.
         """
         shared = work.shared
-        first, _, _, end = work.bounds
-        steps = work.group_size * (end - first)
-        if parity == 0 and steps > 0:
+        steps, ahead = self.steps_of(work), (work.base + parity) & 1
+        if ahead == 1 and steps > 0:  # who had the step before, of another block
             for group in cutlass.range_constexpr(WARPGROUPS):
                 cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-        for j in cutlass.range(parity, steps, 2, unroll=1):
+        for j in cutlass.range(ahead, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
             turn = turns.iterator + Int64(tile) * WARPGROUPS
             for group in cutlass.range_constexpr(WARPGROUPS):
@@ -734,9 +952,22 @@ class HopperBackward:
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.registers(work, products, scale, softcap)
+        self.compute_block(r, work, dk, dv, scale, left, right)
+
+    @cute.jit
+    def compute_block(self, r, work, dk, dv, scale, left, right):
+        """All steps of a block, and its dK and dV."""
+        shared = work.shared
+        r = r.but(past=work.base + self.steps_of(work))
         self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
+        if const_expr(self.config.persistent):
+            cute.arch.mbarrier_wait(shared.k_full, work.turn & 1)
+            cute.arch.mbarrier_wait(shared.v_full, work.turn & 1)
+            if self.steps_of(work) == 0:
+                self.release(shared.v_empty)
+                self.release(shared.k_empty)
         self.steps(r, work)
         self.finish(r, work, dk, dv, scale)
 
@@ -745,10 +976,11 @@ class HopperBackward:
         """All query tiles, masked ones in loops of their own."""
         config, shared = self.config, work.shared
         first, whole_first, whole_end, end = work.bounds
-        j = Int32(0)
-        if first < end:
-            cute.arch.mbarrier_wait(shared.k_full, 0)
-            cute.arch.mbarrier_wait(shared.v_full, 0)
+        j = work.base
+        if const_expr(not config.persistent):  # noqa: SIM102
+            if first < end:
+                cute.arch.mbarrier_wait(shared.k_full, 0)
+                cute.arch.mbarrier_wait(shared.v_full, 0)
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
@@ -784,7 +1016,7 @@ class HopperBackward:
     def set_limits(self, r, work, left, right):
         """This thread's first visible query row, and the one past the last, of each of its keys."""
         for i in cutlass.range_constexpr(2):
-            key = r.row + 8 * i
+            key = work.n_block * self.tile_n + r.row + 8 * i
             visible = Int32(0)
             if const_expr(self.config.right):
                 visible = key - work.shift - right - r.column
@@ -796,8 +1028,9 @@ class HopperBackward:
     def finish(self, r, work, dk, dv, scale):
         """Store dK and dV."""
         warpgroup.wait_group(0)
-        self.epilogue(r.acc_dv, dv, work, r.row, 0, Float32(1.0))
-        self.epilogue(r.acc_dk, dk, work, r.row, 0, scale)
+        row = work.n_block * self.tile_n + r.row
+        self.epilogue(r.acc_dv, dv, work, row, 0, Float32(1.0))
+        self.epilogue(r.acc_dk, dk, work, row, 0, scale)
 
     def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
@@ -858,7 +1091,7 @@ class HopperBackward:
             limits=cute.make_rmem_tensor((2, 2), Int32),
             ds_target=ds_target,
             dq_target=shared.dq + group * self.piece + own * 4,
-            row=work.n_block * self.tile_n + group * 64 + own // 32 * 16 + own % 32 // 4,  # key, and that + 8
+            row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
             column=own % 4 * 2,
         )
 
@@ -900,6 +1133,8 @@ class HopperBackward:
         if const_expr(not config.softcap):
             mean = self.statistics(r, stage, 1)
         warpgroup.wait_group(0)
+        if const_expr(config.persistent):
+            self.release_last(r, j, shared.v_empty)
         if const_expr(config.softcap):
             mean = self.statistics(r, stage, 1)
         self.differentiate(r, mean)
@@ -916,6 +1151,8 @@ class HopperBackward:
         self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.release(shared.do_empty + stage)
+        if const_expr(config.persistent):
+            self.release_last(r, j, shared.k_empty)
         self.hand_over(r, j)
         warpgroup.wait_group(0)
         self.release(shared.q_empty + stage)
@@ -1019,6 +1256,12 @@ class HopperBackward:
     def release(self, barrier):
         """This warp has read what the barrier guards."""
         if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def release_last(self, r, j, barrier):
+        """As ``release``, in a block's last step."""
+        if cute.arch.lane_idx() == 0 and j + 1 == r.past:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit

@@ -118,6 +118,7 @@ class BackwardConfig:
     alternate: bool = False  # writer warps take turns at steps, not at warpgroups
     ring: bool = False  # consumer warps add their own dQ, from a ring of buffers; not where key blocks queue
     ahead: bool = False  # S of the next step is issued before dQ leaves
+    persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
 
     @property
     def name(self) -> str:
@@ -126,7 +127,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("alternate", "ring", "ahead") if getattr(self, feature)]
+        parts += [feature for feature in ("alternate", "ring", "ahead", "persistent") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

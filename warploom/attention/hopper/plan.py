@@ -169,6 +169,8 @@ WAYS = {(256, 256): (True, False)}
 
 # Whether the writer warps of a deterministic backward take turns at steps; off: each has a warpgroup's dQ.
 ALTERNATE = True
+# Whether blocks of 128 keys are persistent.
+PERSISTENT = True
 
 
 @cache
@@ -205,6 +207,7 @@ def backward_config(
         alternate=alternate,
         ring=ring and not deterministic and not softcap,  # whose constants would spill
         ahead=ahead,
+        persistent=PERSISTENT and tile_n == 128 and not deterministic,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.run import DTYPES, filled
+from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
@@ -111,7 +111,8 @@ def _launch(
     q = tensors[0]
     sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
     stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
-    turns = q.new_empty(2 * tiles, dtype=torch.int32) if variant.deterministic else None
+    count = 2 * tiles * variant.deterministic + variant.persistent
+    turns = q.new_empty(count, dtype=torch.int32) if count else None
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
         dim, dim_v = variant.head_dim, variant.head_dim_v
@@ -122,7 +123,7 @@ def _launch(
     with on_device(q):
         function(
             *views, lse.contiguous(), dlse, *gradients, sums, stats, turns, *starts,
-            args.scale, args.softcap, left, right, together,
+            args.scale, args.softcap, left, right, together, processors(q.get_device()),
         )  # fmt: skip
     return stats
 
