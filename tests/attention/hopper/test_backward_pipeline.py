@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,8 +55,27 @@ class Turns:
         self.sums.setdefault(step, []).append(rank)
 
 
+class Claims:
+    """What is there of one part of dQ (0: nothing, 1: it is on its way, 2: it), and who has added to it."""
+
+    def __init__(self) -> None:
+        self.state: dict[Step, int] = {}
+        self.sums: dict[Step, list[int]] = {}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Key block ``rank`` of its head, over query tiles [first, end); of persistent blocks the ``turn``-th, after ``base`` steps."""
+
+    rank: int
+    first: int
+    end: int
+    turn: int = 0
+    base: int = 0
+
+
 class Block:
-    """One block: key block ``rank`` of its head, over query tiles [first, end) of ``members`` heads."""
+    """One block, over query tiles of ``members`` heads."""
 
     STAGES = DOUT_STAGES = SLOTS = 2
     PIECES = 1  # in which dQ of a step leaves
@@ -63,8 +84,9 @@ class Block:
     def __init__(
         self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None, rising: bool = False
     ) -> None:
-        self.first, self.end, self.members, self.rank, self.turns = first, end, members, rank, turns
+        self.work, self.members, self.turns = Work(rank, first, end), members, turns
         self.rising = rising
+        self.claims: list[Claims] | None = None
         self.k_full, self.v_full = Barrier(1), Barrier(1)
         self.q_full, self.do_full = ([Barrier(1) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.q_empty, self.do_empty = ([Barrier(WARPGROUPS) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
@@ -77,12 +99,13 @@ class Block:
         self.loads: list[Callable[[], None]] = []
         self.added: list[list[Step]] = [[] for _ in range(WARPGROUPS)]
 
-    def steps(self) -> list[Step]:
+    def steps(self, work: Work | None = None) -> list[Step]:
         """(member, query tile): heads of the group one after the other, or all of them at a tile where blocks queue for dQ."""
+        work = work or self.work
+        tiles = range(work.first, work.end)
         if self.turns:
-            tiles = range(self.first, self.end)
             return [(member, m) for m in (tiles if self.rising else reversed(tiles)) for member in range(self.members)]
-        return [(member, m) for member in range(self.members) for m in range(self.first, self.end)]
+        return [(member, m) for member in range(self.members) for m in tiles]
 
     def push(self, memory: list[object] | None, full: Barrier, stage: int, value: object) -> None:
         def land() -> None:
@@ -94,33 +117,53 @@ class Block:
             memory[stage] = "in flight"
         self.loads.append(land)
 
-    def loader(self) -> Iterator[Wait]:
-        if self.first < self.end:
+    def loader(self, work: Work) -> Iterator[Wait]:
+        if work.first < work.end:
             self.push(None, self.k_full, 0, None)
-        for j, step in enumerate(self.steps()):
-            stage, phase = ring(j, self.STAGES)
+        yield from self.load_queries(work)
+
+    def load_queries(self, work: Work) -> Iterator[Wait]:
+        for j, step in enumerate(self.steps(work)):
+            stage, phase = ring(work.base + j, self.STAGES)
             yield self.q_empty[stage], phase ^ 1
             self.push(self.q, self.q_full[stage], stage, step)
             if j == 0:
-                self.push(None, self.v_full, 0, None)
-            stage, phase = ring(j, self.DOUT_STAGES)
+                self.push_values(work)
+            stage, phase = ring(work.base + j, self.DOUT_STAGES)
             yield self.do_empty[stage], phase ^ 1
             self.push(self.dout, self.do_full[stage], stage, step)
+            if j == 0:
+                yield from self.load_keys(work)
 
-    def turn(self, m: int) -> int:
+    def push_values(self, work: Work) -> None:
+        self.push(None, self.v_full, 0, None)
+
+    def load_keys(self, work: Work) -> Iterator[Wait]:
+        """Nothing: they came first."""
+        yield from ()
+
+    def turn(self, work: Work, m: int) -> int:
         """How many blocks add to a tile before this one; rising blocks start with the last, whose first tile is 2 n."""
-        return m // 2 - self.rank if self.rising else self.rank
+        return m // 2 - work.rank if self.rising else work.rank
 
-    def writer(self, group: int) -> Iterator[Wait]:
-        steps = self.steps()
+    def writer(self, group: int, work: Work) -> Iterator[Wait]:
+        steps = self.steps(work)
         empty, full = self.dq_empty[group], self.dq_full[group]
         if steps:
             empty.arrive()
         for j, step in enumerate(steps):
             more = j + 1 < len(steps)
+            stores = False
             for piece in range(self.PIECES):
                 yield full, full.arrive()
-                while self.turns and piece == 0 and self.turns[group].count.get(step, 0) != self.turn(step[1]):
+                if self.claims:
+                    state = self.claims[group].state
+                    stores = state.get(step, 0) == 0
+                    if stores:
+                        state[step] = 1
+                    while not stores and state[step] != 2:
+                        yield None
+                while self.turns and piece == 0 and self.turns[group].count.get(step, 0) != self.turn(work, step[1]):
                     yield None
                 value = self.dq[group]
                 assert value == (step, piece)
@@ -131,22 +174,31 @@ class Block:
             self.added[group].append(step)
             if more:
                 empty.arrive()
+            if self.claims:
+                claims = self.claims[group]
+                assert stores or claims.state[step] == 2, "added to what was not there"
+                if stores:
+                    yield None  # the store has arrived
+                    assert step not in claims.sums, "stored over what had been added"
+                    claims.state[step] = 2
+                claims.sums.setdefault(step, []).append(work.rank)
             if self.turns:
                 yield None  # the add has arrived
-                self.turns[group].pass_on(step, self.rank)
+                self.turns[group].pass_on(step, work.rank)
 
-    def alternate(self, parity: int) -> Iterator[Wait]:
+    def alternate(self, parity: int, work: Work) -> Iterator[Wait]:
         """A writer of every other step: one counter for both warpgroups."""
         assert self.turns
-        steps = self.steps()
-        if parity == 0 and steps:
+        steps = self.steps(work)
+        ahead = work.base + parity & 1
+        if ahead == 1 and steps:
             for empty in self.dq_empty:
                 empty.arrive()
-        for j in range(parity, len(steps), 2):
+        for j in range(ahead, len(steps), 2):
             for group in range(WARPGROUPS):
                 full = self.dq_full[group + parity * WARPGROUPS]
                 yield full, full.arrive()
-                while group == 0 and self.turns[0].count.get(steps[j], 0) != self.turn(steps[j][1]):
+                while group == 0 and self.turns[0].count.get(steps[j], 0) != self.turn(work, steps[j][1]):
                     yield None
                 assert self.dq[group] == (steps[j], 0)
             for group in range(WARPGROUPS):
@@ -157,7 +209,7 @@ class Block:
                     self.dq_empty[group].arrive()
             yield None  # the adds have arrived
             for part in self.turns:
-                part.pass_on(steps[j], self.rank)
+                part.pass_on(steps[j], work.rank)
 
     def hand_over(self, group: int, step: Step, odd: int = 0) -> Iterator[Wait]:
         full = self.dq_full[group + (odd * WARPGROUPS if self.turns and self.ALTERNATE else 0)]
@@ -167,36 +219,56 @@ class Block:
             yield None
             full.arrive()
 
-    def consumer(self, group: int) -> Iterator[Wait]:
-        if self.first < self.end:
+    def consumer(self, group: int, work: Work) -> Iterator[Wait]:
+        if work.first < work.end:
             yield self.k_full, 0
             yield self.v_full, 0
-        for j, step in enumerate(self.steps()):
-            stage, phase = ring(j, self.STAGES)
+        yield from self.compute(group, work)
+
+    def compute(self, group: int, work: Work) -> Iterator[Wait]:
+        steps = self.steps(work)
+        for j, step in enumerate(steps):
+            last = j + 1 == len(steps)
+            stage, phase = ring(work.base + j, self.STAGES)
             yield self.q_full[stage], phase
             assert self.q[stage] == step
-            dout_stage, phase = ring(j, self.DOUT_STAGES)
-            yield self.do_full[dout_stage], phase
-            assert self.dout[dout_stage] == step
-            yield None
-            slot = j % self.SLOTS
+            yield self.do_full[stage], phase
+            assert self.dout[stage] == step
+            self.check_keys(work)
+            yield None  # S and dP are there
+            self.check_keys(work)
+            if last:
+                self.release_values()
+            slot = (work.base + j) % self.SLOTS
             self.ds[slot][group] = step
             yield self.ds_ready, self.ds_ready.arrive()
             assert self.ds[slot] == [step] * WARPGROUPS, "dQ reads dS of another step"
             yield None  # dQ and dK are running
             assert self.ds[slot] == [step] * WARPGROUPS, "dS was overwritten under dQ"
-            assert self.dout[dout_stage] == step and self.q[stage] == step
-            self.do_empty[dout_stage].arrive()
-            yield from self.hand_over(group, step, j % 2)
+            assert self.dout[stage] == step and self.q[stage] == step
+            self.do_empty[stage].arrive()
+            self.check_keys(work, values=False)
+            if last:
+                self.release_keys()
+            yield from self.hand_over(group, step, (work.base + j) % 2)
             yield None
             assert self.q[stage] == step
             self.q_empty[stage].arrive()
 
+    def check_keys(self, work: Work, values: bool = True) -> None:
+        """K, and V, are what they should be: nobody overwrites them."""
+
+    def release_values(self) -> None:
+        """V has been read for the last time; nobody waits for it."""
+
+    def release_keys(self) -> None:
+        """So has K."""
+
     def roles(self) -> dict[str, Iterator[Wait]]:
-        found = {"loader": self.loader()}
+        found = {"loader": self.loader(self.work)}
         for group in range(WARPGROUPS):
             writer = self.alternate if self.turns and self.ALTERNATE else self.writer
-            found |= {f"writer {group}": writer(group), f"consumer {group}": self.consumer(group)}
+            found |= {f"writer {group}": writer(group, self.work), f"consumer {group}": self.consumer(group, self.work)}
         return found
 
 
@@ -204,6 +276,85 @@ class Alternating(Block):
     """A block of the narrow kernel, when deterministic."""
 
     ALTERNATE = True
+
+
+class Persistent(Alternating):
+    """A block that takes key blocks from a queue that all share. K and V are loaded for each of them, with steps or without."""
+
+    def __init__(self, queue: Iterator[tuple[int, int, int]], members: int, turns: list[Turns] | None = None, **options: Any) -> None:
+        super().__init__(0, 0, members, 0, turns, **options)
+        self.queue = queue
+        self.k_empty, self.v_empty = Barrier(WARPGROUPS), Barrier(WARPGROUPS)
+        self.block_full, self.block_empty = Barrier(1), Barrier(1 + 2 * WARPGROUPS)
+        self.words: tuple[int, int, int] | None = None
+        self.k: list[object] = [None]
+        self.v: list[object] = [None]
+
+    def scheduler(self) -> Iterator[Wait]:
+        turn = 0
+        while turn == 0 or self.words:
+            yield self.block_empty, turn & 1 ^ 1
+            self.words = next(self.queue, None)
+            self.block_full.arrive()
+            turn += 1
+
+    def each(self, part: Callable[[Work], Iterator[Wait]]) -> Iterator[Wait]:
+        """A role's part of all blocks."""
+        turn, base = 0, 0
+        while True:
+            yield self.block_full, turn & 1
+            if self.words is None:
+                return
+            work = Work(*self.words, turn, base)
+            yield from part(work)
+            turn, base = turn + 1, base + len(self.steps(work))
+
+    def loader(self, work: Work) -> Iterator[Wait]:
+        if work.first >= work.end:
+            yield from self.load_keys(work)
+        yield from self.load_queries(work)
+        self.block_empty.arrive()
+
+    def push_values(self, work: Work) -> None:
+        """After dO."""
+
+    def load_keys(self, work: Work) -> Iterator[Wait]:
+        phase = work.turn & 1 ^ 1
+        yield self.v_empty, phase
+        self.push(self.v, self.v_full, 0, work.turn)
+        yield self.k_empty, phase
+        self.push(self.k, self.k_full, 0, work.turn)
+
+    def check_keys(self, work: Work, values: bool = True) -> None:
+        assert self.k == [work.turn] and (not values or self.v == [work.turn]), "K or V was overwritten"
+
+    def release_values(self) -> None:
+        self.v_empty.arrive()
+
+    def release_keys(self) -> None:
+        self.k_empty.arrive()
+
+    def consumer(self, group: int, work: Work) -> Iterator[Wait]:
+        self.block_empty.arrive()
+        yield self.k_full, work.turn & 1
+        yield self.v_full, work.turn & 1
+        self.check_keys(work)
+        if work.first >= work.end:
+            self.release_values()
+            self.release_keys()
+        yield from self.compute(group, work)
+        yield None  # dK and dV leave
+
+    def written(self, group: int, work: Work) -> Iterator[Wait]:
+        self.block_empty.arrive()
+        yield from (self.alternate if self.turns else self.writer)(group, work)
+
+    def roles(self) -> dict[str, Iterator[Wait]]:
+        found = {"scheduler": self.scheduler(), "loader": self.each(self.loader)}
+        for group in range(WARPGROUPS):
+            found[f"writer {group}"] = self.each(partial(self.written, group))
+            found[f"consumer {group}"] = self.each(partial(self.consumer, group))
+        return found
 
 
 class Wide(Block):
@@ -215,8 +366,8 @@ class Wide(Block):
         self.p: list[list[object]] = [[None] * WARPGROUPS for _ in range(self.SLOTS)]
         self.ds = [[None] * WARPGROUPS]
 
-    def consumer(self, group: int) -> Iterator[Wait]:
-        if self.first < self.end:
+    def consumer(self, group: int, work: Work) -> Iterator[Wait]:
+        if work.first < work.end:
             yield self.k_full, 0
             yield self.v_full, 0
         steps = self.steps()
@@ -264,9 +415,9 @@ class Roles(Block):
         self.p: list[object] = [None] * WARPGROUPS
         self.ds = [[None] * WARPGROUPS]
 
-    def consumer(self, group: int) -> Iterator[Wait]:
+    def consumer(self, group: int, work: Work) -> Iterator[Wait]:
         values = group == 0
-        if self.first < self.end:
+        if work.first < work.end:
             yield self.k_full, 0
             yield self.v_full, 0
         steps = self.steps()
@@ -394,6 +545,76 @@ def test_blocks_that_start_in_the_wrong_order_hang() -> None:
     blocks = [Block(0, 2, 1, n, turns) for n in (1, 0)]
     with pytest.raises(AssertionError, match=r"for ever|hangs"):
         play(blocks, 1, random.Random(0))
+
+
+def persistent(
+    kind: type[Persistent], draw: random.Random, processors: int = 3, deterministic: bool = False, order: str = "full"
+) -> tuple[list[tuple[int, int, int]], list[Persistent]]:
+    """Key blocks of one head, some without steps, and the persistent blocks that have played them through."""
+    numbers = list(range(9)) if order != "rising" else list(reversed(range(4)))
+    end = 8
+    items = [(n, min({"full": 0, "causal": n, "rising": 2 * n}[order], end), end) for n in numbers]
+    if order == "full":
+        items = [(n, first, first if n in (3, 4, 8) else 1 + n % 3) for n, first, _ in items]
+    queue = iter(items)
+    turns = [Turns() for _ in range(WARPGROUPS)] if deterministic else None
+    blocks = [kind(queue, 2, turns, rising=order == "rising") for _ in range(processors)]
+    claims = [Claims() for _ in range(WARPGROUPS)]
+    for block in blocks:
+        block.claims = None if deterministic else claims
+    play(list(blocks), processors, draw)
+    return items, blocks
+
+
+@pytest.mark.parametrize("order", ["full", "causal"])
+@pytest.mark.parametrize("processors", [1, 3])
+def test_persistent_blocks(processors: int, order: str) -> None:
+    for seed in range(6):
+        items, blocks = persistent(Persistent, random.Random(seed), processors, order=order)
+        want = {(h, m): sorted(n for n, first, end in items if first <= m < end) for h in range(2) for m in range(8)}
+        for group in range(WARPGROUPS):
+            claims = blocks[0].claims
+            assert claims and {s: sorted(x) for s, x in claims[group].sums.items()} == {s: x for s, x in want.items() if x}
+            assert sum(len(block.added[group]) for block in blocks) == sum(map(len, want.values()))
+
+
+@pytest.mark.parametrize("order", ["causal", "rising"])
+@pytest.mark.parametrize("processors", [1, 3])
+def test_persistent_blocks_add_in_their_order(processors: int, order: str) -> None:
+    for seed in range(3):
+        items, blocks = persistent(Persistent, random.Random(seed), processors, True, order)
+        turns = blocks[0].turns
+        assert turns
+        want = {(h, m): [n for n, first, end in items if first <= m < end] for h in range(2) for m in range(8)}
+        assert all(part.sums == want for part in turns)
+
+
+def skipping(name: str) -> type[Persistent]:
+    """Persistent blocks one of whose barriers lets everybody pass."""
+
+    class Skipping(Persistent):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            getattr(self, name).passed = lambda phase: True
+
+    return Skipping
+
+
+@pytest.mark.parametrize("name", ["k_empty", "v_empty", "k_full", "v_full", "block_full", "block_empty"])
+def test_each_barrier_of_persistent_blocks_is_needed(name: str) -> None:
+    with pytest.raises((AssertionError, TypeError)):
+        for seed in range(100):
+            persistent(skipping(name), random.Random(seed))
+
+
+def test_phases_that_start_over_in_each_block_would_race() -> None:
+    class Forgetful(Persistent):
+        def each(self, part: Callable[[Work], Iterator[Wait]]) -> Iterator[Wait]:
+            return super().each(lambda work: part(replace(work, base=0)))
+
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            persistent(Forgetful, random.Random(seed))
 
 
 def test_one_slot_of_ds_would_race() -> None:

@@ -24,6 +24,7 @@ from warploom.runtime.modules import ModuleSpec
 DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "scale"))]
 VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
 NAN = float("nan")
+PROCESSORS = 7
 
 
 def kernel(spec: ModuleSpec) -> Callable[..., None]:
@@ -80,12 +81,14 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, turns: Tensor | None,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
-        scale: float, softcap: float, left: int, right: int, section: int,
+        scale: float, softcap: float, left: int, right: int, section: int, blocks: int,
     ) -> None:  # fmt: skip
+        assert blocks == PROCESSORS
+        per_tile = 2 * (variant["deterministic"] or variant["claims"])
         if cu_q is not None:
             packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, stats, cu_q, cu_k, used, scale, softcap, left, right)
             return
-        assert section >= 1 and (dlse is not None) == variant["dlse"] and (turns is not None) == variant["deterministic"]
+        assert section >= 1 and (dlse is not None) == variant["dlse"]
         assert (softcap != 0.0) == variant["softcap"]
         assert all(s % 8 == 0 for t in (q, k, v, out, dout) for s in t.stride()[:-1]) and lse.is_contiguous()
         tile_m, dim = variant["tile_m"], variant["head_dim"]
@@ -102,7 +105,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         padded[..., : q.shape[1]] = delta
         rows.copy_(padded.view(rows.shape))
         assert sums.numel() == tiles * tile_m * dim and stats.numel() == tiles * 2 * tile_m
-        assert turns is None or turns.numel() == 2 * tiles
+        assert (0 if turns is None else turns.numel()) == per_tile * tiles + variant["persistent"]
 
     return call
 
@@ -113,6 +116,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(modules, "load", kernel)
+    monkeypatch.setattr(run_backward, "processors", lambda index: PROCESSORS)
 
 
 def compare(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:

@@ -23,7 +23,16 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig, box_columns
-from warploom.attention.hopper.primitives import bulk_add, bulk_load, pass_on, store_matrices, wait_for
+from warploom.attention.hopper.primitives import (
+    bulk_add,
+    bulk_load,
+    bulk_store,
+    claim,
+    load_acquire,
+    pass_on,
+    store_matrices,
+    wait_for,
+)
 from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 
 WARPGROUP = 128
@@ -95,8 +104,8 @@ class HopperBackward:
         dv: cute.Tensor,
         sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
         stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
-        # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ; where blocks are persistent,
-        # one more (or only one): key blocks handed out
+        # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ, or whether it is there (0: no,
+        # 1: on its way, 2: yes); where blocks are persistent, one more (or only one): key blocks handed out
         turns: cute.Tensor | None,
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
@@ -156,7 +165,10 @@ class HopperBackward:
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        self.after(dq, sums, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
+        there = turns if const_expr(config.claims) else None
+        self.after(dq, sums, there, cu_q, m_blocks, scale).launch(
+            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )  # fmt: skip
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
@@ -210,7 +222,7 @@ class HopperBackward:
         cu_k: cute.Tensor | None,
         m_blocks: Int32,
     ):
-        """Row statistics of a query tile, and zeros where its dQ will be summed up.
+        """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
 
         A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0.
         """
@@ -222,16 +234,17 @@ class HopperBackward:
             self.clear(dv, cu_k)
         batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, out, cu_q)
         size = tile_m * self.config.head_dim
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        into = sums.iterator + Int64(index) * size
-        for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
-            target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
-            cute.autovec_copy(zeros, target)
+        if const_expr(not self.config.claims):
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            into = sums.iterator + Int64(index) * size
+            for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
+                target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
+                cute.autovec_copy(zeros, target)
         if const_expr(self.config.persistent):  # noqa: SIM102
             if index == 0 and thread == 0:
                 turns[turns.shape[0] - 1] = Int32(0)  # type: ignore[index,union-attr]
-        if const_expr(self.config.deterministic):  # noqa: SIM102
+        if const_expr(self.config.deterministic or self.config.claims):  # noqa: SIM102
             if thread < WARPGROUPS:
                 turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
@@ -322,7 +335,15 @@ class HopperBackward:
     # After
 
     @cute.kernel
-    def after(self, dq: cute.Tensor, sums: cute.Tensor, cu_q: cute.Tensor | None, m_blocks: Int32, scale: Float32):
+    def after(
+        self,
+        dq: cute.Tensor,
+        sums: cute.Tensor,
+        there: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        m_blocks: Int32,
+        scale: Float32,
+    ):
         """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers."""
         config, tile_m = self.config, self.tile_m
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -334,6 +355,9 @@ class HopperBackward:
         for i in cutlass.range_constexpr(count):
             four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
             cute.autovec_copy(four, values[None, i])
+        if const_expr(there is not None):  # noqa: SIM102
+            if there[Int64(index) * WARPGROUPS + group] == 0:  # type: ignore[index]
+                values.fill(0.0)
         if const_expr(self.swapped):
             # Columns of dQᵀ, which are queries: rows again by way of shared memory.
             pitch = config.head_dim + 8
@@ -764,6 +788,9 @@ class HopperBackward:
         tvs, tvg = self.tma_views(tma_v, shared.v, gv)
         keys, values = Names(atom=tma_k, into=tks, out_of=tkg), Names(atom=tma_v, into=tvs, out_of=tvg)
         steps = self.steps_of(work)
+        if const_expr(config.prefetch):
+            cute.prefetch(tma_k, tkg)
+            cute.prefetch(tma_v, tvg)
         if const_expr(config.persistent):
             if steps == 0:  # others count on a load in every block
                 self.load_keys(work, keys, values)
@@ -863,6 +890,8 @@ class HopperBackward:
     def write_part(self, work, sums, turns, group, left, right):
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
+        Where blocks claim tiles, the first at one stores, and others wait until that is there, for about as long as a store takes.
+
         When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
         start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back
         when the add is on its way, or, where blocks reach a tile at the same time, when it has arrived, which keeps them in
@@ -876,12 +905,20 @@ class HopperBackward:
         for j in cutlass.range(steps, unroll=1):
             _, m, tile = self.place(work, j)
             part = Int64(tile) * WARPGROUPS + group
+            found, first = Int32(0), Int32(0)
+            if const_expr(self.config.claims):  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    found = load_acquire(turns.iterator + part)  # its latency hides under the wait for dQ
             for piece in cutlass.range_constexpr(self.config.pieces):
                 cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
                 if cute.arch.lane_idx() == 0:
                     if const_expr(self.config.deterministic and piece == 0):
                         wait_for(turns.iterator + part, self.rank(work, m, left, right))
-                    bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
+                    if const_expr(self.config.claims):
+                        first = claim(turns.iterator + part, found)
+                        self.leave(first, sums.iterator + part * self.part, source)
+                    else:
+                        bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
@@ -890,6 +927,11 @@ class HopperBackward:
             at_once = not self.config.deterministic or self.mixed or work.group_size > 1
             if j + 1 < steps and at_once:
                 cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if const_expr(self.config.claims):
+                if cute.arch.lane_idx() == 0 and first == 1:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(turns.iterator + part)
+                cute.arch.sync_warp()
             if const_expr(self.config.deterministic):
                 if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -899,6 +941,14 @@ class HopperBackward:
                     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def leave(self, first, target, source):
+        """A part of dQ: stored where nothing is yet, else added to what is there."""
+        if first == 1:
+            bulk_store(target, source, 4 * self.part)
+        else:
+            bulk_add(target, source, 4 * self.part)
 
     @cute.jit
     def write_in_turn(self, work, sums, turns, parity, left, right):

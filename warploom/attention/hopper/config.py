@@ -118,7 +118,9 @@ class BackwardConfig:
     alternate: bool = False  # writer warps take turns at steps, not at warpgroups
     ring: bool = False  # consumer warps add their own dQ, from a ring of buffers; not where key blocks queue
     ahead: bool = False  # S of the next step is issued before dQ leaves
+    claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
+    prefetch: bool = False  # K and V of the next block to L2
 
     @property
     def name(self) -> str:
@@ -127,7 +129,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("alternate", "ring", "ahead", "persistent") if getattr(self, feature)]
+        parts += [feature for feature in ("alternate", "ring", "ahead", "claims", "persistent", "prefetch") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -171,6 +171,8 @@ WAYS = {(256, 256): (True, False)}
 ALTERNATE = True
 # Whether blocks of 128 keys are persistent.
 PERSISTENT = True
+# Whether their first dQ of a tile is stored, not added to zeros.
+CLAIMS = True
 
 
 @cache
@@ -207,6 +209,7 @@ def backward_config(
         alternate=alternate,
         ring=ring and not deterministic and not softcap,  # whose constants would spill
         ahead=ahead,
+        claims=CLAIMS and tile_n == 128 and not deterministic,
         persistent=PERSISTENT and tile_n == 128 and not deterministic,
     )
 

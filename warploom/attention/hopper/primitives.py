@@ -50,7 +50,15 @@ def bulk_add(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
-def _load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+def bulk_store(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread copies ``size`` bytes from shared to global memory, as part of its bulk group."""
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
+    assembly(None, [*pointers, Int32(size).ir_value(loc=loc, ip=ip)], text, "l,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     text = "ld.acquire.gpu.global.b32 $0, [$1];"
     return Int32(assembly(T.i32(), [address.to_llvm_ptr(loc=loc, ip=ip)], text, "=r,l,~{memory}", side_effects=True))
 
@@ -58,10 +66,31 @@ def _load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
 @cute.jit
 def wait_for(counter, value):
     """One thread waits until a counter in global memory has a value; what was added before it got there is visible."""
-    found = _load_acquire(counter)
+    found = load_acquire(counter)
     while found != value:
-        found = _load_acquire(counter)
+        found = load_acquire(counter)
     cute.arch.fence_proxy("async.global")
+
+
+# What a state says of memory that the first thread to come is to fill.
+NOT_THERE, ON_ITS_WAY, THERE = 0, 1, 2
+
+
+@cute.jit
+def claim(state, found):
+    """1 if this thread is to fill the memory, and to count the state up when it has; else 0, once what fills it is visible.
+
+    ``found`` is the state that it read before.
+    """
+    first = Int32(0)
+    if found != THERE:
+        found = cute.arch.atomic_cas(state, cmp=Int32(NOT_THERE), val=Int32(ON_ITS_WAY), sem="acquire", scope="gpu")
+        if found == NOT_THERE:
+            first, found = Int32(1), Int32(THERE)
+        while found != THERE:
+            found = load_acquire(state)
+    cute.arch.fence_proxy("async.global")
+    return first
 
 
 @dsl_user_op

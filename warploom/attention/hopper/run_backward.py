@@ -111,7 +111,7 @@ def _launch(
     q = tensors[0]
     sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
     stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
-    count = 2 * tiles * variant.deterministic + variant.persistent
+    count = 2 * tiles * (variant.deterministic or variant.claims) + variant.persistent
     turns = q.new_empty(count, dtype=torch.int32) if count else None
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
