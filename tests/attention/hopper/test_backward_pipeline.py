@@ -65,7 +65,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class Work:
-    """Key block ``rank`` of its head, over query tiles [first, end); of persistent blocks the ``turn``-th, after ``base`` steps."""
+    """Key block ``rank`` of its head, over query tiles [first, end); of a persistent block the ``turn``-th, after ``base``."""
 
     rank: int
     first: int
@@ -281,7 +281,9 @@ class Alternating(Block):
 class Persistent(Alternating):
     """A block that takes key blocks from a queue that all share. K and V are loaded for each of them, with steps or without."""
 
-    def __init__(self, queue: Iterator[tuple[int, int, int]], members: int, turns: list[Turns] | None = None, **options: Any) -> None:
+    def __init__(
+        self, queue: Iterator[tuple[int, int, int]], members: int, turns: list[Turns] | None = None, **options: Any
+    ) -> None:
         super().__init__(0, 0, members, 0, turns, **options)
         self.queue = queue
         self.k_empty, self.v_empty = Barrier(WARPGROUPS), Barrier(WARPGROUPS)

@@ -614,8 +614,8 @@ class HopperBackward:
     def hand_out(self, given, turns, dk, dv):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
-        It asks once the loader is done with the block before, which leaves that one's last two steps; of packed sequences, which
-        take longer to find, one block ahead. Those keep a block for tiles that do not exist, counted generously.
+        It asks once the loader is done with the block before, which leaves that one's last two steps; of packed sequences,
+        which take longer to find, one block ahead. Blocks of theirs that do not exist, counted generously, are left out.
         """
         shared, varlen = given.shared, const_expr(self.config.varlen)
         counter = turns.iterator + (turns.shape[0] - 1)
@@ -890,7 +890,7 @@ class HopperBackward:
     def write_part(self, work, sums, turns, group, left, right):
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
-        Where blocks claim tiles, the first at one stores, and others wait until that is there, for about as long as a store takes.
+        Where blocks claim tiles, the first at one stores; others wait until that is there, for as long as a store takes.
 
         When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
         start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back

@@ -129,7 +129,9 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("alternate", "ring", "ahead", "claims", "persistent", "prefetch") if getattr(self, feature)]
+        parts += [
+            feature for feature in ("alternate", "ring", "ahead", "claims", "persistent", "prefetch") if getattr(self, feature)
+        ]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
