@@ -79,6 +79,7 @@ class Block:
 
     STAGES = DOUT_STAGES = SLOTS = 2
     PIECES = 1  # in which dQ of a step leaves
+    STAGED = False  # whether dK and dV leave by way of the buffer of dQ
     ALTERNATE = False  # whether a writer has every other step of both warpgroups, where blocks know their turns
 
     def __init__(
@@ -91,6 +92,10 @@ class Block:
         self.q_full, self.do_full = ([Barrier(1) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.q_empty, self.do_empty = ([Barrier(WARPGROUPS) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.ds_ready = NamedBarrier()
+        self.dq_gone = [NamedBarrier() for _ in range(WARPGROUPS)]
+        self.turn_to_issue = [NamedBarrier() for _ in range(WARPGROUPS)]
+        self.turn_to_issue[0].arrive()
+        self.issued: list[int] = []
         self.dq_empty, self.dq_full = ([NamedBarrier() for _ in range(n * WARPGROUPS)] for n in (1, 2))
         self.q: list[object] = [None] * self.STAGES
         self.dout: list[object] = [None] * self.DOUT_STAGES
@@ -174,6 +179,8 @@ class Block:
             self.added[group].append(step)
             if more:
                 empty.arrive()
+            elif self.STAGED:
+                self.dq_gone[group].arrive()
             if self.claims:
                 claims = self.claims[group]
                 assert stores or claims.state[step] == 2, "added to what was not there"
@@ -207,6 +214,8 @@ class Block:
                 self.added[group].append(steps[j])
                 if j + 1 < len(steps):
                     self.dq_empty[group].arrive()
+                elif self.STAGED:
+                    self.dq_gone[group].arrive()
             yield None  # the adds have arrived
             for part in self.turns:
                 part.pass_on(steps[j], work.rank)
@@ -224,6 +233,15 @@ class Block:
             yield self.k_full, 0
             yield self.v_full, 0
         yield from self.compute(group, work)
+        yield from self.copy_out(group, work)
+
+    def copy_out(self, group: int, work: Work) -> Iterator[Wait]:
+        if self.STAGED:
+            if work.first < work.end:
+                yield self.dq_gone[group], self.dq_gone[group].arrive()
+            self.dq[group] = "dK and dV"
+            yield None
+            assert self.dq[group] == "dK and dV"
 
     def compute(self, group: int, work: Work) -> Iterator[Wait]:
         steps = self.steps(work)
@@ -232,9 +250,12 @@ class Block:
             stage, phase = ring(work.base + j, self.STAGES)
             yield self.q_full[stage], phase
             assert self.q[stage] == step
+            yield self.turn_to_issue[group], self.turn_to_issue[group].arrive()
+            self.issued.append(group)
             yield self.do_full[stage], phase
             assert self.dout[stage] == step
             self.check_keys(work)
+            self.turn_to_issue[group ^ 1].arrive()
             yield None  # S and dP are there
             self.check_keys(work)
             if last:
@@ -275,7 +296,7 @@ class Block:
 class Alternating(Block):
     """A block of the narrow kernel, when deterministic."""
 
-    ALTERNATE = True
+    STAGED = ALTERNATE = True
 
 
 class Persistent(Alternating):
@@ -345,7 +366,7 @@ class Persistent(Alternating):
             self.release_values()
             self.release_keys()
         yield from self.compute(group, work)
-        yield None  # dK and dV leave
+        yield from self.copy_out(group, work)
 
     def written(self, group: int, work: Work) -> Iterator[Wait]:
         self.block_empty.arrive()

@@ -28,7 +28,9 @@ from warploom.attention.hopper.primitives import (
     bulk_load,
     bulk_store,
     claim,
+    hold,
     load_acquire,
+    negative,
     pass_on,
     store_matrices,
     wait_for,
@@ -45,6 +47,9 @@ LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Named barriers; 0 is the block's.
 DS_READY = 1  # both warpgroups have written their dS
 DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
+SCORES_TURN, QUERIES_TURN = 6, 8  # and + 1: a warpgroup's turn to issue S and dP, dQ and dK
+DS_THERE = 10  # and + 1: the other warpgroup has written its dS
+DQ_GONE = 14  # and + 1: the last dQ of a block has left its buffer
 DQ_ODD = 8  # added to DQ_FULL in odd steps where the writers alternate
 ROW_THREADS = 256  # of the kernels before and after
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
@@ -722,6 +727,7 @@ class HopperBackward:
         """A consumer warpgroup's part of every block."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.registers(given, products, scale, softcap)
+        self.begin_turns(r.group)
         turn, base = Int32(0), Int32(0)
         n_block = self.next_block(given, turn)
         while n_block >= 0:
@@ -925,8 +931,8 @@ class HopperBackward:
                 if const_expr(piece + 1 < self.config.pieces):
                     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             at_once = not self.config.deterministic or self.mixed or work.group_size > 1
-            if j + 1 < steps and at_once:
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if at_once:
+                self.pass_back(group, j + 1 < steps)
             if const_expr(self.config.claims):
                 if cute.arch.lane_idx() == 0 and first == 1:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -937,10 +943,18 @@ class HopperBackward:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     pass_on(turns.iterator + part)
                 cute.arch.sync_warp()
-                if j + 1 < steps and not at_once:
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                if not at_once:
+                    self.pass_back(group, j + 1 < steps)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def pass_back(self, group, more):
+        """A consumer may write to its buffer of dQ again: the next dQ or, behind the last, dK and dV."""
+        if more:
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+        elif const_expr(self.config.staged):
+            cute.arch.barrier_arrive(barrier_id=DQ_GONE + group, number_of_threads=WARPGROUP + 32)
 
     @cute.jit
     def leave(self, first, target, source):
@@ -976,8 +990,7 @@ class HopperBackward:
                 if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
                 cute.arch.sync_warp()
-                if j + 1 < steps:
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                self.pass_back(group, j + 1 < steps)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 pass_on(turn)
@@ -1002,6 +1015,7 @@ class HopperBackward:
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.registers(work, products, scale, softcap)
+        self.begin_turns(r.group)
         self.compute_block(r, work, dk, dv, scale, left, right)
 
     @cute.jit
@@ -1078,9 +1092,38 @@ class HopperBackward:
     def finish(self, r, work, dk, dv, scale):
         """Store dK and dV."""
         warpgroup.wait_group(0)
+        if const_expr(self.config.staged):
+            if self.steps_of(work) > 0:
+                cute.arch.barrier(barrier_id=DQ_GONE + r.group, number_of_threads=WARPGROUP + 32)
+            self.copy_out(r, r.acc_dv, dv, work, Float32(1.0))
+            self.copy_out(r, r.acc_dk, dk, work, scale)
+            return
         row = work.n_block * self.tile_n + r.row
         self.epilogue(r.acc_dv, dv, work, row, 0, Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, row, 0, scale)
+
+    @cute.jit
+    def copy_out(self, r, acc, target, work, factor):
+        """Store rows of dK or dV by way of the buffer of dQ, each warp its own 16: chunks of 16 bytes swizzled."""
+        columns = 2 * cute.size(acc)
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        start = cute.recast_ptr(r.shared.dq + r.group * self.piece, dtype=self.dtype) + warp * (16 * columns)
+        row = lane // 8 % 2 * 8 + lane % 8  # lane l addresses row l % 8 of 8 × 8 tile l // 8
+        for i in cutlass.range_constexpr(columns // 16):
+            words = [pack16(acc[8 * i + j] * factor, acc[8 * i + j + 1] * factor, self.dtype) for j in range(0, 8, 2)]
+            store_matrices(start + row * columns + ((2 * i + lane // 16) ^ lane % 8) * 8, words)
+        cute.arch.sync_warp()
+        chunks = columns // 8
+        for i in cutlass.range_constexpr(columns // 16):
+            row, chunk = (i * 32 + lane) // chunks, (i * 32 + lane) % chunks
+            key = work.n_block * self.tile_n + r.group * 64 + warp * 16 + row
+            if key < work.seqlen_k and chunk * 8 < target.shape[-1]:
+                eight = cute.make_rmem_tensor(8, self.dtype)
+                source = (start + row * columns + (chunk ^ row % 8) * 8).align(16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), eight)
+                into = self.element(target, work.batch, work.k_start + key, work.head, chunk * 8)
+                cute.autovec_copy(eight, cute.make_tensor(into, cute.make_layout(8)))
+        cute.arch.sync_warp()
 
     def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
@@ -1140,7 +1183,8 @@ class HopperBackward:
             rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             ds_target=ds_target,
-            dq_target=shared.dq + group * self.piece + own * 4,
+            dq_target=(shared.dq + group * self.piece + own * 4).align(16),
+            stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
             column=own % 4 * 2,
         )
@@ -1171,17 +1215,26 @@ class HopperBackward:
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(config.fold):
+            self.begin_at_mean(r, self.statistics(r, stage, 1))
+        if const_expr(config.turns > 0):
+            self.take_turn(SCORES_TURN, r.group)
         self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         if const_expr(not config.softcap):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
-        self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], False)
+        self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], config.fold)
+        if const_expr(config.turns > 0):
+            self.pass_turn(SCORES_TURN, r.group)
         warpgroup.wait_group(1)
         if const_expr(config.softcap):  # whose slopes leave no registers for more
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
-        if const_expr(not config.softcap):
+        mean = None
+        if const_expr(not config.softcap and not config.fold):
             mean = self.statistics(r, stage, 1)
+        for i in cutlass.range_constexpr(cute.size(r.acc_s) // 4 * config.held // 4):
+            hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
@@ -1190,22 +1243,51 @@ class HopperBackward:
         self.differentiate(r, mean)
         self.pack(r.acc_dp, r.ds)
         self.share(r, stage)
+        if const_expr(config.ready):
+            cute.arch.fence_view_async_shared()
+            self.pass_turn(DS_THERE, r.group)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
+        if const_expr(config.ready):
+            self.take_turn(DS_THERE, r.group)
+        else:
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
+        if const_expr(config.turns > 1):
+            self.take_turn(QUERIES_TURN, r.group)
         if const_expr(self.swapped):
             self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, stage], False)
         else:
             self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, stage], r.dq_b, False)
+        if const_expr(config.late):
+            warpgroup.wait_group(1)
+            self.release(shared.do_empty + stage)
         self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
+        if const_expr(config.turns > 1):
+            self.pass_turn(QUERIES_TURN, r.group)
         warpgroup.wait_group(1)
-        self.release(shared.do_empty + stage)
+        if const_expr(not config.late):
+            self.release(shared.do_empty + stage)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.k_empty)
         self.hand_over(r, j)
         warpgroup.wait_group(0)
         self.release(shared.q_empty + stage)
+
+    def take_turn(self, turn: int, group: Any) -> None:
+        """Wait until the other warpgroup has issued its products."""
+        cute.arch.barrier(barrier_id=turn + group, number_of_threads=WARPGROUPS * WARPGROUP)
+
+    def pass_turn(self, turn: int, group: Any) -> None:
+        """Let the other warpgroup issue its products."""
+        cute.arch.barrier_arrive(barrier_id=turn + (group ^ 1), number_of_threads=WARPGROUPS * WARPGROUP)
+
+    @cute.jit
+    def begin_turns(self, group):
+        """The first warpgroup begins."""
+        if group == 1:
+            for turn in cutlass.range_constexpr(self.config.turns):
+                self.pass_turn((SCORES_TURN, QUERIES_TURN)[turn], group)
 
     @cute.jit
     def gemm(self, mma, acc, a, b, accumulate):
@@ -1221,7 +1303,7 @@ class HopperBackward:
     def statistics(self, r, stage, which):
         """A row statistic of this thread's queries, in the order of an accumulator's columns."""
         groups = self.tile_m // 8
-        source = (r.shared.stats + stage * (2 * self.tile_m) + which * self.tile_m + r.column).align(8)
+        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + which * self.tile_m
         values = cute.make_rmem_tensor((2, groups), Float32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, groups), stride=(1, 8))), values)
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
@@ -1261,11 +1343,21 @@ class HopperBackward:
         return exp2(score - level), slope
 
     @cute.jit
+    def begin_at_mean(self, r, mean):
+        """What dP is to be less, where its product adds to it: under S, and not behind dP."""
+        for c in cutlass.range_constexpr(self.tile_m // 4):
+            for i in cutlass.range_constexpr(2):
+                r.rows_dp[i, c] = negative(mean[c])
+
+    @cute.jit
     def differentiate(self, r, mean):
         """dS / scale from P and dP, in dP's place."""
         for c in cutlass.range_constexpr(self.tile_m // 4):
             for i in cutlass.range_constexpr(2):
-                r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
+                if const_expr(mean is None):
+                    r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
+                else:
+                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
 
     @cute.jit
     def pack(self, acc, operand):
@@ -1297,7 +1389,7 @@ class HopperBackward:
             cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
             for i in cutlass.range_constexpr(count):
                 four = cute.make_tensor(r.acc_dq.iterator + 4 * (piece * count + i), cute.make_layout(4))
-                target = cute.make_tensor((r.dq_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
+                target = cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4))
                 cute.autovec_copy(four, target)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)

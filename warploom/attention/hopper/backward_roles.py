@@ -132,7 +132,7 @@ class RolesBackward(WideBackward):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
             targets=self.targets(shared.ds_start, own // 32, lane, role),
-            dq_target=shared.dq + role * self.piece + own * 4,
+            dq_target=(shared.dq + role * self.piece + own * 4).align(16),
             row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
             column=own % 4 * 2,
         )

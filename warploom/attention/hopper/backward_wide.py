@@ -103,7 +103,7 @@ class WideBackward(HopperBackward):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
             targets=[shared.ds_start + row * 64 + ((chunk + 2 * i) ^ lane % 8) * 8 for i in range(self.keys_each // 16)],
-            dq_target=shared.dq + group * self.piece + own * 4,
+            dq_target=(shared.dq + group * self.piece + own * 4).align(16),
             row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
             column=own % 4 * 2,
         )

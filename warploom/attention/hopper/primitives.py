@@ -24,6 +24,20 @@ def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
+def hold(values: list[Float32], scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """As ``pin``, of four values that lie together."""
+    text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.v4.f32 [$4], {$0, $1, $2, $3}; }"
+    operands = [*(Float32(x).ir_value(loc=loc, ip=ip) for x in values), scratch.to_llvm_ptr(loc=loc, ip=ip)]
+    assembly(None, operands, text, "f,f,f,f,r", side_effects=True)
+
+
+@dsl_user_op
+def negative(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """-x, computed where it stands: into registers of a coming wgmma, which ptxas must not fill behind another one's start."""
+    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "neg.f32 $0, $1;", "=f,f", side_effects=True))
+
+
+@dsl_user_op
 def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *, loc: Any = None, ip: Any = None) -> None:
     """stmatrix of two or four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
