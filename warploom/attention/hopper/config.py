@@ -121,7 +121,7 @@ class BackwardConfig:
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
     prefetch: bool = False  # K and V of the next block to L2
-    # Products that warpgroups issue one after the other, so that one's run under the other's softmax: none, S and dP, and dQ and dK.
+    # Products that warpgroups issue one after the other, so that one's run under the other's softmax: S and dP, dQ and dK.
     turns: int = 0
     ready: bool = False  # dS is said to be there before dV is issued
     late: bool = False  # dK is issued once dV has ended and let go of dO
