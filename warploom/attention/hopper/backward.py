@@ -41,7 +41,8 @@ WARPGROUP = 128
 WARPGROUPS = 2  # consumers
 LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-CONSUMER_REGISTERS, PRODUCER_REGISTERS, PERSISTENT_PRODUCER_REGISTERS = 240, 24, 32
+# Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Named barriers; 0 is the block's.
@@ -533,7 +534,7 @@ class HopperBackward:
         products = (mma_scores, mma_values, mma_keys, mma_queries)
         if const_expr(self.config.persistent):
             if warp < 4:
-                cute.arch.setmaxregister_decrease(PERSISTENT_PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == LOADER:
                     self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
                 for i in cutlass.range_constexpr(WARPGROUPS):
@@ -1248,6 +1249,8 @@ class HopperBackward:
             self.pass_turn(DS_THERE, r.group)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+        if const_expr(config.first):
+            self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
         if const_expr(config.ready):
             self.take_turn(DS_THERE, r.group)
         else:
@@ -1259,6 +1262,15 @@ class HopperBackward:
             self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, stage], False)
         else:
             self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, stage], r.dq_b, False)
+        if const_expr(config.first):
+            warpgroup.wait_group(1)
+            self.release(shared.do_empty + stage)
+            self.release(shared.q_empty + stage)
+            warpgroup.wait_group(0)
+            if const_expr(config.persistent):
+                self.release_last(r, j, shared.k_empty)
+            self.hand_over(r, j)
+            return
         if const_expr(config.late):
             warpgroup.wait_group(1)
             self.release(shared.do_empty + stage)

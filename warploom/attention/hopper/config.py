@@ -123,6 +123,7 @@ class BackwardConfig:
     prefetch: bool = False  # K and V of the next block to L2
     # Products that warpgroups issue one after the other, so that one's run under the other's softmax: S and dP, dQ and dK.
     turns: int = 0
+    first: bool = False  # dK is issued before the wait for the other warpgroup's dS
     ready: bool = False  # dS is said to be there before dV is issued
     late: bool = False  # dK is issued once dV has ended and let go of dO
     staged: bool = False  # dK and dV leave by way of dQ's buffer
@@ -138,7 +139,7 @@ class BackwardConfig:
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
         parts += [
             feature
-            for feature in ("alternate", "ring", "ahead", "claims", "persistent", "prefetch", "fold", "ready", "late", "staged")
+            for feature in ("alternate", "ring", "ahead", "claims", "persistent", "prefetch", "fold", "first", "ready", "late", "staged")
             if getattr(self, feature)
         ]
         parts += [f"{count}{getattr(self, count)}" for count in ("turns", "held") if getattr(self, count)]
