@@ -1112,7 +1112,7 @@ class HopperBackward:
         row = lane // 8 % 2 * 8 + lane % 8  # lane l addresses row l % 8 of 8 × 8 tile l // 8
         for i in cutlass.range_constexpr(columns // 16):
             words = [pack16(acc[8 * i + j] * factor, acc[8 * i + j + 1] * factor, self.dtype) for j in range(0, 8, 2)]
-            store_matrices(start + row * columns + ((2 * i + lane // 16) ^ lane % 8) * 8, words)
+            store_matrices(start + self.staged_at(row, 2 * i + lane // 16, columns), words)
         cute.arch.sync_warp()
         chunks = columns // 8
         for i in cutlass.range_constexpr(columns // 16):
@@ -1120,11 +1120,16 @@ class HopperBackward:
             key = work.n_block * self.tile_n + r.group * 64 + warp * 16 + row
             if key < work.seqlen_k and chunk * 8 < target.shape[-1]:
                 eight = cute.make_rmem_tensor(8, self.dtype)
-                source = (start + row * columns + (chunk ^ row % 8) * 8).align(16)
+                source = (start + self.staged_at(row, chunk, columns)).align(16)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), eight)
                 into = self.element(target, work.batch, work.k_start + key, work.head, chunk * 8)
                 cute.autovec_copy(eight, cute.make_tensor(into, cute.make_layout(8)))
         cute.arch.sync_warp()
+
+    def staged_at(self, row: Any, chunk: Any, columns: int) -> Any:
+        """Where a chunk of a staged row lies: eight rows' chunks of a column in different banks."""
+        turn = row % 8 if columns % 64 == 0 else row // 2 % 4
+        return row * columns + (chunk ^ turn) * 8
 
     def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
         """Descriptors, accumulators and constants of one warpgroup."""
