@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
-from warploom.attention.hopper.plan import backward_config, config
+from warploom.attention.hopper.plan import backward_config, backward_set, config
 from warploom.runtime import modules
 from warploom.runtime.module_worker import Worker
 
@@ -116,3 +116,14 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
     assert len(re.findall(r"HGMMA", listing)) == loops * steps + first
     # More would mean that ptxas serialised wgmma.
     assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == waits * loops + last
+
+
+def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
+    """Else a warpgroup waits for ever: a block of 384 threads starts with 168 each."""
+    from warploom.attention.hopper.backward import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARPGROUPS
+    from warploom.attention.hopper.backward_roles import RolesBackward
+
+    there = 3 * (65536 // 384 // 8 * 8)
+    assert WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= there
+    for variant in (c for c in backward_set() if c.roles):
+        assert sum(RolesBackward(variant).registers_each) + PRODUCER_REGISTERS <= there
