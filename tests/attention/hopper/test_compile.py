@@ -124,6 +124,6 @@ def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
     from warploom.attention.hopper.backward_roles import RolesBackward
 
     there = 3 * (65536 // 384 // 8 * 8)
-    assert WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= there
+    assert there >= WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
     for variant in (c for c in backward_set() if c.roles):
         assert sum(RolesBackward(variant).registers_each) + PRODUCER_REGISTERS <= there
