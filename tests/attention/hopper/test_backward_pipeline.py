@@ -79,7 +79,6 @@ class Block:
 
     STAGES = DOUT_STAGES = SLOTS = 2
     PIECES = 1  # in which dQ of a step leaves
-    STAGED = False  # whether dK and dV leave by way of the buffer of dQ
     ALTERNATE = False  # whether a writer has every other step of both warpgroups, where blocks know their turns
 
     def __init__(
@@ -92,7 +91,6 @@ class Block:
         self.q_full, self.do_full = ([Barrier(1) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.q_empty, self.do_empty = ([Barrier(WARPGROUPS) for _ in range(n)] for n in (self.STAGES, self.DOUT_STAGES))
         self.ds_ready = NamedBarrier()
-        self.dq_gone = [NamedBarrier() for _ in range(WARPGROUPS)]
         self.turn_to_issue = [NamedBarrier() for _ in range(WARPGROUPS)]
         self.turn_to_issue[0].arrive()
         self.issued: list[int] = []
@@ -179,8 +177,6 @@ class Block:
             self.added[group].append(step)
             if more:
                 empty.arrive()
-            elif self.STAGED:
-                self.dq_gone[group].arrive()
             if self.claims:
                 claims = self.claims[group]
                 assert stores or claims.state[step] == 2, "added to what was not there"
@@ -214,8 +210,6 @@ class Block:
                 self.added[group].append(steps[j])
                 if j + 1 < len(steps):
                     self.dq_empty[group].arrive()
-                elif self.STAGED:
-                    self.dq_gone[group].arrive()
             yield None  # the adds have arrived
             for part in self.turns:
                 part.pass_on(steps[j], work.rank)
@@ -245,15 +239,6 @@ class Block:
             yield self.k_full, 0
             yield self.v_full, 0
         yield from self.compute(group, work)
-        yield from self.copy_out(group, work)
-
-    def copy_out(self, group: int, work: Work) -> Iterator[Wait]:
-        if self.STAGED:
-            if work.first < work.end:
-                yield self.dq_gone[group], self.dq_gone[group].arrive()
-            self.dq[group] = "dK and dV"
-            yield None
-            assert self.dq[group] == "dK and dV"
 
     def compute(self, group: int, work: Work) -> Iterator[Wait]:
         steps = self.steps(work)
@@ -308,7 +293,7 @@ class Block:
 class Alternating(Block):
     """A block of the narrow kernel, when deterministic."""
 
-    STAGED = ALTERNATE = True
+    ALTERNATE = True
 
 
 class Persistent(Alternating):
@@ -378,7 +363,7 @@ class Persistent(Alternating):
             self.release_values()
             self.release_keys()
         yield from self.compute(group, work)
-        yield from self.copy_out(group, work)
+        yield None  # dK and dV leave
 
     def written(self, group: int, work: Work) -> Iterator[Wait]:
         self.block_empty.arrive()
@@ -555,6 +540,7 @@ def test_persistent_blocks(processors: int, order: str) -> None:
             claims = blocks[0].claims
             assert claims and {s: sorted(x) for s, x in claims[group].sums.items()} == {s: x for s, x in want.items() if x}
             assert sum(len(block.added[group]) for block in blocks) == sum(map(len, want.values()))
+        assert all(block.issued == [0, 1] * len(block.added[0]) for block in blocks)
 
 
 @pytest.mark.parametrize("order", ["causal", "rising"])

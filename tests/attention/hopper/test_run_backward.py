@@ -85,7 +85,10 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
         per_tile = 2 * (variant["deterministic"] or variant["claims"])
+        counted = 0 if turns is None else turns.numel()
         if cu_q is not None:
+            packed_tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
+            assert counted == per_tile * packed_tiles + variant["persistent"]
             packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, stats, cu_q, cu_k, used, scale, softcap, left, right)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
@@ -105,7 +108,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         padded[..., : q.shape[1]] = delta
         rows.copy_(padded.view(rows.shape))
         assert sums.numel() == tiles * tile_m * dim and stats.numel() == tiles * 2 * tile_m
-        assert (0 if turns is None else turns.numel()) == per_tile * tiles + variant["persistent"]
+        assert counted == per_tile * tiles + variant["persistent"]
 
     return call
 

@@ -15,6 +15,7 @@ import torch
 from warploom.attention.fallback import fallback, following
 from warploom.attention.hopper.plan import (
     LONG,
+    SHORT,
     backward_config,
     backward_config_for,
     config,
@@ -114,6 +115,9 @@ def _module_refusal(
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
+    short = False
+    if problem.seqlen_q <= SHORT:  # a branch, for tracers too
+        short = True
     return _backward_module_refusal(
         problem.dtype,
         problem.head_dim,
@@ -125,6 +129,7 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False, used: bool = Fal
         problem.deterministic,
         problem.layout == "varlen",
         used,
+        short,
     )
 
 
@@ -139,9 +144,10 @@ def _backward_module_refusal(
     deterministic: bool,
     varlen: bool,
     used: bool,
+    short: bool,
 ) -> str | None:
     """As ``_module_refusal``, of the backward's module."""
-    key = ("backward", dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic, varlen, used)
+    key = ("backward", dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic, varlen, used, short)
     if key in _found or modules.cannot_build() is None:
         return None
     spec = backward_config(str(dtype).removeprefix("torch."), *key[2:]).spec

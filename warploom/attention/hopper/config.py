@@ -120,15 +120,6 @@ class BackwardConfig:
     ahead: bool = False  # S of the next step is issued before dQ leaves
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
-    prefetch: bool = False  # K and V of the next block to L2
-    # Products that warpgroups issue one after the other, so that one's run under the other's softmax: S and dP, dQ and dK.
-    turns: int = 0
-    first: bool = False  # dK is issued before the wait for the other warpgroup's dS
-    ready: bool = False  # dS is said to be there before dV is issued
-    late: bool = False  # dK is issued once dV has ended and let go of dO
-    staged: bool = False  # dK and dV leave by way of dQ's buffer
-    fold: bool = False  # dP begins at minus its row's mean
-    held: int = 0  # quarters of a step's exponentials that are computed before the wait for dP, where ptxas would have none
 
     @property
     def name(self) -> str:
@@ -137,12 +128,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [
-            feature
-            for feature in ("alternate", "ring", "ahead", "claims", "persistent", "prefetch", "fold", "first", "ready", "late", "staged")
-            if getattr(self, feature)
-        ]
-        parts += [f"{count}{getattr(self, count)}" for count in ("turns", "held") if getattr(self, count)]
+        parts += [feature for feature in ("alternate", "ring", "ahead", "claims", "persistent") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -169,10 +169,9 @@ WAYS = {(256, 256): (True, False)}
 
 # Whether the writer warps of a deterministic backward take turns at steps; off: each has a warpgroup's dQ.
 ALTERNATE = True
-# Whether blocks of 128 keys are persistent.
-PERSISTENT = True
-# Whether their first dQ of a tile is stored, not added to zeros.
-CLAIMS = True
+# Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros: 1024 keys,
+# head_dim 64 306 TFLOP/s and 286, 128 324 and 303; where blocks begin with the same tile they would wait for each other.
+SHORT = 1536
 
 
 @cache
@@ -187,8 +186,9 @@ def backward_config(
     deterministic: bool = False,
     varlen: bool = False,
     used: bool = False,
+    short: bool = False,
 ) -> BackwardConfig:
-    """The variant for head dims of a call and its features."""
+    """The variant for head dims of a call and its features; ``short``: it has no more than ``SHORT`` queries."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
     tile_m, tile_n, dout_stages, pieces = BACKWARD_TILES[dims]
     if softcap or (left and tile_m == 80):  # registers leave no room for more
@@ -209,8 +209,9 @@ def backward_config(
         alternate=alternate,
         ring=ring and not deterministic and not softcap,  # whose constants would spill
         ahead=ahead,
-        claims=CLAIMS and tile_n == 128 and not deterministic,
-        persistent=PERSISTENT and tile_n == 128 and not deterministic,
+        claims=short and right and not left and tile_n == 128 and not deterministic and not varlen,
+        # With a softcap, or a packed window at head_dim 64, its loop would spill.
+        persistent=tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))),
     )
 
 
@@ -227,6 +228,7 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: boo
         problem.deterministic,
         problem.layout == "varlen",
         used,
+        problem.seqlen_q <= SHORT,
     )
 
 
@@ -234,16 +236,18 @@ def workspace(problem: AttentionProblem) -> int:
     """Bytes that the backward of a dense call allocates besides gradients: dQ in fp32, lse and rowsum(dO∘O), counters."""
     variant = backward_config_for(problem)
     tiles = -(-problem.seqlen_q // variant.tile_m) * problem.batch
-    return tiles * problem.heads_q * (4 * variant.tile_m * (variant.head_dim + 2) + 8 * problem.deterministic)
+    counters = 8 * (variant.deterministic or variant.claims)
+    return tiles * problem.heads_q * (4 * variant.tile_m * (variant.head_dim + 2) + counters) + 4 * variant.persistent
 
 
 def backward_set() -> list[BackwardConfig]:
-    """The backward variants that `warploom build` prepares: full, causal, windows, each plain, deterministic or packed.
+    """The backward variants that `warploom build` prepares: full, causal, windows, each plain, short, deterministic or packed.
 
     Others are compiled when first called for.
     """
-    extras: tuple[dict[str, bool], ...] = ({}, {"deterministic": True}, {"varlen": True})
-    return [
-        backward_config(dtype, *dims, *band, **extra)
+    extras: tuple[dict[str, bool], ...] = ({}, {"short": True}, {"deterministic": True}, {"varlen": True})
+    found = {
+        backward_config(dtype, *dims, *band, **extra): None
         for extra, dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
-    ]
+    }
+    return list(found)

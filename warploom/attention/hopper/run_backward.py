@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import backward_config
+from warploom.attention.hopper.plan import SHORT, backward_config
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
@@ -156,6 +156,7 @@ def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
         args.deterministic,
         args.cu_seqlens_q is not None,
         args.seqused_k is not None,
+        args.q.shape[1] <= SHORT,
     )
 
 
