@@ -139,9 +139,8 @@ def _bars(bars: Sequence[Bar]) -> str:
     lines = ["| bar | at least | measured | |", "| --- | ---: | ---: | --- |"]
     for what, least, found in bars:
         verdict = "not measured" if found is None else "met" if found >= least else "missed"
-        shown = (
-            "–" if found is None else f"{math.floor(found * 100 + 1e-6) / 100:.2f}"
-        )  # a bar missed by a hair is not rounded to it
+        # Rounded down: a bar that is missed by a hair does not look met.
+        shown = "–" if found is None else f"{math.floor(found * 100 + 1e-6) / 100:.2f}"
         lines.append(f"| {what} | {least:.2f} | {shown} | {verdict} |")
     return "\n".join(lines) + "\n"
 
