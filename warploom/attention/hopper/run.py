@@ -59,7 +59,8 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
     blocks = min(blocks, tiles) if not split else blocks
-    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks), split, blocks)
+    shared = k.element_size() * (end - first) * (k.shape[-1] + v.shape[-1]) // members
+    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
     like_out, like_lse = _like(out_shape, q.dtype, device), _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
 
@@ -102,6 +103,8 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     like_out = _like((*q.shape[:-1], args.v.shape[-1]), q.dtype, device)
     like_lse = _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
+    box, box_v = variant.boxes
+    whole = q.shape[-1] > variant.head_dim - box and args.v.shape[-1] > variant.head_dim_v - box_v  # as ``filled`` has it
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None
@@ -114,7 +117,9 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if sink is not None:
             sink = sink.float().contiguous()
         counter = _counter(device)
-        q, k, v = _read_by_tma(readable, *_filled(variant, q, k, v))
+        if not whole:
+            q, k, v = _filled(variant, q, k, v)
+        q, k, v = _read_by_tma(readable, q, k, v)
         _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, *numbers))
         return out, lse
 

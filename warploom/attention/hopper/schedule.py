@@ -115,12 +115,14 @@ def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_h
     return choose(in_pairs, m_block, choose(ends, 0, m_blocks - 1 - row)), choose(in_pairs, head, tail_head)
 
 
-def heads_in_pairs(m_blocks: int, heads: int, blocks: int) -> int:
-    """How many heads go as pairs: all but what the last, partial round and one more round of pairs hold."""
+def heads_in_pairs(m_blocks: int, heads: int, blocks: int, shared: int) -> int:
+    """How many heads go as pairs: all but those in the last, partial round of pairs, and in one more round where the
+    ``shared`` bytes of so many heads fit into L2: they end the call together.
+    """
     per_head = (m_blocks + 1) // 2
     pairs = heads * per_head
-    left_over = min(pairs, pairs % blocks + blocks)
-    return heads - min(heads, -(-left_over // per_head))
+    tails = [min(heads, -(-(pairs % blocks + rounds * blocks) // per_head)) for rounds in (1, 0)]
+    return heads - next((tail for tail in tails if tail * shared <= L2_BYTES), tails[-1])
 
 
 def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -> tuple[Any, Any]:
