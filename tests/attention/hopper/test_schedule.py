@@ -87,9 +87,19 @@ def test_causal_load_is_even(seqlen: int, heads: int, dims: int) -> None:
 
 
 def test_heads_that_end_a_call_fit_into_l2() -> None:
-    """Of 1024 keys, 58 heads of head_dim 128 and 29 of 256; a call of few long heads has no better choice."""
+    """Of 1024 keys, 58 heads of head_dim 128 and 29 of 256; but not where blocks would be less even."""
     assert [heads - heads_in_pairs(8, heads, H100, 1024 * 4 * dim) for heads, dim in ((256, 128), (128, 256))] == [58, 29]
-    assert heads_in_pairs(128, 8, H100, 16384 * 4 * 256) == 6
+    assert heads_in_pairs(8, 110, H100, 2**21) == heads_in_pairs(8, 110, H100, 0)
+
+
+@pytest.mark.parametrize("m_blocks", [4, 8, 9, 16, 17, 32])
+def test_a_call_whose_end_fits_into_l2_is_as_even(m_blocks: int) -> None:
+    for heads in range(400 // m_blocks + 1, 1200 // m_blocks, 3):
+        loads = [
+            max(sum(m + 1 + 2.5 for m, _ in causal(b, H100, m_blocks, heads, shared)) for b in range(H100))
+            for shared in (0, L2_BYTES)
+        ]
+        assert loads[1] <= 1.05 * loads[0], heads
 
 
 @pytest.mark.parametrize(("seqlen", "heads"), [(1024, 512), (4096, 128), (500, 528), (1000, 400), (3000, 300)])

@@ -116,13 +116,18 @@ def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_h
 
 
 def heads_in_pairs(m_blocks: int, heads: int, blocks: int, shared: int) -> int:
-    """How many heads go as pairs: all but those in the last, partial round of pairs, and in one more round where the
-    ``shared`` bytes of so many heads fit into L2: they end the call together.
+    """How many heads go as pairs: all but what the last, partial round and one more round of pairs hold.
+
+    Those heads end the call together. Where their keys and values, ``shared`` bytes each, do not fit into L2 and the partial
+    round is nearly whole, it alone evens out the blocks as well.
     """
     per_head = (m_blocks + 1) // 2
     pairs = heads * per_head
-    tails = [min(heads, -(-(pairs % blocks + rounds * blocks) // per_head)) for rounds in (1, 0)]
-    return heads - next((tail for tail in tails if tail * shared <= L2_BYTES), tails[-1])
+    partial = pairs % blocks
+    tail = min(heads, -(-(partial + blocks) // per_head))
+    if tail * shared > L2_BYTES and 4 * partial >= 3 * blocks:
+        tail = min(heads, -(-partial // per_head))
+    return heads - tail
 
 
 def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -> tuple[Any, Any]:
