@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,10 +42,20 @@ def test_interleaves_and_takes_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     calls = {"a": clock.call("a", 0.02), "b": clock.call("b", 0.04, 0.04, 0.03, 0.03, 0.9, 0.03, 0.03)}
     found = compare(Comparison(calls, right, flops=1e12), Timer(CPU))["contenders"]
-    assert "".join(clock.log) == "ab" + "ab" + "ab" * harness.FEWEST
+    assert "".join(clock.log) == "ab" + "ab" + ("abba" * harness.FEWEST)[: 2 * harness.FEWEST]
     assert found["a"]["ms"] == pytest.approx(20) and found["b"]["ms"] == pytest.approx(30)
     assert found["b"]["p80"] > 100 and found["a"]["p80"] == pytest.approx(20)
     assert found["a"]["tflops"] == pytest.approx(50) and found["a"]["error"] == 0.5
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_contender_follows_each_other_equally_often(count: int) -> None:
+    turns = count * (1 + count % 2)
+    orders = [harness.order_of(turn, count) for turn in range(turns)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    follows = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(follows) == count * (count - 1) and len(set(follows.values())) <= 1
+    assert Counter(order[0] for order in orders) == dict.fromkeys(range(count), turns // count)
 
 
 def test_fast_calls_get_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

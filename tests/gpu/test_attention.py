@@ -216,6 +216,33 @@ def test_graph_prepares_its_mask_anew() -> None:
         torch.testing.assert_close(found[0], want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("band", [masks.Full(), masks.SlidingWindow(90, 0)], ids=["vectors", "vectors and band"])
+def test_graph_follows_both_masks_of_an_intersection(band: masks.Mask) -> None:
+    """Where two masks meet in a capture, replays see what either says then."""
+    q, k, v, _ = drawn(2, 512, 4, 2, 64)
+    lengths = torch.tensor([[100, 412], [512, 0]], device="cuda")
+    starts = torch.full((2, 1, 512), 512, dtype=torch.int32, device="cuda")
+    step = lambda: warploom.attention(  # noqa: E731
+        q, k, v, mask=masks.Document(lengths) & masks.ColumnMask(starts, causal=True) & band, backend="triton"
+    )
+    for _ in range(2):  # compiled in the first round
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for length, cut in ((100, 512), (300, 512), (300, 200), (7, 400)):
+        lengths[0, 0], lengths[0, 1] = length, 512 - length
+        starts[..., : cut // 2] = cut
+        graph.replay()
+        assert torch.equal(found, step()), (length, cut)
+        both = masks.Document(lengths.cpu()).dense(512, 512) & masks.ColumnMask(starts.cpu(), causal=True).dense(512, 512)
+        both &= band.dense(512, 512)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2).float() for t in (q, k, v)), attn_mask=both.cuda(), enable_gqa=True
+        )
+        torch.testing.assert_close(found.transpose(1, 2).float(), want, rtol=2e-2, atol=2e-2)
+
+
 def test_streams_do_not_mix() -> None:
     """Each of eight streams fills its inputs late and attends: a launch elsewhere would read them early."""
     streams = [torch.cuda.Stream() for _ in range(8)]

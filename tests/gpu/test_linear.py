@@ -102,18 +102,23 @@ def test_programs_that_look_back_do_not_lock(monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["identity", "relu", "unnormalized", "as loaded"])
+IDENTITY = {"map_q": "identity", "map_k": "identity"}
+KINDS: dict[str, dict[str, Any]] = {
+    "mapped": IDENTITY,
+    "mapped, ungrouped": {**IDENTITY, "heads_kv": 4},
+    "relu": {"map_q": "elu+1", "map_k": "relu"},
+    "unnormalized": {"normalize": False},
+    "as loaded": {**IDENTITY, "normalize": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
 def test_kinds(kind: str, dim: int, cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, cuts)
-    maps = {"map_q": kind, "map_k": kind} if kind != "unnormalized" else {"normalize": False}
-    if kind == "relu":
-        maps["map_q"] = "elu+1"
-    if kind == "as loaded":
-        maps["normalize"] = False
-    shape = {"rows": 333, "heads": 4, "heads_kv": 2, "e": dim, "m": dim, "state": True}
-    check(Case(seed(), dtype=torch.bfloat16, device="cuda", **shape, **maps))
+    options = {"heads": 4, "heads_kv": 2, "e": dim, "m": dim, "state": True, **KINDS[kind]}
+    check(Case(seed(), rows=333, dtype=torch.bfloat16, device="cuda", **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

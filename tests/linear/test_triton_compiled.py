@@ -88,14 +88,23 @@ def overwritten(ttgir: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dim", "map_name", "heads", "lookback"),
-    [(64, "elu+1", 128, True), (128, "elu+1", 128, True), (64, "identity", 2, True), (64, "identity", 2, False)],
-    ids=["D64", "D128", "few heads, as loaded", "few heads, states in launches of their own"],
+    ("dim", "map_name", "normalize", "heads", "lookback"),
+    [
+        (64, "elu+1", True, 128, True),
+        (128, "elu+1", True, 128, True),
+        (64, "identity", True, 128, True),
+        (128, "identity", True, 128, True),
+        (64, "identity", False, 2, True),
+        (64, "identity", False, 2, False),
+    ],
+    ids=["D64", "D128", "D64 mapped", "D128 mapped", "few heads, as loaded", "few heads, states in launches of their own"],
 )
-def test_kernels(dim: int, map_name: str, heads: int, lookback: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_kernels(
+    dim: int, map_name: str, normalize: bool, heads: int, lookback: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=lookback))
-    for kernel, constants, arguments in launches(dim, map_name, map_name != "identity", heads):
+    for kernel, constants, arguments in launches(dim, map_name, normalize, heads):
         name = kernel.__name__
         if name == "scan_kernel":
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from warploom.cli import main
 from warploom.runtime import modules
 from warploom.runtime.module_worker import Worker
 from warploom.runtime.modules import ModuleSpec
@@ -222,6 +224,32 @@ def test_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(modules, "cannot_load", lambda: "no runtime here")
     with pytest.raises(RuntimeError, match="no runtime here"):
         modules.load(SPEC)
+
+
+@pytest.mark.parametrize("library", [None, "_cutlass_ir.cu13.cpython-27-x86_64-linux-gnu.so", "_cutlass_ir.pyi"])
+def test_a_dsl_without_its_compiler_builds_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, library: str | None
+) -> None:
+    """Only its Python part is here, or a compiler of another interpreter, or another package of the DSL's name."""
+    folder = tmp_path / "cutlass" / "_mlir" / "_mlir_libs"
+    folder.mkdir(parents=True)
+    (tmp_path / "cutlass" / "__init__.py").touch()
+    if library is not None:
+        (folder / library).touch()
+    spec = importlib.machinery.PathFinder.find_spec("cutlass", [str(tmp_path)])
+    monkeypatch.setattr(modules, "find_spec", lambda name: spec)
+    monkeypatch.setattr("warploom.commands.build.build_all", lambda *arguments, **options: pytest.fail("it builds"))
+    modules.cannot_build.cache_clear()
+    try:
+        assert main(["build", "--only", "*_bfloat16_d128_*"]) == 2
+        assert "nothing can be built here: the CuTe DSL is installed without its compiler" in capsys.readouterr().err
+        with pytest.raises(RuntimeError, match=r"some_kernel is not built .* without its compiler for this Python"):
+            modules.build(SPEC, "not built")
+        (folder / f"_cutlass_ir.cu13{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
+        modules.cannot_build.cache_clear()
+        assert modules.cannot_build() is None
+    finally:
+        modules.cannot_build.cache_clear()
 
 
 def test_specs_travel() -> None:

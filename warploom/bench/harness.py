@@ -78,8 +78,10 @@ class Timer:
         rounds = int(self.seconds * 1e3 / max(sum(first.values()), 1e-6))
         rounds = min(max(rounds, FEWEST), most)
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, ms in zip(calls, self.once(list(calls.values())), strict=True):
+        names = list(calls)
+        for turn in range(rounds):
+            order = [names[i] for i in order_of(turn, len(names))]
+            for name, ms in zip(order, self.once([calls[name] for name in order]), strict=True):
                 times[name].append(ms)
         return times
 
@@ -102,6 +104,17 @@ class Timer:
             events.append((start, stop))
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in events]
+
+
+def order_of(turn: int, count: int) -> list[int]:
+    """Who is timed when in a round, so that over the rounds each contender follows each other one equally often: a chip
+    that a heavy kernel has just warmed clocks lower for the next (Williams, Experimental designs balanced for the estimation
+    of residual effects of treatments, 1949).
+    """
+    zigzag = [i // 2 if i % 2 == 0 else count - (i + 1) // 2 for i in range(count)]
+    if count % 2 and turn // count % 2:
+        zigzag.reverse()
+    return [(i + turn) % count for i in zigzag]
 
 
 def wall(calls: dict[str, Call], count: int = 200, rounds: int = 5) -> dict[str, list[float]]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,8 +159,13 @@ def cannot_load() -> str | None:
 @cache
 def cannot_build() -> str | None:
     """Why no module can be built here, or None."""
-    if find_spec("cutlass") is None:
+    spec = find_spec("cutlass")
+    if spec is None:
         return "the CuTe DSL is not installed (pip install 'warploom[hopper]')"
+    folders = [Path(folder) / "_mlir" / "_mlir_libs" for folder in spec.submodule_search_locations or []]
+    tagged = [suffix for suffix in EXTENSION_SUFFIXES if suffix != ".so"]  # which any interpreter's would match
+    if not any(any(folder.glob(f"_cutlass_ir*{suffix}")) for folder in folders for suffix in tagged):
+        return "the CuTe DSL is installed without its compiler for this Python (pip install 'warploom[hopper]')"
     if find_spec("tvm_ffi") is None:
         return "the apache-tvm-ffi package is not installed (pip install 'warploom[hopper]')"
     return None

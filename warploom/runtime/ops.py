@@ -208,6 +208,9 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
+_grad_enabled, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracing, torch.autograd._profiler_enabled
 
 
 def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> bool:
@@ -218,17 +221,17 @@ def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: T
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and type(sink) in _PLAIN
-        and not any([type(vector) not in _PLAIN for vector in vectors])
+        and not (vectors and any([type(vector) not in _PLAIN for vector in vectors]))
         and not (
-            torch.is_grad_enabled()
+            _grad_enabled()
             and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))
         )
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
+        and not _modes()
+        and not _function_modes()
+        and not _transforms()
         and forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
-        and not torch.autograd._profiler_enabled()
+        and not _tracing()
+        and not _profiling()
     )
 
 

@@ -56,7 +56,8 @@ class Block:
         self.k_full, self.k_empty, self.v_full, self.v_empty = (
             [Barrier(n) for _ in range(stages)] for n in (1, consumers, 1, consumers)
         )
-        self.tile_full, self.tile_empty = ([Barrier(n) for _ in range(2)] for n in (1, consumers + 1))
+        # Every lane says that it has read a tile's words.
+        self.tile_full, self.tile_empty = ([Barrier(n) for _ in range(2)] for n in (1, 32 * (consumers + 1)))
         self.q: list[object] = [None] * warpgroups
         self.k: list[object] = [None] * stages
         self.v: list[object] = [None] * stages
@@ -75,7 +76,8 @@ class Block:
     def take(self, stage: int, phase: int) -> Iterator[Wait]:
         yield self.tile_full[stage], phase
         found = self.slots[stage]
-        self.tile_empty[stage].arrive()
+        for _ in range(32):
+            self.tile_empty[stage].arrive()
         return found  # type: ignore[return-value]
 
     def push(self, memory: list[object], full: list[Barrier], stage: int, value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,9 @@ def test_a_named_set_serves_plain_calls() -> None:
         for left, right in ((None, None), (None, 0), (100, 0)):
             for seqlen_k in (100, 100_000):
                 assert config_for(problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k)).name in names
-    for right in (None, 0):
-        assert config_for(problem(seqlen_q=1, heads_q=8, right=right)).name in names
+    for right, head_dim, seqlen_k in product((None, 0), (64, 128, 256), (500, 5000)):
+        few = problem(seqlen_q=1, heads_q=8, right=right, head_dim=head_dim, head_dim_v=head_dim, seqlen_k=seqlen_k)
+        assert config_for(few).grouped and config_for(few).name in names
 
 
 def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

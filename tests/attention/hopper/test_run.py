@@ -80,7 +80,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of PROCESSORS that is the CPU."""
     monkeypatch.setattr(run, "processors", lambda index: PROCESSORS)
     monkeypatch.setattr(run, "_ready", {})
+    monkeypatch.setattr(run, "_counters", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
     monkeypatch.setattr(modules, "load", kernel)
@@ -170,6 +172,24 @@ def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for args in (dense, packed):
         run.forward(args)
+
+
+def test_no_two_packed_calls_count_with_one_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of two streams take zeroes in turn, more than are made at once; a captured call makes its own."""
+    device = torch.device("cpu")
+    kept: list[Tensor] = []
+    for turn in range(2 * run._COUNTERS + 50):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=turn % 2: stream, raising=False)
+        kept.append(run._counter(device))
+        assert kept[-1].shape == (1,) and kept[-1].dtype == torch.int32 and not kept[-1].any()
+        kept[-1] += 1  # as a launch does
+    storages = [{t.untyped_storage().data_ptr() for t in kept[stream::2]} for stream in range(2)]
+    assert len({t.data_ptr() for t in kept}) == len(kept) and not storages[0] & storages[1]
+    left = {key: len(pool) for key, pool in run._counters.items()}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = run._counter(device)
+    assert not captured.any() and captured.untyped_storage().nbytes() == 4
+    assert left == {key: len(pool) for key, pool in run._counters.items()}
 
 
 def test_every_named_variant_has_the_signature() -> None:

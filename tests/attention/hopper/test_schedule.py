@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warploom.attention.hopper.schedule import (
+    L2_BYTES,
     NOTHING,
     grouped,
     heads_in_pairs,
@@ -27,9 +29,9 @@ def choose(condition: bool, a: int, b: int) -> int:
     return a if condition else b
 
 
-def causal(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple[int, int]]:
+def causal(block: int, blocks: int, m_blocks: int, heads: int, shared: int = 0) -> Iterator[tuple[int, int]]:
     """(m_block, head) of one block in order, half pairs left out."""
-    pair_heads = heads_in_pairs(m_blocks, heads, blocks)
+    pair_heads = heads_in_pairs(m_blocks, heads, blocks, shared)
     turn = 0
     while True:
         m_block, head = paired(turn, block, blocks, m_blocks, heads, pair_heads, choose)
@@ -55,15 +57,15 @@ def full(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple[i
 def test_every_tile_once(m_blocks: int, heads: int, blocks: int) -> None:
     blocks = min(blocks, m_blocks * heads)
     everything = sorted((m, h) for m in range(m_blocks) for h in range(heads))
-    for order in (causal, full):
+    for order in (causal, partial(causal, shared=L2_BYTES + 1), full):
         assert sorted(t for b in range(blocks) for t in order(b, blocks, m_blocks, heads)) == everything
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 140))
-def test_half_a_pair_is_no_end(m_blocks: int, heads: int, blocks: int) -> None:
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 140), st.sampled_from([0, L2_BYTES + 1]))
+def test_half_a_pair_is_no_end(m_blocks: int, heads: int, blocks: int, shared: int) -> None:
     """NOTHING comes with a head that exists, and the end with a query tile that does: the kernel tests either alone."""
-    pair_heads = heads_in_pairs(m_blocks, heads, blocks)
+    pair_heads = heads_in_pairs(m_blocks, heads, blocks, shared)
     for block in range(min(blocks, 5)):
         for turn in range(2 * m_blocks * heads // blocks + 6):
             m_block, head = paired(turn, block, blocks, m_blocks, heads, pair_heads, choose)
@@ -75,12 +77,29 @@ def test_half_a_pair_is_no_end(m_blocks: int, heads: int, blocks: int) -> None:
 BENCHMARKED = [(1024, 256), (2048, 128), (4096, 64), (8192, 32), (16384, 16), (8192, 64), (4096, 128), (16384, 8)]
 
 
+@pytest.mark.parametrize("dims", [256, 512])
 @pytest.mark.parametrize(("seqlen", "heads"), BENCHMARKED)
-def test_causal_load_is_even(seqlen: int, heads: int) -> None:
+def test_causal_load_is_even(seqlen: int, heads: int, dims: int) -> None:
     """The busiest block has at most 3 % more than its share; a tile costs its key tiles and 1.2 for its ends."""
     m_blocks = seqlen // 128
-    loads = [sum(m + 1 + 1.2 for m, _ in causal(b, H100, m_blocks, heads)) for b in range(H100)]
+    loads = [sum(m + 1 + 1.2 for m, _ in causal(b, H100, m_blocks, heads, 2 * seqlen * dims)) for b in range(H100)]
     assert max(loads) <= 1.03 * sum(loads) / H100
+
+
+def test_heads_that_end_a_call_fit_into_l2() -> None:
+    """Of 1024 keys, 58 heads of head_dim 128 and 29 of 256; but not where blocks would be less even."""
+    assert [heads - heads_in_pairs(8, heads, H100, 1024 * 4 * dim) for heads, dim in ((256, 128), (128, 256))] == [58, 29]
+    assert heads_in_pairs(8, 110, H100, 2**21) == heads_in_pairs(8, 110, H100, 0)
+
+
+@pytest.mark.parametrize("m_blocks", [4, 8, 9, 16, 17, 32])
+def test_a_call_whose_end_fits_into_l2_is_as_even(m_blocks: int) -> None:
+    for heads in range(400 // m_blocks + 1, 1200 // m_blocks, 3):
+        loads = [
+            max(sum(m + 1 + 2.5 for m, _ in causal(b, H100, m_blocks, heads, shared)) for b in range(H100))
+            for shared in (0, L2_BYTES)
+        ]
+        assert loads[1] <= 1.05 * loads[0], heads
 
 
 @pytest.mark.parametrize(("seqlen", "heads"), [(1024, 512), (4096, 128), (500, 528), (1000, 400), (3000, 300)])
@@ -109,7 +128,7 @@ def test_keys_stay_in_l2(seqlen: int, heads: int) -> None:
     """But for the call's end, what runs at one time spans few heads: those of a round, and of the one before it."""
     m_blocks = seqlen // 128
     per_head = m_blocks // 2
-    pair_heads = heads_in_pairs(m_blocks, heads, H100)
+    pair_heads = heads_in_pairs(m_blocks, heads, H100, 0)
     orders = [list(causal(b, H100, m_blocks, heads)) for b in range(H100)]
     for turn in range(2 * (pair_heads * per_head // H100)):
         spanned = {order[turn][1] for order in orders}

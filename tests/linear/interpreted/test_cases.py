@@ -14,10 +14,12 @@ from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import Config, Tiling
 
 
-def configure(monkeypatch: pytest.MonkeyPatch, *, cut: bool, blocks: bool, lookback: bool = True) -> None:
+def configure(monkeypatch: pytest.MonkeyPatch, *, cut: bool, blocks: bool, lookback: bool = True, paired: bool = False) -> None:
     """Chunks of 16; segments of 32 tokens; blocks of 16 columns where the state is wider."""
     t = Tiling(16, 16 if blocks else 64, 4, 1)
-    small = Config(t, t, t, None if blocks else t, t, t, segment=32, fill=1e9 if cut else 0.0, lookback=lookback)
+    together = None if blocks and not paired else t
+    fill = 1e9 if cut else 0.0
+    small = Config(t, t, replace(t, columns=paired), together, t, t, paired, 32, fill, lookback=lookback)
     monkeypatch.setattr(call_module, "config", lambda *_: small)
 
 
@@ -38,6 +40,14 @@ def test_looking_back_on_groups_of_segments(sequences: tuple[int, ...] | None, m
 @pytest.mark.parametrize("name", ["plain", "blocks", "lengths", "fewer keys"])
 def test_segments_in_launches_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=True, blocks=name == "blocks", lookback=False)
+    check(Case(secrets.randbelow(2**31), **CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["plain", "blocks", "grouped", "lengths", "half precision"])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_pairs_of_programs(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dK and dV by programs of their own in one launch, where E and M differ of unequal numbers; z of dQ in columns."""
+    configure(monkeypatch, cut=cut, blocks=name.startswith("blocks"), paired=True)
     check(Case(secrets.randbelow(2**31), **CASES[name]))
 
 

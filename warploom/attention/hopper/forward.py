@@ -233,7 +233,7 @@ class HopperForward:
                     (shared.q_full, shared.q_empty, warpgroups, 4),
                     (shared.k_full, shared.k_empty, stages, consumers),
                     (shared.v_full, shared.v_empty, stages, consumers),
-                    (shared.tile_full, shared.tile_empty, TILE_STAGES, consumers + 1),
+                    (shared.tile_full, shared.tile_empty, TILE_STAGES, 32 * (consumers + 1)),  # lanes
                 ):
                     for i in cutlass.range_constexpr(count):
                         cute.arch.mbarrier_init(full + i, 1)
@@ -410,8 +410,8 @@ class HopperForward:
         count = PACKED_WORDS if const_expr(self.config.varlen) else DENSE_WORDS
         cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
         words = [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(count)]
-        cute.arch.sync_warp()
-        self.release(shared.tile_empty + stage)
+        # Every lane says so: ptxas drops a barrier of the warp before the arrival of one lane, whose reads alone were ordered.
+        cute.arch.mbarrier_arrive(shared.tile_empty + stage)
         if const_expr(not self.config.varlen):
             words += [Int32(0), seqlen_q, Int32(0), seqlen_k, seqlen_k - seqlen_q]
         return tuple(words)

@@ -30,7 +30,7 @@ class Tiling:
     """Tiles by the kind of call; docs/lab-notes.md has the measurements. None: as ``dense``."""
 
     dense: Tile
-    short: Tile | None = None  # dense causal calls of fewer than LONG keys
+    short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile
     other: Tile | None = None  # windows and packed sequences
     softcap: Tile | None = None  # of the 160 registers that three warpgroups leave a thread, its constants spill some
 
@@ -46,7 +46,8 @@ TILINGS = {
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
     (192, 192): Tiling(Tile(2, 112)),  # as wide as shared memory allows, here and below
-    (256, 256): Tiling(Tile(2, 80)),  # early and turns no better
+    # Early and turns no better. 1024 keys causal: 1.03 of 80 keys.
+    (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64)),
 }
 
 
@@ -80,7 +81,7 @@ def config(
         tile = tiling.softcap
     elif left or varlen:
         tile = tiling.other
-    elif right and not long:
+    elif right and not long and not each:
         tile = tiling.short
     tile = tile or tiling.dense
     return ForwardConfig(

@@ -38,8 +38,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     out_shape, lse_shape = (*q.shape[:-1], v.shape[-1]), (batch, heads, seqlen_q)
-    dtype, device, index = q.dtype, q.device, q.device.index
-    alike = q.shape == out_shape and q.is_contiguous()
+    device, index = q.device, q.device.index
     left, right = args.left, args.right
     first, end = seen(seqlen_q, seqlen_k, left, right)
     if first >= end:
@@ -60,12 +59,13 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
     blocks = min(blocks, tiles) if not split else blocks
-    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks), split, blocks)
+    shared = k.element_size() * (end - first) * (k.shape[-1] + v.shape[-1]) // members
+    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
+    like_out, like_lse = _like(out_shape, q.dtype, device), _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(q) if alike else torch.empty(out_shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         if cut:
             k, v = k[:, first:end], v[:, first:end]
         q, k, v = _read_by_tma(readable, q, k, v)
@@ -95,29 +95,65 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
     q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
-    lse_shape, index = (q.shape[1], q.shape[0]), q.device.index
+    lse_shape, device, index = (q.shape[1], q.shape[0]), q.device, q.device.index
     function, variant = _function(args, args.max_seqlen_k or 0)
     most = (q.shape[0] // variant.tile_m + cu_q.shape[0]) * q.shape[1]
     blocks = min(processors(index), most)
     numbers = (args.scale, args.softcap, reach(args.left), reach(args.right), 0, 0, blocks)
+    like_out = _like((*q.shape[:-1], args.v.shape[-1]), q.dtype, device)
+    like_lse = _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
+    box, box_v = variant.boxes
+    whole = q.shape[-1] > variant.head_dim - box and args.v.shape[-1] > variant.head_dim_v - box_v  # as ``filled`` has it
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _outputs(q, v, lse_shape)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         cu_q = cu_q.contiguous()
         cu_k = cu_q if cu_k is None else cu_k.contiguous()
         if used is not None:
             used = used.contiguous()
         if sink is not None:
             sink = sink.float().contiguous()
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        q, k, v = _read_by_tma(readable, *_filled(variant, q, k, v))
+        counter = _counter(device)
+        if not whole:
+            q, k, v = _filled(variant, q, k, v)
+        q, k, v = _read_by_tma(readable, q, k, v)
         _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, *numbers))
         return out, lse
 
     return launch
+
+
+# Counters of packed calls, zeroed many at a time, by device and stream.
+_COUNTERS = 256
+_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A zero on the device that no other launch counts with.
+
+    A captured call zeroes its own: it runs again. Others take one that their stream zeroed before, which costs the host less.
+    """
+    if device.index != torch._C._cuda_getDevice() or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    try:
+        return _counters[device, stream].pop()
+    except (KeyError, IndexError):
+        _counters[device, stream] = fresh = list(torch.zeros(_COUNTERS, 1, dtype=torch.int32, device=device).unbind())
+        return fresh.pop()
+
+
+def _like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element expanded to a shape: ``torch.empty_like`` of it takes the host half as long as ``torch.empty``."""
+    return _element(dtype, device).expand(shape)
+
+
+@cache
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def _filled(variant: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -115,12 +115,19 @@ def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_h
     return choose(in_pairs, m_block, choose(ends, 0, m_blocks - 1 - row)), choose(in_pairs, head, tail_head)
 
 
-def heads_in_pairs(m_blocks: int, heads: int, blocks: int) -> int:
-    """How many heads go as pairs: all but what the last, partial round and one more round of pairs hold."""
+def heads_in_pairs(m_blocks: int, heads: int, blocks: int, shared: int) -> int:
+    """How many heads go as pairs: all but what the last, partial round and one more round of pairs hold.
+
+    Those heads end the call together. Where their keys and values, ``shared`` bytes each, do not fit into L2 and the partial
+    round is nearly whole, it alone evens out the blocks as well.
+    """
     per_head = (m_blocks + 1) // 2
     pairs = heads * per_head
-    left_over = min(pairs, pairs % blocks + blocks)
-    return heads - min(heads, -(-left_over // per_head))
+    partial = pairs % blocks
+    tail = min(heads, -(-(partial + blocks) // per_head))
+    if tail * shared > L2_BYTES and 4 * partial >= 3 * blocks:
+        tail = min(heads, -(-partial // per_head))
+    return heads - tail
 
 
 def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 With W = tril(dO v^T), f = scale / norm * phi(q), S and z the sums before a chunk, dS and dz those after it:
 
     g = W phi(k) + dO S^T,  delta = f.g  (= dO.out, by row),  dphi(q) = scale / norm * (g - delta (z + tril(1) phi(k)))
-    dphi(k) = W^T f - tril(1)^T (delta f) + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
+    dphi(k) = (W - delta)^T f + v dS^T + dz,  dv = tril(f phi(k)^T)^T dO + phi(k) dS
     dS += f^T dO,  dz -= f^T delta
 
 so no output is read, and delta, one number a row, is all that dQ leaves to dK. States are held transposed, (M, E), so that
@@ -97,13 +97,15 @@ def dq_kernel(
     NORMALIZE: tl.constexpr,
     PART: tl.constexpr,
     PER_SLOT: tl.constexpr,
+    COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dQ of one segment of one query head and a block of E, and delta, (blocks, batches, heads, seqlen_q).
 
-    The state is held transposed, (M, E): both its products then take v and dO as they were loaded. With flags_ptr segments
+    The state is held transposed, (M, E): both its products then take v and dO as they were loaded. z is held in C equal rows,
+    which the products that give it add to, or in sixteen equal COLUMNS: fewer registers, more barriers. With flags_ptr segments
     look back for the states that they start from, as in the forward kernel.
     """
     pid = tl.program_id(0)
@@ -137,12 +139,11 @@ def dq_kernel(
             delta_base += block.to(tl.int64) * batches * heads * seqlen_q
 
     s = tl.zeros([DM, BE], tl.float32)
-    # Equal rows, as its products come.
-    z = tl.zeros([C, BE], tl.float32)
+    before_z = tl.zeros([BE], tl.float32)
     if s_ptr is not None:
         lives = at.sequence < sequences
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-        z += tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
+        before_z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
     if flags_ptr is not None:
         last = at.first + segment >= at.rows_q
         own_s, own_z = own_sums(
@@ -150,14 +151,18 @@ def dq_kernel(
             E, M, BE, DM, C, MAP_K, NORMALIZE, WIDE, STAGES,
         )  # fmt: skip
         s, before_z = sums_before(
-            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 0) / C, slot, at.first // segment, head * blocks + block,
+            flags_ptr + 1, own_ptr, own_s, own_z, s, before_z, slot, at.first // segment, head * blocks + block,
             heads * blocks, BE, DM, 3 if DM * BE <= 4096 else 2,
         )  # fmt: skip
+    if COLUMNS:
+        z = tl.zeros([BE, 16], tl.float32) + before_z[:, None]
+        ones = tl.full([C, 16], 1.0, dtype)
+    else:
         z = tl.zeros([C, BE], tl.float32) + before_z[None, :]
+        ones = tl.full([C, C], 1.0, dtype)
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
     see = n[:, None] >= n[None, :]
-    ones = tl.full([C, C], 1.0, dtype)
     below = tl.where(see, 1.0, 0.0).to(dtype)
 
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
@@ -182,10 +187,16 @@ def dq_kernel(
             else:
                 delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
-            sums = z
-            if CAUSAL:
+            if COLUMNS:
+                sums = tl.zeros([C, BE], tl.float32) + (tl.sum(z, 1) / 16)[None, :]
+                if CAUSAL:
+                    sums += dot(below, fk, None)
+                    z = dot(tl.trans(fk), ones, z)
+            elif CAUSAL:
                 sums = dot(below, fk, z)
                 z = dot(ones, fk, z)
+            else:
+                sums = z
             g = (g - delta[:, None] * sums) * factor[:, None]
         else:
             g *= scale
@@ -234,6 +245,8 @@ def dkdv_kernel(
     M: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
+    DE: tl.constexpr,
+    DM: tl.constexpr,
     C: tl.constexpr,
     GROUP: tl.constexpr,
     MAP_Q: tl.constexpr,
@@ -242,6 +255,7 @@ def dkdv_kernel(
     NORMALIZE: tl.constexpr,
     WITH_DK: tl.constexpr,
     WITH_DV: tl.constexpr,
+    PAIRED: tl.constexpr,
     PER_SLOT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -249,16 +263,25 @@ def dkdv_kernel(
 ):
     """dK and dV of one segment of one key head, from the end, summed over its query heads.
 
-    One of the two alone holds a block of the state: dK needs all of M and a block of E, dV all of E and a block of M.
+    One of the two alone holds a block of the state: dK needs all of M and BE columns of E, dV all of E and BM columns of M.
+    With both PAIRED, programs of even number compute dK and the others dV: side by side on a multiprocessor they hide each
+    other's latency, and what both read comes from memory once.
+
     s_ptr and z_ptr hold dS and dz after the segments, one a slot if PER_SLOT, else one a sequence, None for zeros;
     s_out_ptr and z_out_ptr take those before the sequences, whose segments are then whole sequences.
     """
     pid = tl.program_id(0)
-    blocks_e: tl.constexpr = (E + BE - 1) // BE
-    blocks_m: tl.constexpr = (M + BM - 1) // BM
-    tl.static_assert((blocks_e == 1 or not WITH_DV) and (blocks_m == 1 or not WITH_DK))
-    block = pid % (blocks_e * blocks_m)
-    pid = pid // (blocks_e * blocks_m)
+    blocks_e: tl.constexpr = (E + BE - 1) // BE if WITH_DK else 1
+    blocks_m: tl.constexpr = (M + BM - 1) // BM if WITH_DV else 1
+    tl.static_assert(PAIRED or not (WITH_DK and WITH_DV) or (blocks_e == 1 and blocks_m == 1))
+    blocks: tl.constexpr = max(blocks_e, blocks_m)
+    which = pid % 2
+    if PAIRED:
+        pid = pid // 2
+    block = pid % blocks
+    pid = pid // blocks
+    if PAIRED and blocks_e != blocks_m and block >= tl.where(which == 0, blocks_e, blocks_m):
+        return
     head_kv = pid % heads_kv
     slot = pid // heads_kv
     at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
@@ -268,26 +291,91 @@ def dkdv_kernel(
     if (at.first < 0) | ((at.first > 0) & (at.first >= stop)):
         return
     stop = tl.minimum(stop, at.first + segment)
-    lives = at.sequence < sequences
     state_index = tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * heads_kv + head_kv
+    arguments = (
+        at, stop, block, head_kv, heads_kv, state_index, at.sequence < sequences, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr,
+        norm_ptr, delta_ptr, s_ptr, z_ptr, s_out_ptr, z_out_ptr, lengths_ptr, stride_qb, stride_qs, stride_qh, stride_kb,
+        stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, seqlen_q, seqlen_k, scale,
+    )  # fmt: skip
+    # A tuple would not keep constants.
+    if not PAIRED:
+        _gradients(*arguments, WITH_DK, WITH_DV, E, M, BE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
+    elif which == 0:
+        _gradients(*arguments, True, False, E, M, BE, DM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
+    else:
+        _gradients(*arguments, False, True, E, M, DE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
 
+
+@triton.jit
+def _gradients(
+    at,
+    stop,
+    block,
+    head_kv,
+    heads_kv,
+    state_index,
+    lives,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    norm_ptr,
+    delta_ptr,
+    s_ptr,
+    z_ptr,
+    s_out_ptr,
+    z_out_ptr,
+    lengths_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    seqlen_q,
+    seqlen_k,
+    scale,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    C: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dK, dV or both of a segment, whose state is written by who computes dK."""
     n = tl.arange(0, C)
-    e = block // blocks_m * BE + tl.arange(0, BE)
-    m = block % blocks_m * BM + tl.arange(0, BM)
+    e = tl.arange(0, BE) if WITH_DV else block * BE + tl.arange(0, BE)
+    m = tl.arange(0, BM) if WITH_DK else block * BM + tl.arange(0, BM)
     rows = n.to(tl.int64) if WIDE else n
     dtype = v_ptr.dtype.element_ty
     k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
     v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
-    # The negative of dz, in equal rows, as its products come.
+    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it.
     dz = tl.zeros([C, BE], tl.float32)
     if s_ptr is not None:
         ds = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
     if z_ptr is not None:
-        dz -= tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)[None, :]
-    above = tl.where(n[:, None] <= n[None, :], 1.0, 0.0).to(dtype)
-    ones = tl.full([C, C], 1.0, dtype)
+        first = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
     # A left factor of dv, so carried as in the forward kernel.
@@ -298,39 +386,31 @@ def dkdv_kernel(
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
-        if not CARRIED:
-            fk = None
-            if WITH_DV:
-                fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
-            elif MAP_K != IDENTITY:
-                fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K)
+        if WITH_DV and not CARRIED:
+            fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
         v = None
         if WITH_DK:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
-        # Of all queries from each key on, negative.
-        sums = dz
         if CAUSAL and GROUP > 1:
-            next_ds = ds
+            next_ds, next_dz = ds, dz
             for g in tl.range(0, GROUP, num_stages=STAGES):
                 head = head_kv * GROUP + g
-                f, df, dout, common = _weights(
+                f, delta, dout, common = _weights(
                     at, head, heads_kv * GROUP, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
                     stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
                 )  # fmt: skip
                 if WITH_DV:
                     dv = _to_values(dv, fk, f, dout, common, C)
                 if WITH_DK:
-                    dk = _to_keys(dk, v, f, dout, common, C)
+                    dk, w = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
                     if NORMALIZE:
-                        sums = _times_common(above, df, sums, common)
-                        dz = _times_common(ones, df, dz, common)
+                        next_dz = _to_sums(next_dz, w, f, delta, common, C)
                 next_ds = _to_state(next_ds, f, dout, common)
-            ds = next_ds
         if CAUSAL and GROUP == 1:
-            f, df, dout, common = _weights(
+            f, delta, dout, common = _weights(
                 at, head_kv, heads_kv, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
                 stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
             )  # fmt: skip
@@ -342,14 +422,13 @@ def dkdv_kernel(
             store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
             if CAUSAL and GROUP == 1:
-                dk = _to_keys(dk, v, f, dout, common, C)
+                dk, w = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
             dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
-            if CAUSAL and GROUP == 1 and NORMALIZE:
-                sums = _times_common(above, df, dz, common)
-                dz = _times_common(ones, df, dz, common)
             if NORMALIZE or z_ptr is not None:
-                dk -= sums
+                dk -= _pairs_of_rows(dz)
             if MAP_K != IDENTITY:
+                if not WITH_DV:
+                    fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K)
                 dk = through_map(dk, fk, MAP_K)
             elif lengths_ptr is not None:
                 # Keys that were not read have no gradient; the other maps' slope is 0 there.
@@ -357,14 +436,18 @@ def dkdv_kernel(
             store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
         if CAUSAL and GROUP == 1:
             ds = _to_state(ds, f, dout, common)
+            if WITH_DK and NORMALIZE:
+                dz = _to_sums(dz, w, f, delta, common, C)
+        if CAUSAL and GROUP > 1:
+            ds, dz = next_ds, next_dz
         if CARRIED:
             # The first chunk again in the end, so that nothing before the segment is read.
             t = tl.maximum(t - C, at.first)
             fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
 
-    if s_out_ptr is not None:
+    if WITH_DK and s_out_ptr is not None:
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
-        tl.store(z_out_ptr + state_index * E + e, tl.sum(dz, 0) * (-1.0 / C), mask=(e < E) & lives)
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(dz, 0) * (-2.0 / C), mask=(e < E) & lives)
 
 
 @triton.jit
@@ -397,7 +480,7 @@ def _weights(
     NORMALIZE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """f and delta * f over a power of two, dO and the power, of a chunk's queries of one head.
+    """f over a power of two, delta, dO and the power, of a chunk's queries of one head.
 
     Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
     """
@@ -416,11 +499,10 @@ def _weights(
         common = power_of_two(tl.max(tl.abs(factor), 0))
         factor = factor / common
     f = fq * factor[:, None]
-    df = f
+    delta = tl.zeros([C], tl.float32)
     if NORMALIZE:
         delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
-        df = f * delta[:, None]
-    return f.to(dtype), df.to(dtype), dout, common
+    return f.to(dtype), delta, dout, common
 
 
 @triton.jit
@@ -432,16 +514,47 @@ def _to_values(dv, fk, f, dout, common, C: tl.constexpr):
 
 
 @triton.jit
-def _to_keys(dk, v, f, dout, common, C: tl.constexpr):
-    """dk, negative, with what the chunk's queries of one head give without delta."""
+def _to_keys(dk, v, f, dout, delta, common, C: tl.constexpr, NORMALIZE: tl.constexpr):
+    """dk, negative, with what the chunk's queries of one head give, and their weights in it."""
     n = tl.arange(0, C)
-    w = tl.where(n[:, None] <= n[None, :], dot(v, tl.trans(dout), None) * -1.0, 0.0)
-    return _times_common(w.to(f.dtype), f, dk, common)
+    w = dot(v, tl.trans(dout), None) * -1.0
+    if NORMALIZE:
+        w += delta[None, :]
+    w = tl.where(n[:, None] <= n[None, :], w, 0.0)
+    w = w.to(f.dtype)
+    return _times_common(w, f, dk, common), w
 
 
 @triton.jit
 def _to_state(ds, f, dout, common):
     return _times_common(tl.trans(dout), f, ds, common)
+
+
+@triton.jit
+def _to_sums(dz, w, f, delta, common, C: tl.constexpr):
+    """dz, negative, with what the chunk's queries of one head give: rows 0 to 7 of every 16 from delta as rounded, the others
+    from what that left.
+
+    Rows r and r + 8 of a tensor core's result are one thread's. Of w nothing is taken but its layout, in which the rows are
+    a left factor without a way through shared memory.
+    """
+    n = tl.arange(0, C)
+    factor = 1.0
+    if f.dtype == tl.float16:
+        factor = power_of_two(tl.max(tl.abs(delta), 0))
+        delta = delta / factor
+    high = delta.to(f.dtype)
+    low = (delta - high.to(tl.float32)).to(f.dtype)
+    rows = tl.where((n // 8 % 2 == 0)[:, None], high[None, :], low[None, :])
+    rows = tl.where((n < 0)[:, None], w, rows)
+    return _times_common(rows, f, dz, common * factor)
+
+
+@triton.jit
+def _pairs_of_rows(x):
+    """Rows r and r + 8 of every 16 replaced by their sum."""
+    groups: tl.constexpr = (x.shape[0] // 16, 2, 8, x.shape[1])
+    return tl.reshape(tl.broadcast_to(tl.sum(tl.reshape(x, groups), 1, keep_dims=True), groups), x.shape)
 
 
 @triton.jit

@@ -160,6 +160,12 @@ class Call:
         short = self.cu is None and self.seqlen_q <= self.config.segment
         return self.config.lookback and same and not short and not self.crowded(programs * self.sequences)
 
+    def looking_back(self, programs: int) -> Cut:
+        """The cut into segments that look back, where `programs` walk a sequence: longer ones if those occupy the device."""
+        coarse = self.cut(self.seqlen_q, self.config.segment * self.config.coarse)
+        enough = coarse.slots * programs >= 0.9 * _processors(self.q.device)
+        return coarse if enough else self.cut(self.seqlen_q, self.config.segment)
+
     def numbers(self, cut: Cut) -> tuple[int, ...]:
         return (self.sequences, cut.segments, cut.segment, self.seqlen_q, self.seqlen_k)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,6 +16,7 @@ class Tiling:
     block: int  # columns of the state that a program holds: of M, in dq and dk of E
     warps: int
     stages: int
+    columns: bool = False  # dq: z in sixteen columns, for want of registers
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Config:
     dkdv: Tiling | None
     dk: Tiling
     dv: Tiling
+    # dK and dV together are programs of their own in one launch, each with a block of the state.
+    paired: bool = False
     # Tokens of a segment where sequences are cut, a multiple of every chunk.
     segment: int = 1024
     # Sequences are cut where fewer programs than this share of the multiprocessors would walk whole ones.
@@ -36,8 +39,10 @@ class Config:
     # Tokens from which on sequences are cut in any case: tensor cores add to an accumulator by truncation, which lowers a
     # state by 5e-9 of itself a token (3e-4 after 64k, on an H200); sums over segments are rounded.
     longest: int = 16384
-    # Segments find the states before them by looking back, not in launches of their own.
+    # Segments find the states before them by looking back, not in launches of their own; they are so many times as long where
+    # that leaves enough for the device.
     lookback: bool = True
+    coarse: int = 1
 
 
 def _same(t: Tiling, together: bool) -> Config:
@@ -56,24 +61,27 @@ def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
             forward=deep,
             state=flat,
             dq=deep,
-            # With a denominator four warps have too few registers: 174 against 118 at 8 × 16 heads of 2048 tokens.
-            dkdv=Tiling(64, 64, 8, 3) if normalize else flat,
+            # With a denominator one program has too few registers: at 8 × 16 heads of 2048 tokens 112 with four warps, 98 with
+            # eight, 91 in pairs of four. The slope of a map takes more: 117 with eight, 153 in pairs.
+            dkdv=Tiling(64, 64, 8, 3) if normalize and mapped else flat,
             dk=flat,
             dv=flat,
+            paired=normalize and not mapped,
+            # Twice as long, 81 against 96 at 16 heads of 16384 tokens: fewer states to wait for.
+            coarse=2,
         )
     if width == 128:
         deep, flat = Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 2)
-        # The slope of a map takes the keys once more: three chunks of all five tensors do not fit.
-        apart = flat if mapped else deep
         return Config(
             forward=deep,
             state=deep,
-            dq=deep,
-            # With a denominator the two together have too few registers, 1116 against 923 in two launches at 4 × 32 heads of
+            # z in rows spills: 535 against 460 at 4 × 32 heads of 8192 tokens.
+            dq=replace(deep, columns=normalize and not mapped),
+            # With a denominator the two together have too few registers, 883 against 790 in two launches at 4 × 32 heads of
             # 8192 tokens; without they read less, 689 against 719.
             dkdv=None if normalize else flat,
-            dk=apart,
-            dv=apart,
+            dk=deep,
+            dv=deep,
             segment=2048,
         )
     return _same(Tiling(64, 64, 8, 2), together=False)

@@ -38,7 +38,7 @@ def forward(c: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, T
     with on_device(call.q):
         room: States = (None, None)
         if call.looks_back(blocks * call.heads):
-            cut, first, per_slot = call.cut(call.seqlen_q, call.config.segment), (call.s, call.z), False
+            cut, first, per_slot = call.looking_back(blocks * call.heads), (call.s, call.z), False
             room = _room(call, cut, call.heads * blocks, padded(variant.e), block_of(variant.m, tiling.block))
         else:
             cut, first, per_slot = _prefixes(call, blocks * call.heads, last)
@@ -197,7 +197,7 @@ def _dq(call: Call, dq: Tensor, norm: Tensor | None) -> Tensor | None:
     room: States = (None, None)
     # With several blocks and a denominator dQ takes two launches, which share the states.
     if call.looks_back(blocks * call.heads) and (blocks == 1 or not variant.normalize):
-        cut, first, per_slot = call.cut(call.seqlen_q, call.config.segment), (call.s, call.z), False
+        cut, first, per_slot = call.looking_back(blocks * call.heads), (call.s, call.z), False
         room = _room(call, cut, call.heads * blocks, block_of(variant.e, tiling.block), padded(variant.m))
     else:
         cut, first, per_slot = _prefixes(call, blocks * call.heads, (None, None))
@@ -225,15 +225,19 @@ def _dkdv(call: Call, dk: Tensor, dv: Tensor, norm: Tensor | None, delta: Tensor
     """Write dk, dv and the gradients of the initial states, unless None."""
     variant, config = call.variant, call.config
     parts = [("kv", config.dkdv)] if config.dkdv is not None else [("k", config.dk), ("v", config.dv)]
+    # Programs of a segment and key head, or pairs of them: the two of a pair share a multiprocessor.
     blocks = {"kv": 1, "k": -(-variant.e // config.dk.block), "v": -(-variant.m // config.dv.block)}
+    if config.dkdv is not None and config.paired:
+        blocks["kv"] = -(-max(variant.e, variant.m) // config.dkdv.block)
     programs = call.heads_kv * min(blocks[part] for part, _ in parts)
     cut, after, per_slot = _suffixes(call, programs, norm, delta, last, first)
     one_pass = cut.whole and variant.causal
     for part, tiling in parts:
         s_out, z_out = first if one_pass and "k" in part else (None, None)
         present = tuple(t is not None for t in (*after, s_out))
-        _dkdv_launch(variant, tiling, part, per_slot, present)(
-            (cut.slots * call.heads_kv * blocks[part], 1),
+        paired = config.paired and part == "kv"
+        _dkdv_launch(variant, tiling, part, paired, per_slot, present)(
+            (cut.slots * call.heads_kv * blocks[part] * (2 if paired else 1), 1),
             *(call.q, call.k, call.v, call.dout, dk, dv, norm, delta, *after, s_out, z_out, call.lengths, call.cu),
             *(*call.strides_q, *call.strides_k, *call.strides_v, *call.strides_do, *call.numbers(cut)),
             *(call.heads_kv, call.scale),
@@ -280,16 +284,20 @@ def _scan_launch(e: int, m: int, reverse: bool, present: tuple[bool, ...], devic
 @cache
 def _dq_launch(variant: Variant, tiling: Tiling, part: int, per_slot: bool, present: tuple[bool, ...]) -> Launch:
     shapes = dims(variant, BE=block_of(variant.e, tiling.block), DM=padded(variant.m))
-    options = {**shapes, **_maps(variant), **_kind(variant), **_tile(tiling), "PART": part, "PER_SLOT": per_slot}
+    flags = {"PART": part, "PER_SLOT": per_slot, "COLUMNS": tiling.columns}
+    options = {**shapes, **_maps(variant), **_kind(variant), **_tile(tiling), **flags}
     return Launch(dq_kernel, options, direct=variant.direct)
 
 
 @cache
-def _dkdv_launch(variant: Variant, tiling: Tiling, part: str, per_slot: bool, present: tuple[bool, ...]) -> Launch:
-    be = padded(variant.e) if "v" in part else block_of(variant.e, tiling.block)
-    bm = padded(variant.m) if "k" in part else block_of(variant.m, tiling.block)
-    flags = {"GROUP": variant.group, "WITH_DK": "k" in part, "WITH_DV": "v" in part, "PER_SLOT": per_slot}
-    options = {**dims(variant, BE=be, BM=bm), **_maps(variant), **_kind(variant), **_tile(tiling), **flags}
+def _dkdv_launch(
+    variant: Variant, tiling: Tiling, part: str, paired: bool, per_slot: bool, present: tuple[bool, ...]
+) -> Launch:
+    be = padded(variant.e) if "v" in part and not paired else block_of(variant.e, tiling.block)
+    bm = padded(variant.m) if "k" in part and not paired else block_of(variant.m, tiling.block)
+    whole = {"DE": padded(variant.e), "DM": padded(variant.m)}
+    flags = {"GROUP": variant.group, "WITH_DK": "k" in part, "WITH_DV": "v" in part, "PAIRED": paired, "PER_SLOT": per_slot}
+    options = {**dims(variant, BE=be, BM=bm, **whole), **_maps(variant), **_kind(variant), **_tile(tiling), **flags}
     return Launch(dkdv_kernel, options, direct=variant.direct)
 
 
