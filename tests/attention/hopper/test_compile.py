@@ -112,8 +112,7 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
         last = 2 + 2 * variant.ahead
     else:
         steps, first = (variant.head_dim + variant.head_dim_v + 2 * variant.tile_m + variant.tile_n) // 16, 0
-        # A step waits three times where its dK may end in the next one, else four.
-        waits, last = 3 if variant.wide else 4, 1
+        waits, last = 4, 1
     assert len(re.findall(r"HGMMA", listing)) == loops * steps + first
     # More would mean that ptxas serialised wgmma.
     assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == waits * loops + last

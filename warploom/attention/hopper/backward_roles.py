@@ -1,4 +1,4 @@
-"""The backward of head dims past 128: a block owns up to 96 keys; one warpgroup keeps their dV, the other their dK.
+"""The backward of head dims past 128: a block owns up to 112 keys; one warpgroup keeps their dV, the other their dK.
 
 Registers hold dV or dK of more keys than both, and each product reads shared memory less often when it is not cut in two.
 S, dP and dQ are shared out: S and dP by keys, dQ by columns. P and dS pass through shared memory. dV and dK are kept
@@ -17,8 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, Names
-from warploom.attention.hopper.backward_wide import WideBackward
+from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, HopperBackward, Names
 from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.attention.hopper.primitives import bulk_add, store_matrices
 from warploom.runtime.instructions import pack16
@@ -30,12 +29,12 @@ P_SLOT, DS_SLOT = 0, 1
 BOTH = WARPGROUPS * WARPGROUP
 
 
-class RolesBackward(WideBackward):
-    """As ``HopperBackward``, for 64 queries by 80 or 96 keys."""
+class RolesBackward(HopperBackward):
+    """As ``HopperBackward``, for 64 queries by 80, 96 or 112 keys."""
 
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
-        self.slots = 2
+        self.keys_each = config.tile_n // WARPGROUPS
         # 160 registers of dK or dV leave 32 for dQ: half of a warpgroup's columns at a time.
         self.parts = 2 if config.head_dim > 192 else 1
         self.dq_columns = self.columns // self.parts
@@ -80,6 +79,14 @@ class RolesBackward(WideBackward):
         self.stage(r, start, factor)
         cute.arch.barrier(barrier_id=STAGED + role, number_of_threads=WARPGROUP)
         self.copy_out(start, self.dims[role], work, target)
+
+    @cute.jit
+    def set_limits(self, r, work, left, right):
+        """Keys of this thread, counted from its first one: past the last, and by a row's number behind and before its band."""
+        key = work.n_block * self.tile_n + r.column + r.group * self.keys_each
+        r.limits[0, 0] = work.seqlen_k - key
+        r.limits[0, 1] = work.shift + right + 1 - key
+        r.limits[1, 0] = work.shift - left - key
 
     def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES, sums: Any = None) -> Names:
         mma_scores, mma_gradient, _, mma_queries = products
@@ -215,6 +222,40 @@ class RolesBackward(WideBackward):
         # ptxas would serialise all products if these were running where such loops begin anew: S, and dK in nested loops.
         if const_expr(self.config.ahead or (self.config.deterministic and r.role == KEYS and self.parts == 1)):
             warpgroup.wait_group(0)
+
+    @cute.jit
+    def statistics(self, r, stage, which):
+        """A row statistic of this thread's two queries."""
+        source = r.shared.stats + stage * (2 * self.tile_m) + which * self.tile_m + r.row
+        rows = cute.make_tensor(source, cute.make_layout(2, stride=8))
+        return [rows[0], rows[1]]
+
+    @cute.jit
+    def probabilities(self, r, m, level, masked):
+        """P from the raw scores and lse; with a softcap its derivative too, times which dS takes P."""
+        for i in cutlass.range_constexpr(2):
+            row = m * self.tile_m + r.row + 8 * i
+            past, first = r.limits[0, 0], row + r.limits[1, 0]
+            if const_expr(self.config.right):
+                past = cutlass.min(past, row + r.limits[0, 1])
+            for c in cutlass.range_constexpr(self.keys_each // 4):
+                raw, at = r.rows_s[i, c], c // 2 * 8 + c % 2
+                if const_expr(masked):
+                    raw = raw if at < past else -Float32.inf
+                    if const_expr(self.config.left):
+                        raw = raw if at >= first else -Float32.inf
+                weight, slope = self.weigh(r, raw, level[i], masked)
+                r.rows_s[i, c] = weight
+                if const_expr(self.config.softcap):
+                    r.slopes[i, c] = slope
+
+    @cute.jit
+    def differentiate(self, r, mean):
+        """dS / scale from P and dP, in dP's place."""
+        for i in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(self.keys_each // 4):
+                weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]
+                r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - mean[i])
 
     @cute.jit
     def add(self, r, m, j, part):

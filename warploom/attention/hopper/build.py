@@ -14,7 +14,6 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
-from warploom.attention.hopper.backward_wide import WideBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import DTYPES, HopperForward
 from warploom.runtime.cubin import resources
@@ -83,8 +82,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
         for present in (variant.varlen, variant.varlen, variant.used)
     ]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, *workspaces, turns, *vectors, *scalars]
-    kind = RolesBackward if variant.roles else WideBackward if variant.wide else HopperBackward
-    kernel = kind(variant)
+    kernel = (RolesBackward if variant.roles else HopperBackward)(variant)
     return {**_compile(kernel, arguments, name, library), "shared": variant.shared_bytes}
 
 

@@ -11,7 +11,7 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (*(f"{_HERE}/{file}.py" for file in ("build", "config", "primitives", "schedule")), "runtime/instructions.py")
 SOURCES = (*_COMMON, f"{_HERE}/forward.py")
-BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_wide.py", f"{_HERE}/backward_roles.py")
+BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_roles.py")
 
 
 def box_columns(span: int) -> int:
@@ -111,7 +111,7 @@ class BackwardConfig:
     deterministic: bool = False  # key blocks add to dQ in their order
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
-    tile_n: int = 128  # keys a block: 64 a warpgroup, or 64 whose dK and dV two warpgroups share by columns
+    tile_n: int = 128  # keys a block: 64 a warpgroup, or fewer, of which one warpgroup keeps dV, the other dK
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
@@ -136,38 +136,26 @@ class BackwardConfig:
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_backward", config, BACKWARD_SOURCES)
 
     @property
-    def wide(self) -> bool:
-        """Whether warpgroups share the block's keys, each with a half of the head dims."""
-        return self.tile_n == 64
-
-    @property
     def roles(self) -> bool:
         """Whether one warpgroup keeps the block's dV and the other its dK."""
-        return self.tile_n in (80, 96, 112)
+        return self.tile_n < 128
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:
         """Columns of a TMA box of Q, K, V and dO."""
-        share = 2 if self.wide else 1
         # A product for dQ takes K by halves of its columns, but where a warpgroup has all columns of 64 queries.
         k = self.head_dim if self.tile_m == 128 else self.head_dim // 2
-        return (
-            box_columns(self.head_dim // share),
-            box_columns(k),
-            box_columns(self.head_dim_v),
-            box_columns(self.head_dim_v // share),
-        )
+        q, v = box_columns(self.head_dim), box_columns(self.head_dim_v)
+        return q, box_columns(k), v, v
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, and dQ on its way out.
-
-        Wide variants have two tiles of P and one of dS, those with roles one of each.
+        """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, or with roles one of P and one
+        of dS, and dQ on its way out.
         """
         dims = self.head_dim + self.head_dim_v
         rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
-        tiles = 2 * (3 if self.wide else 2) * self.tile_m * self.tile_n
-        return 2 * self.tile_n * dims + rings + tiles + 8 * self.dq_floats
+        return 2 * self.tile_n * dims + rings + 4 * self.tile_m * self.tile_n + 8 * self.dq_floats
 
     @property
     def dq_floats(self) -> int:

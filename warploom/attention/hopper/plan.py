@@ -155,14 +155,14 @@ def named_set() -> list[ForwardConfig]:
 
 # Of the backward by (head_dim, head_dim_v) of its tile: queries a step, keys a block, stages of the dO ring, pieces in which
 # dQ leaves. Smaller head dims run in the next larger tile by TMA bounds. Past 128 a warpgroup keeps dV and the other dK, of as
-# many keys as registers hold; with 64 keys, two warpgroups share dK and dV by columns.
+# many keys as registers hold.
 BACKWARD_TILES = {
     (64, 64): (128, 128, 2, 1),
     (96, 96): (64, 128, 2, 1),  # 4096 keys: 522 TFLOP/s; in the tile of 128 452
     (128, 128): (80, 128, 2, 1),  # 16384 keys causal: 632 TFLOP/s; 64 queries 601
     (192, 128): (64, 112, 1, 1),  # 8192 keys full: 557; 96 keys 518, 64 354
     (192, 192): (64, 96, 1, 1),  # 16384 keys: 562, in two pieces and with two stages 486; 64 keys 392
-    (256, 256): (64, 80, 1, 4),  # (64, 64, 1, 2) is the alternative by columns
+    (256, 256): (64, 80, 1, 4),
 }
 # At 80 keys: ring (which takes the place of the pieces where key blocks do not queue) and ahead, as BackwardConfig has them.
 WAYS = {(256, 256): (True, False)}
