@@ -104,12 +104,11 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
     assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     loops = 3 if variant.left or (variant.deterministic and variant.right) else 2
     if variant.roles:
-        # S and dP of two warpgroups, dV and dK in tiles of 64 head dims, dQ in one product or two; S of the first step apart.
-        parts = 2 if variant.head_dim > 192 else 1
-        dims = variant.head_dim + variant.head_dim_v
+        # S and dP of two warpgroups, dV and dK in tiles of 64 head dims, dQ in one product or four; S of the first step apart.
+        parts, dims = variant.pieces, variant.head_dim + variant.head_dim_v
         steps = 2 * dims // 16 + dims // 64 * (variant.tile_m // 16) + 2 * parts * (variant.tile_n // 16)
         first = 2 * variant.head_dim // 16 * variant.ahead
-        waits = 7 + 2 * (parts - 1) + 2 * variant.ahead + (variant.deterministic and parts == 1 and not variant.ahead)
+        waits = 7 + 2 * (parts - 1) + 2 * variant.ahead + (variant.deterministic and not variant.ahead)
         last = 2 + 2 * variant.ahead
     else:
         steps, first = (variant.head_dim + variant.head_dim_v + 2 * variant.tile_m + variant.tile_n) // 16, 0

@@ -473,7 +473,7 @@ class HopperBackward:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.config.dq_floats], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.piece], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
@@ -553,7 +553,7 @@ class HopperBackward:
                 if warp == LOADER:
                     self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
                 for i in cutlass.range_constexpr(WARPGROUPS):
-                    if const_expr(not self.config.ring) and warp == WRITERS[i]:
+                    if warp == WRITERS[i]:
                         self.write(work, sums, turns, i, left, right)
                 if const_expr(self.config.varlen):  # noqa: SIM102
                     if warp == SCHEDULER:
@@ -976,19 +976,21 @@ class HopperBackward:
         for j in cutlass.range(ahead, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
             turn = turns.iterator + Int64(tile) * WARPGROUPS
-            for group in cutlass.range_constexpr(WARPGROUPS):
-                cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
-                if cute.arch.lane_idx() == 0:
-                    if const_expr(group == 0):
-                        wait_for(turn, self.rank(work, m, left, right))
-                    target = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
-                    bulk_add(target, shared.dq + group * self.part, 4 * self.part)
-                    cute.arch.cp_async_bulk_commit_group()
-            for group in cutlass.range_constexpr(WARPGROUPS):
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
-                cute.arch.sync_warp()
-                self.pass_back(group, j + 1 < steps)
+            for piece in cutlass.range_constexpr(self.config.pieces):
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
+                    if cute.arch.lane_idx() == 0:
+                        if const_expr(group == 0 and piece == 0):
+                            wait_for(turn, self.rank(work, m, left, right))
+                        target = sums.iterator + ((Int64(tile) * WARPGROUPS + group) * self.part + piece * self.piece)
+                        bulk_add(target, shared.dq + group * self.piece, 4 * self.piece)
+                        cute.arch.cp_async_bulk_commit_group()
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    if cute.arch.lane_idx() == 0:
+                        cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
+                    cute.arch.sync_warp()
+                    if piece + 1 < self.config.pieces or j + 1 < steps:
+                        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 pass_on(turn)

@@ -13,18 +13,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, HopperBackward, Names
 from warploom.attention.hopper.config import BackwardConfig, box_columns
-from warploom.attention.hopper.primitives import bulk_add, store_matrices
+from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16
 
 VALUES, KEYS = 0, 1  # the warpgroup of dV, and that of dK
-# Named barriers: both have written their P; dV has read it; and + role: a warpgroup has staged its gradient.
-P_READY, P_EMPTY, STAGED = 6, 7, 8
+# Named barriers: both have written their P; and + role: a warpgroup has staged its gradient.
+P_READY, STAGED = 6, 8
 P_SLOT, DS_SLOT = 0, 1
 BOTH = WARPGROUPS * WARPGROUP
 
@@ -35,8 +35,8 @@ class RolesBackward(HopperBackward):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.keys_each = config.tile_n // WARPGROUPS
-        # 160 registers of dK or dV leave 32 for dQ: half of a warpgroup's columns at a time.
-        self.parts = 2 if config.head_dim > 192 else 1
+        # Each leaves at once, while the next is computed. 160 registers of dK or dV leave 16 for dQ beside the next S.
+        self.parts = config.pieces
         self.dq_columns = self.columns // self.parts
         # Of VALUES and KEYS; less than 504 with the producer's, which is what the block starts with.
         self.registers_each = (224, 256) if config.head_dim_v < config.head_dim else (240, 240)
@@ -53,15 +53,15 @@ class RolesBackward(HopperBackward):
     def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 8:
             cute.arch.setmaxregister_increase(self.registers_each[VALUES])
-            self.play(VALUES, work, dv, sums, products, scale, softcap, left, right)
+            self.play(VALUES, work, dv, products, scale, softcap, left, right)
         else:
             cute.arch.setmaxregister_increase(self.registers_each[KEYS])
-            self.play(KEYS, work, dk, sums, products, scale, softcap, left, right)
+            self.play(KEYS, work, dk, products, scale, softcap, left, right)
 
     @cute.jit
-    def play(self, role, work, target, sums, products, scale, softcap, left, right):
+    def play(self, role, work, target, products, scale, softcap, left, right):
         """All steps of one warpgroup, and its gradient."""
-        r = self.registers(work, products, scale, softcap, role, sums.iterator)
+        r = self.registers(work, products, scale, softcap, role)
         self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
         if const_expr(self.config.ahead):  # noqa: SIM102
@@ -72,8 +72,6 @@ class RolesBackward(HopperBackward):
                 warpgroup.wait_group(0)
         self.steps(r, work)
         warpgroup.wait_group(0)
-        if const_expr(self.config.ring):
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)  # nobody reads K and V any more
         start, factor = (work.shared.v_start, Float32(1.0)) if const_expr(role == VALUES) else (work.shared.k_start, scale)
         self.stage(r, start, factor)
@@ -88,7 +86,7 @@ class RolesBackward(HopperBackward):
         r.limits[0, 1] = work.shift + right + 1 - key
         r.limits[1, 0] = work.shift - left - key
 
-    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES, sums: Any = None) -> Names:
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> Names:
         mma_scores, mma_gradient, _, mma_queries = products
         scores, gradient, queries = (m.get_slice(0) for m in (mma_scores, mma_gradient, mma_queries))
         shared = work.shared
@@ -105,11 +103,7 @@ class RolesBackward(HopperBackward):
         first, _, _, end = work.bounds
         return Names(
             role=role,
-            tiles=end - first,
             steps=work.group_size * (end - first),
-            first_tile=(work.batch * work.heads_q + work.head * work.group_size) * work.m_blocks + work.first_tile,
-            m_blocks=work.m_blocks,
-            sums=sums,
             shared=shared,
             group=role,
             multiplier=multiplier,
@@ -159,8 +153,10 @@ class RolesBackward(HopperBackward):
 
     @cute.jit
     def step(self, r, m, j, masked):
-        """One query tile. P and dS have one slot each. Who writes P knows that dV has read the last one, by a barrier or, where
-        dO has one stage, because dO is there; who writes dS has met the other warpgroup after all that read the last dS.
+        """One query tile. P and dS have one slot each. Who writes P knows that dV has read the last one, because dO is there,
+        which has one stage; who writes dS has met the other warpgroup after all that read the last dS.
+
+        dQ is computed in parts, each of which leaves while the next one runs, and parts of dK behind it.
         """
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)
@@ -171,9 +167,6 @@ class RolesBackward(HopperBackward):
         level, mean = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
-        if const_expr(r.role == VALUES and self.dout_stages > 1):  # noqa: SIM102
-            if j > 0:
-                cute.arch.barrier_arrive(barrier_id=P_EMPTY, number_of_threads=BOTH)
         warpgroup.wait_group(1)
         if const_expr(r.role == VALUES):
             self.release(shared.q_empty + stage)
@@ -181,9 +174,6 @@ class RolesBackward(HopperBackward):
             if j > 0:  # dK of the step before has ended
                 self.release(shared.q_empty + (stage ^ 1))
         self.probabilities(r, m, level, masked)
-        if const_expr(r.role == KEYS and self.dout_stages > 1):  # noqa: SIM102
-            if j > 0:
-                cute.arch.barrier(barrier_id=P_EMPTY, number_of_threads=BOTH)
         self.share(r, r.acc_s, P_SLOT)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
@@ -204,8 +194,8 @@ class RolesBackward(HopperBackward):
             if const_expr(r.role == VALUES and i == 0):
                 warpgroup.wait_group(1)
                 self.release(shared.do_empty + dout_stage)
-            if const_expr(r.role == KEYS and i == 0):
-                self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, stage], r.tile, True)
+            if const_expr(r.role == KEYS):
+                self.part_of_keys(r, i, r.left[None, None, None, stage])
                 behind += 1
             if const_expr(self.config.ahead and i == last):
                 following, phase = schedule.ring(j + 1, self.stages)
@@ -215,13 +205,29 @@ class RolesBackward(HopperBackward):
                 self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, following], r.k, False)
                 behind += 1
             warpgroup.wait_group(behind)
-            if const_expr(self.config.ring):
-                self.add(r, m, j, i)
-            else:
-                self.hand_over(r)
-        # ptxas would serialise all products if these were running where such loops begin anew: S, and dK in nested loops.
-        if const_expr(self.config.ahead or (self.config.deterministic and r.role == KEYS and self.parts == 1)):
+            self.hand_over(r, j)
+        # ptxas would serialise all products were these running where such loops begin anew: S, and dK where key blocks queue.
+        if const_expr(self.config.ahead or (self.config.deterministic and r.role == KEYS)):
             warpgroup.wait_group(0)
+
+    @cute.jit
+    def part_of_keys(self, r, part, left):
+        """A part of dK += dSᵀ Q: as many of its tiles of 64 head dims."""
+        atom = cute.make_mma_atom(r.mma_gradient.op)
+        warpgroup.fence()
+        each = cute.size(r.acc, mode=[1]) // self.parts
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for i in cutlass.range_constexpr(cute.size(r.tile, mode=[2])):
+            for t in cutlass.range_constexpr(part * each, part * each + each):
+                own = self.one(r.acc, t)
+                cute.gemm(atom, own, self.one(left, t)[None, None, i], r.tile[None, None, i], own)
+        warpgroup.commit_group()
+
+    def one(self, operand: Any, index: int) -> Any:
+        """An operand's or accumulator's tile of 64 rows, its mode kept."""
+        own = operand[None, index, None]
+        shape, stride = own.shape, own.stride
+        return cute.make_tensor(own.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1])))
 
     @cute.jit
     def statistics(self, r, stage, which):
@@ -256,31 +262,6 @@ class RolesBackward(HopperBackward):
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]
                 r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - mean[i])
-
-    @cute.jit
-    def add(self, r, m, j, part):
-        """Add a part of dQ to its sums, 16 columns of a warp's 16 rows at a time from one of three buffers: a buffer is written
-        again once all copies but those of the two after it have been read, or of one, where a step takes up from the last.
-        """
-        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        tile = r.first_tile + j // r.tiles * r.m_blocks + m
-        into = r.sums + (Int64(tile) * WARPGROUPS + r.group) * self.part + warp * 128
-        buffers = r.shared.dq + r.group * self.config.dq_floats + warp * (3 * 256)
-        for i in cutlass.range_constexpr(self.dq_columns // 16):
-            piece = part * (self.dq_columns // 16) + i
-            buffer = buffers + piece % 3 * 256
-            cute.arch.cp_async_bulk_wait_group(2 if piece > 1 else 1, read=True)
-            cute.arch.sync_warp()
-            for group in cutlass.range_constexpr(2):
-                four = cute.make_tensor(r.acc_dq.iterator + 4 * (2 * i + group), cute.make_layout(4))
-                target = cute.make_tensor((buffer + group * 128 + lane * 4).align(16), cute.make_layout(4))
-                cute.autovec_copy(four, target)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            if lane == 0:
-                for group in cutlass.range_constexpr(2):
-                    bulk_add(into + (2 * piece + group) * 512, buffer + group * 128, 512)
-                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def share(self, r, acc, slot):

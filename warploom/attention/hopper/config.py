@@ -116,7 +116,6 @@ class BackwardConfig:
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
     alternate: bool = False  # writer warps take turns at steps, not at warpgroups
-    ring: bool = False  # consumer warps add their own dQ, from a ring of buffers; not where key blocks queue
     ahead: bool = False  # S of the next step is issued before dQ leaves
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
@@ -128,7 +127,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("alternate", "ring", "ahead", "claims", "persistent") if getattr(self, feature)]
+        parts += [feature for feature in ("alternate", "ahead", "claims", "persistent") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -157,9 +156,4 @@ class BackwardConfig:
         """
         dims = self.head_dim + self.head_dim_v
         rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
-        return 2 * self.tile_n * dims + rings + 4 * self.tile_m * self.tile_n + 8 * self.dq_floats
-
-    @property
-    def dq_floats(self) -> int:
-        """Shared memory for a warpgroup's dQ on its way out: a piece, or each warp's three buffers of 16 rows by 16 columns."""
-        return 4 * 3 * 16 * 16 if self.ring else self.tile_m * self.head_dim // (2 * self.pieces)
+        return 2 * self.tile_n * dims + rings + 4 * self.tile_m * self.tile_n + 4 * self.tile_m * self.head_dim // self.pieces

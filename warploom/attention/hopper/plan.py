@@ -162,11 +162,10 @@ BACKWARD_TILES = {
     (128, 128): (80, 128, 2, 1),  # 16384 keys causal: 632 TFLOP/s; 64 queries 601
     (192, 128): (64, 112, 1, 1),  # 8192 keys full: 557; 96 keys 518, 64 354
     (192, 192): (64, 96, 1, 1),  # 16384 keys: 562, in two pieces and with two stages 486; 64 keys 392
-    (256, 256): (64, 80, 1, 4),
+    (256, 256): (64, 80, 1, 4),  # 16384 keys: 474; in two parts of two pieces 398
 }
-# At 80 keys: ring (which takes the place of the pieces where key blocks do not queue) and ahead, as BackwardConfig has them.
-WAYS = {(256, 256): (True, False)}
-
+# Where S of the next step is issued early, as BackwardConfig has it. 16384 keys causal: 481 TFLOP/s, without 459.
+AHEAD = {(256, 256)}
 
 # Whether the writer warps of a deterministic backward take turns at steps; off: each has a warpgroup's dQ.
 ALTERNATE = True
@@ -196,9 +195,8 @@ def backward_config(
         tile_m = 64
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill
-    ring, ahead = WAYS.get(dims, (False, False)) if tile_n == 80 else (False, False)
     features = (right, left, softcap, dlse, deterministic, varlen, used)
-    alternate = ALTERNATE and deterministic and tile_n == 128
+    alternate = ALTERNATE and deterministic
     return BackwardConfig(
         dtype,
         *dims,
@@ -208,8 +206,7 @@ def backward_config(
         dout_stages=dout_stages,
         pieces=pieces,
         alternate=alternate,
-        ring=ring and not deterministic and not softcap,  # whose constants would spill
-        ahead=ahead,
+        ahead=dims in AHEAD,
         claims=short and right and not left and tile_n == 128 and not deterministic and not varlen,
         # With a softcap, or a packed window at head_dim 64, its loop would spill.
         persistent=tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))),
