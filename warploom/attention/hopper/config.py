@@ -11,7 +11,8 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (*(f"{_HERE}/{file}.py" for file in ("build", "config", "primitives", "schedule")), "runtime/instructions.py")
 SOURCES = (*_COMMON, f"{_HERE}/forward.py")
-BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_roles.py")
+_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles")))
+BACKWARD_SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _BACKWARD))
 
 
 def box_columns(span: int) -> int:
