@@ -23,20 +23,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from warploom.attention.hopper.backward_base import (
-    LOADER,
-    PACKED_WORDS,
-    PRODUCER_REGISTERS,
-    RAGGED,
-    SCHEDULER,
-    WARPGROUP,
-    WARPGROUPS,
-    WRITERS,
-    Names,
-)
+from warploom.attention.hopper.backward_base import LOADER, PACKED_WORDS, PRODUCER_REGISTERS, SCHEDULER, WARPGROUPS, WRITERS
 from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
+from warploom.attention.hopper.base import RAGGED, WARPGROUP, Names
 from warploom.attention.hopper.config import box_columns
 
 

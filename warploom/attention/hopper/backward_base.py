@@ -8,20 +8,17 @@ Imports the CuTe DSL; only what compiles kernels imports this module.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
+from warploom.attention.hopper.base import DTYPES, Names
 from warploom.attention.hopper.config import BackwardConfig
 
-WARPGROUP = 128
 WARPGROUPS = 2  # consumers
-LOG2_E = math.log2(math.e)
-DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
@@ -34,23 +31,6 @@ DQ_ODD = 8  # added to DQ_FULL in odd steps where the writers alternate
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
 DENSE_WORDS, PACKED_WORDS = 8, 14
-# A packed sequence is read by TMA as the end of a dimension of so many rows, past which TMA fills in zeros.
-RAGGED = 1 << 24
-
-
-class Names:
-    """What a role of the kernel works on. A plain class: the DSL would carry the fields of a namespace through every loop."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-    def but(self, **values: Any) -> Names:
-        """The same with other values."""
-        return Names(**{**self.__dict__, **values})
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
 
 
 class BackwardBase:

@@ -22,13 +22,11 @@ from warploom.attention.hopper.backward_base import (
     DQ_FULL,
     DQ_ODD,
     DS_READY,
-    LOG2_E,
     SCORES_TURN,
-    WARPGROUP,
     WARPGROUPS,
     BackwardBase,
-    Names,
 )
+from warploom.attention.hopper.base import LOG2_E, WARPGROUP, Names
 from warploom.attention.hopper.primitives import hold, negative, store_matrices
 from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 

@@ -16,16 +16,8 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import (
-    DQ_EMPTY,
-    DQ_FULL,
-    DQ_ODD,
-    RAGGED,
-    WARPGROUP,
-    WARPGROUPS,
-    BackwardBase,
-    Names,
-)
+from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.base import RAGGED, WARPGROUP, Names
 from warploom.attention.hopper.primitives import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
 
 

@@ -18,7 +18,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward import HopperBackward
-from warploom.attention.hopper.backward_base import DS_READY, WARPGROUP, WARPGROUPS, Names
+from warploom.attention.hopper.backward_base import DS_READY, WARPGROUPS
+from warploom.attention.hopper.base import WARPGROUP, Names
 from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16

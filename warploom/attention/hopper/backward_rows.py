@@ -13,7 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from warploom.attention.hopper.backward_base import LOG2_E, WARPGROUP, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase
+from warploom.attention.hopper.base import LOG2_E, WARPGROUP
 from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16, transpose_quad
 
