@@ -120,7 +120,7 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
 
 def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
     """Else a warpgroup waits for ever: a block of 384 threads starts with 168 each."""
-    from warploom.attention.hopper.backward import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARPGROUPS
+    from warploom.attention.hopper.backward_base import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARPGROUPS
     from warploom.attention.hopper.backward_roles import RolesBackward
 
     there = 3 * (65536 // 384 // 8 * 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 from itertools import product
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import warploom
 from warploom.attention import hopper
 from warploom.attention.hopper import plan
+from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES
 from warploom.attention.hopper.plan import backward_set, config, config_for, grouped, named_set, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import aligned, seen
@@ -20,11 +23,40 @@ from warploom.runtime import dispatch, modules
 
 SHARED = 227 * 1024  # bytes a block of sm_90 has
 OVERHEAD = 512 + 1024  # barriers, the tile ring, alignment
+PACKAGE = Path(warploom.__file__).parent
+KERNELS = "warploom.attention.hopper", "warploom.runtime.instructions"  # modules of kernel code
 
 
 def problem(**changes: object) -> AttentionProblem:
     shape = {"batch": 1, "seqlen_q": 128, "seqlen_k": 128, "heads_q": 2, "heads_kv": 1, "head_dim": 128, "head_dim_v": 128}
     return AttentionProblem(**{"device": "cuda", "dtype": torch.bfloat16, "layout": "dense", **shape, **changes})  # type: ignore[arg-type]
+
+
+def imported(*files: str) -> set[str]:
+    """These files of the package and those of kernel code that they import, and so on."""
+    found: set[str] = set()
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop()
+        found.add(file)
+        names: list[str] = []
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        paths = [name.removeprefix("warploom.").replace(".", "/") + ".py" for name in names if name.startswith(KERNELS)]
+        waiting += [path for path in paths if path not in found and (PACKAGE / path).is_file()]
+    return found
+
+
+def test_sources_are_what_kernels_import() -> None:
+    """Else an edit of a file that is not listed would leave modules of the older one in use."""
+    here = "attention/hopper"
+    build = f"{here}/build.py"
+    assert {build, *imported(f"{here}/forward.py")} == set(SOURCES)
+    assert {build, *imported(f"{here}/backward.py", f"{here}/backward_roles.py")} == set(BACKWARD_SOURCES)
+    assert imported(build) == {*SOURCES, *BACKWARD_SOURCES}
 
 
 def test_names_are_unique_and_few() -> None:

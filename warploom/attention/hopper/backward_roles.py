@@ -17,7 +17,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward import DS_READY, WARPGROUP, WARPGROUPS, HopperBackward, Names
+from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.backward_base import DS_READY, WARPGROUPS
+from warploom.attention.hopper.base import WARPGROUP, Names
 from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16
@@ -50,7 +52,7 @@ class RolesBackward(HopperBackward):
         return scores, gradient, gradient, self.mma((64, self.dq_columns, 16), smem, by_k, by_mn)
 
     @cute.jit
-    def compute(self, work, dk, dv, sums, products, scale, softcap, left, right):
+    def compute(self, work, dk, dv, products, scale, softcap, left, right):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 8:
             cute.arch.setmaxregister_increase(self.registers_each[VALUES])
             self.play(VALUES, work, dv, products, scale, softcap, left, right)

@@ -14,8 +14,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
+from warploom.attention.hopper.base import DTYPES
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
-from warploom.attention.hopper.forward import DTYPES, HopperForward
+from warploom.attention.hopper.forward import HopperForward
 from warploom.runtime.cubin import resources
 from warploom.runtime.link import link
 

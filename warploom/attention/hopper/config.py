@@ -9,9 +9,11 @@ from warploom.runtime.modules import ModuleSpec
 
 _HERE = "attention/hopper"
 # What the compiled code is made from.
-_COMMON = (*(f"{_HERE}/{file}.py" for file in ("build", "config", "primitives", "schedule")), "runtime/instructions.py")
-SOURCES = (*_COMMON, f"{_HERE}/forward.py")
-BACKWARD_SOURCES = (*_COMMON, f"{_HERE}/backward.py", f"{_HERE}/backward_roles.py")
+_COMMON = (*(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "primitives", "schedule")), "runtime/instructions.py")
+_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
+SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _FORWARD))
+_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles")))
+BACKWARD_SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _BACKWARD))
 
 
 def box_columns(span: int) -> int:

@@ -1,0 +1,421 @@
+"""The consumer warpgroups of the backward: S, dP, P and dS of 64 keys each, their dK and dV, and a half of every dQ.
+
+First the loops over a block's query tiles and the store of its dK and dV, then what a warpgroup keeps in registers, then
+``step``, which is one query tile, and its parts. Head dims past 128 have other consumers, those of ``backward_roles``.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.backward_base import (
+    CONSUMER_REGISTERS,
+    DQ_EMPTY,
+    DQ_FULL,
+    DQ_ODD,
+    DS_READY,
+    SCORES_TURN,
+    WARPGROUPS,
+    BackwardBase,
+)
+from warploom.attention.hopper.base import LOG2_E, WARPGROUP, Names
+from warploom.attention.hopper.primitives import hold, negative, store_matrices
+from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
+
+
+class Consumers(BackwardBase):
+    """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
+
+    # A block
+
+    @cute.jit
+    def compute(self, work, dk, dv, products, scale, softcap, left, right):
+        """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        r = self.registers(work, products, scale, softcap)
+        self.begin_turns(r.group)
+        self.compute_block(r, work, dk, dv, scale, left, right)
+
+    @cute.jit
+    def compute_blocks(self, given, dk, dv, products, scale, softcap):
+        """A consumer warpgroup's part of every block."""
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        r = self.registers(given, products, scale, softcap)
+        self.begin_turns(r.group)
+        turn, base = Int32(0), Int32(0)
+        n_block = self.next_block(given, turn)
+        while n_block >= 0:
+            work = self.read_block(given, n_block, turn, base)
+            cute.arch.sync_warp()
+            self.release(given.shared.block_empty)
+            self.compute_block(r, work, dk, dv, scale, given.left, given.right)
+            base += self.steps_of(work)
+            turn += 1
+            n_block = self.next_block(given, turn)
+
+    @cute.jit
+    def compute_block(self, r, work, dk, dv, scale, left, right):
+        """All steps of a block, and its dK and dV."""
+        shared = work.shared
+        r = r.but(past=work.base + self.steps_of(work))
+        self.set_limits(r, work, left, right)
+        r.acc_dk.fill(0.0)
+        r.acc_dv.fill(0.0)
+        if const_expr(self.config.persistent):
+            cute.arch.mbarrier_wait(shared.k_full, work.turn & 1)
+            cute.arch.mbarrier_wait(shared.v_full, work.turn & 1)
+            if self.steps_of(work) == 0:
+                self.release(shared.v_empty)
+                self.release(shared.k_empty)
+        self.steps(r, work)
+        self.finish(r, work, dk, dv, scale)
+
+    @cute.jit
+    def steps(self, r, work):
+        """All query tiles, masked ones in loops of their own."""
+        config, shared = self.config, work.shared
+        first, whole_first, whole_end, end = work.bounds
+        j = work.base
+        if const_expr(not config.persistent):  # noqa: SIM102
+            if first < end:
+                cute.arch.mbarrier_wait(shared.k_full, 0)
+                cute.arch.mbarrier_wait(shared.v_full, 0)
+        parts = [(first, whole_first, True), (whole_first, whole_end, False)]
+        if const_expr(config.left):
+            parts.append((whole_end, end, True))
+        if const_expr(self.config.deterministic):
+            lengths = [(upper - lower, masked) for lower, upper, masked in reversed(parts)]
+            if const_expr(self.mixed):
+                begins, ends = whole_first - first, end - whole_end
+                rising = work.rising == 1
+                lengths = [
+                    (self.choose(rising, begins, ends), True),
+                    (whole_end - whole_first, False),
+                    (self.choose(rising, ends, begins), True),
+                ]
+            m, onward, member = end - 1, Int32(-1), Int32(0)
+            if const_expr(self.mixed):
+                m, onward = self.choose(rising, first, m), self.choose(rising, 1, -1)
+            for length, masked in lengths:
+                for _ in cutlass.range(length * work.group_size, unroll=1):
+                    self.step(r, m, j, masked)
+                    j += 1
+                    member += 1
+                    if member == work.group_size:
+                        member = Int32(0)
+                        m += onward
+        else:
+            for _ in cutlass.range(work.group_size, unroll=1):
+                for lower, upper, masked in parts:
+                    for m in cutlass.range(lower, upper, unroll=1):
+                        self.step(r, m, j, masked)
+                        j += 1
+
+    @cute.jit
+    def set_limits(self, r, work, left, right):
+        """This thread's first visible query row, and the one past the last, of each of its keys."""
+        for i in cutlass.range_constexpr(2):
+            key = work.n_block * self.tile_n + r.row + 8 * i
+            visible = Int32(0)
+            if const_expr(self.config.right):
+                visible = key - work.shift - right - r.column
+            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
+            if const_expr(self.config.left):
+                r.limits[i, 1] = key + left - work.shift + 1 - r.column
+
+    @cute.jit
+    def finish(self, r, work, dk, dv, scale):
+        """Store dK and dV."""
+        warpgroup.wait_group(0)
+        row = work.n_block * self.tile_n + r.row
+        self.epilogue(r.acc_dv, dv, work, row, 0, Float32(1.0))
+        self.epilogue(r.acc_dk, dk, work, row, 0, scale)
+
+    @cute.jit
+    def epilogue(self, acc, target, work, row, first_column, factor):
+        """Store rows of dK or dV: quads transpose their columns, so that each lane writes 16 bytes of a row."""
+        lane = cute.arch.lane_idx()
+        columns = 2 * cute.size(acc)
+        rows = cute.make_tensor(acc.iterator, self.row_view(columns))
+        for i in cutlass.range_constexpr(2):
+            for chunk in cutlass.range_constexpr(columns // 32):
+                pairs = [(rows[i, chunk * 8 + j], rows[i, chunk * 8 + j + 1]) for j in range(0, 8, 2)]
+                words = [pack16(low * factor, high * factor, self.dtype) for low, high in pairs]
+                words = transpose_quad(words, lane)
+                here, column = row + 8 * i, first_column + chunk * 32 + lane % 4 * 8
+                if here < work.seqlen_k and column < target.shape[-1]:
+                    self.store_words(self.element(target, work.batch, work.k_start + here, work.head, column), words)
+
+    # Registers
+
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
+        """Descriptors, accumulators and constants of one warpgroup."""
+        mma_scores, mma_values, mma_keys, mma_queries = products
+        shared = work.shared
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        config, tile_m = self.config, self.tile_m
+        multiplier, cap_in = self.multipliers(scale, softcap)
+        scores, values, keys, queries = (m.get_slice(0) for m in (mma_scores, mma_values, mma_keys, mma_queries))
+        turned = [1, 0, 2]
+        q_turned, do_turned, k_turned = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=turned)) for t in (shared.q, shared.dout, shared.k)
+        )
+        acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
+        acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
+        acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, tile_m if self.swapped else self.columns)))
+        if const_expr(self.swapped):
+            k_part = self.part_of(mma_queries.make_fragment_A(queries.partition_A(k_turned)), group)
+            dq_a = k_part[None, None, None, 0]
+            dq_b = mma_queries.make_fragment_B(queries.partition_B(shared.ds))
+        else:
+            dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
+            dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
+            dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
+            dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
+        # A warp's 16 keys × 16 queries of dS go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8,
+        # a query, in the half of the tile whose rows hold this warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
+        lane = own % 32
+        chunk = own // 32 * 2 + lane // 8 % 2
+        ds_target = shared.ds_start + group * (tile_m * 64) + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8
+        return Names(
+            shared=shared,
+            group=group,
+            multiplier=multiplier,
+            cap_in=cap_in,
+            mma_scores=mma_scores,
+            mma_values=mma_values,
+            mma_keys=mma_keys,
+            mma_queries=mma_queries,
+            k=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.k)), group)[None, None, None, 0],
+            v=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.v)), group)[None, None, None, 0],
+            q=mma_scores.make_fragment_B(scores.partition_B(shared.q)),
+            dout=mma_scores.make_fragment_B(scores.partition_B(shared.dout)),
+            q_turned=mma_keys.make_fragment_B(keys.partition_B(q_turned)),
+            do_turned=mma_values.make_fragment_B(values.partition_B(do_turned)),
+            p=mma_values.make_fragment_A(values.partition_shape_A((64, tile_m))),
+            ds=mma_keys.make_fragment_A(keys.partition_shape_A((64, tile_m))),
+            dq_a=dq_a,
+            dq_b=dq_b,
+            acc_s=acc_s,
+            acc_dp=acc_dp,
+            acc_dq=acc_dq,
+            acc_dk=mma_keys.make_fragment_C(keys.partition_shape_C((64, config.head_dim))),
+            acc_dv=mma_values.make_fragment_C(values.partition_shape_C((64, config.head_dim_v))),
+            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(tile_m)),
+            rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
+            limits=cute.make_rmem_tensor((2, 2), Int32),
+            ds_target=ds_target,
+            dq_target=(shared.dq + group * self.piece + own * 4).align(16),
+            stats=(shared.stats + own % 4 * 2).align(8),
+            row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
+            column=own % 4 * 2,
+        )
+
+    def multipliers(self, scale: Any, softcap: Any) -> tuple[Any, Any]:
+        """What turns raw scores into log2 units: scale, or softcap and what goes into its tanh."""
+        if const_expr(self.config.softcap):
+            return softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+        return scale * LOG2_E, Float32(0.0)
+
+    def part_of(self, operand: Any, index: Any) -> Any:
+        """One of an operand's tiles of rows (A) or columns (B): (element, 1, step, stage)."""
+        own = operand[None, index, None, None]
+        shape, stride = own.shape, own.stride
+        layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
+        return cute.make_tensor(own.iterator, layout)
+
+    def row_view(self, columns: int) -> Any:
+        """An accumulator as (row, (column pair, group of 8 columns)): rows 0 and 1 are 8 apart."""
+        return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
+
+    # A step
+
+    @cute.jit
+    def step(self, r, m, j, masked):
+        """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
+
+        Row statistics are asked for before the wait for S, under which their latency hides.
+        """
+        shared, config = r.shared, self.config
+        stage, phase = schedule.ring(j, self.stages)
+        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(self.fold):
+            self.begin_at_mean(r, self.statistics(r, stage, 1))
+        if const_expr(self.in_turns):
+            self.take_turn(r.group)
+        self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
+        if const_expr(not config.softcap):
+            level = self.statistics(r, stage, 0)
+        cute.arch.mbarrier_wait(shared.do_full + stage, phase)
+        self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
+        if const_expr(self.in_turns):
+            self.pass_turn(r.group)
+        warpgroup.wait_group(1)
+        if const_expr(config.softcap):  # whose slopes leave no registers for more
+            level = self.statistics(r, stage, 0)
+        self.probabilities(r, m, level, masked)
+        mean = None
+        if const_expr(not config.softcap and not self.fold):
+            mean = self.statistics(r, stage, 1)
+        if const_expr(self.fold):
+            for i in cutlass.range_constexpr(cute.size(r.acc_s) // 4):
+                hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
+        warpgroup.wait_group(0)
+        if const_expr(config.persistent):
+            self.release_last(r, j, shared.v_empty)
+        if const_expr(config.softcap):
+            mean = self.statistics(r, stage, 1)
+        self.differentiate(r, mean)
+        self.pack(r.acc_dp, r.ds)
+        self.share(r, stage)
+        # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
+        self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
+        if const_expr(self.swapped):
+            self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, stage], False)
+        else:
+            self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, stage], r.dq_b, False)
+        self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
+        warpgroup.wait_group(1)
+        self.release(shared.do_empty + stage)
+        if const_expr(config.persistent):
+            self.release_last(r, j, shared.k_empty)
+        self.hand_over(r, j)
+        warpgroup.wait_group(0)
+        self.release(shared.q_empty + stage)
+
+    def take_turn(self, group: Any) -> None:
+        """Wait until the other warpgroup has issued its products."""
+        cute.arch.barrier(barrier_id=SCORES_TURN + group, number_of_threads=WARPGROUPS * WARPGROUP)
+
+    def pass_turn(self, group: Any) -> None:
+        """Let the other warpgroup issue its products."""
+        cute.arch.barrier_arrive(barrier_id=SCORES_TURN + (group ^ 1), number_of_threads=WARPGROUPS * WARPGROUP)
+
+    @cute.jit
+    def begin_turns(self, group):
+        """The first warpgroup begins."""
+        if const_expr(self.in_turns):  # noqa: SIM102
+            if group == 1:
+                self.pass_turn(group)
+
+    @cute.jit
+    def gemm(self, mma, acc, a, b, accumulate):
+        """Issue acc = a b, or acc += a b, as one group."""
+        atom = cute.make_mma_atom(mma.op)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def statistics(self, r, stage, which):
+        """A row statistic of this thread's queries, in the order of an accumulator's columns."""
+        groups = self.tile_m // 8
+        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + which * self.tile_m
+        values = cute.make_rmem_tensor((2, groups), Float32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, groups), stride=(1, 8))), values)
+        return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
+
+    @cute.jit
+    def probabilities(self, r, m, level, masked):
+        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
+        for i in cutlass.range_constexpr(2):
+            if const_expr(masked):
+                first = r.limits[i, 0] - m * self.tile_m
+                for c in cutlass.range_constexpr(self.tile_m // 4):
+                    r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
+                if const_expr(self.config.left):
+                    past = r.limits[i, 1] - m * self.tile_m
+                    for c in cutlass.range_constexpr(self.tile_m // 4):
+                        r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
+        words = self.words(r.p)
+        for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
+            for i in cutlass.range_constexpr(2):
+                p = []
+                for j in (0, 1):
+                    weight, slope = self.weigh(r, r.rows_s[i, c + j], level[c + j], masked)
+                    r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
+                    p.append(weight)
+                words[i + c] = pack16(p[0], p[1], self.dtype)
+
+    @cute.jit
+    def weigh(self, r, raw, level, masked):
+        """P of a raw score whose row has this lse, and the softcap's derivative there."""
+        score, slope = raw * r.multiplier, Float32(1.0)
+        if const_expr(self.config.softcap):
+            # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
+            rest = 2 * reciprocal(exp2(raw * r.cap_in) + 1)
+            score, slope = r.multiplier - r.multiplier * rest, rest * (2 - rest)
+            if const_expr(masked):
+                score = -Float32.inf if raw == -Float32.inf else score
+        return exp2(score - level), slope
+
+    @cute.jit
+    def begin_at_mean(self, r, mean):
+        """What dP is to be less, where its product adds to it: under S, and not behind dP."""
+        for c in cutlass.range_constexpr(self.tile_m // 4):
+            for i in cutlass.range_constexpr(2):
+                r.rows_dp[i, c] = negative(mean[c])
+
+    @cute.jit
+    def differentiate(self, r, mean):
+        """dS / scale from P and dP, in dP's place."""
+        for c in cutlass.range_constexpr(self.tile_m // 4):
+            for i in cutlass.range_constexpr(2):
+                if const_expr(mean is None):
+                    r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
+                else:
+                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
+
+    @cute.jit
+    def pack(self, acc, operand):
+        """An accumulator in the input dtype: as an A operand it has the same elements in the same order."""
+        words = self.words(operand)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = pack16(acc[2 * i], acc[2 * i + 1], self.dtype)
+
+    def words(self, operand: Any) -> Any:
+        """The 32-bit registers of an operand."""
+        return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
+
+    @cute.jit
+    def share(self, r, slot):
+        """dS, rows now queries, where both warpgroups read it."""
+        target = r.ds_target + slot * (self.tile_m * self.tile_n)
+        for i in cutlass.range_constexpr(self.tile_m // 16):
+            words = [self.words(r.ds)[4 * i + j] for j in range(4)]
+            store_matrices(target + i * (16 * 64), words, transposed=True)
+
+    @cute.jit
+    def hand_over(self, r, j=0):
+        """dQ to the writer warp, in accumulator order."""
+        full = DQ_FULL + r.group
+        if const_expr(self.alternate):
+            full += (j & 1) * DQ_ODD
+        count = self.piece // (4 * WARPGROUP)
+        for piece in cutlass.range_constexpr(cute.size(r.acc_dq) // (4 * count)):
+            cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
+            for i in cutlass.range_constexpr(count):
+                four = cute.make_tensor(r.acc_dq.iterator + 4 * (piece * count + i), cute.make_layout(4))
+                target = cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4))
+                cute.autovec_copy(four, target)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)
+
+    @cute.jit
+    def release_last(self, r, j, barrier):
+        """As ``release``, in a block's last step."""
+        if cute.arch.lane_idx() == 0 and j + 1 == r.past:
+            cute.arch.mbarrier_arrive(barrier)

@@ -1,0 +1,332 @@
+"""The producer warpgroup of the backward: a warp that hands out key blocks, one that loads, two that add dQ to its sums.
+
+The loader and the writers walk the query tiles of a block in the order that ``place`` gives. Without persistent blocks the
+warp that hands them out only clears rows of packed sequences that no query sees.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.base import RAGGED, WARPGROUP, Names
+from warploom.attention.hopper.primitives import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
+
+
+class Producer(BackwardBase):
+    """The roles of the producer's warps; ``hand_out``, ``load_blocks`` and ``write_blocks`` are those of persistent blocks."""
+
+    # The order of query tiles
+
+    @cute.jit
+    def place(self, work, j):
+        """Query head, query tile in it and number of that tile in the workspaces, of a block's j-th step.
+
+        Tiles in order, a head after the other. Where key blocks queue for dQ all heads of the group pass a tile before the
+        next one, since the elders, which see more tiles, would else reach the second head long after this block. And either
+        the last tile comes first, which all blocks reach at the same time and leave one after the other. Or, under a causal
+        mask, tiles rise from the diagonal and the last key block is the eldest: then a block's elders are ahead of it from
+        the start, by more than a turn takes. But its longest block starts last, so the call's last section does not.
+        """
+        first, _, _, end = work.bounds
+        if const_expr(self.config.deterministic):
+            i = j // work.group_size
+            member = j - i * work.group_size
+            m = self.choose(work.rising == 1, first + i, end - 1 - i)
+        else:
+            member = j // (end - first)
+            m = first + j - member * (end - first)
+        head = work.head * work.group_size + member
+        return head, m, (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
+
+    # The scheduler warp
+
+    @cute.jit
+    def hand_out(self, given, turns, dk, dv):
+        """The scheduler warp: key blocks in their order to whoever asks first.
+
+        It asks once the loader is done with the block before, which leaves that one's last two steps; of packed sequences,
+        which take longer to find, one block ahead. Blocks of theirs that do not exist, counted generously, are left out.
+        """
+        shared, varlen = given.shared, const_expr(self.config.varlen)
+        counter = turns.iterator + (turns.shape[0] - 1)
+        total = given.n_blocks * given.slices
+        turn, index = Int32(0), Int32(0)
+        while index < total:
+            if const_expr(not varlen):
+                cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+            if cute.arch.lane_idx() == 0:
+                index = cute.arch.atomic_add(counter, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            work = self.describe(given, cutlass.min(index, total - 1))
+            n_block = self.choose(index < total, work.n_block, -1)
+            words = [n_block, work.head, work.batch, *work.bounds, work.rising]
+            if const_expr(varlen):
+                words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
+                if index < total:
+                    self.clear_hidden(work, dk, dv)
+            if n_block * self.tile_n < work.seqlen_k:
+                if const_expr(varlen):
+                    cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+                self.publish(shared.words, words, shared.block_full)
+                turn += 1
+
+    @cute.jit
+    def publish(self, target, words, barrier):
+        """Words into shared memory, for those who wait at the barrier."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(words)):
+                target[i] = words[i]
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def clear_hidden(self, work, dk, dv):
+        """Zeros in a packed sequence's rows of the block that are not keys its queries see."""
+        first, past, start = work.hidden, work.hidden + work.seqlen_k, work.k_start - work.hidden
+        end = cutlass.min((work.n_block + 1) * self.tile_n, work.whole)
+        for row in cutlass.range(work.n_block * self.tile_n, end, unroll=1):
+            if row < first or row >= past:
+                for t in (dk, dv):
+                    for i in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
+                        self.store_words(self.element(t, 0, start + row, work.head, i * 8), [Int32(0)] * 4)
+
+    # The loader warp
+
+    @cute.jit
+    def load_blocks(self, given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do):
+        """The loader warp's part of every block."""
+        turn, base = Int32(0), Int32(0)
+        n_block = self.next_block(given, turn)
+        while n_block >= 0:
+            work = self.read_block(given, n_block, turn, base)
+            self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+            self.release(given.shared.block_empty)
+            base += self.steps_of(work)
+            turn += 1
+            n_block = self.next_block(given, turn)
+
+    @cute.jit
+    def load(self, work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do):
+        """K and V once; Q with the row statistics, and dO, for every query tile.
+
+        Where blocks are persistent, K and V come after the first Q and dO: the block before is done with those earlier.
+        """
+        shared, config = work.shared, self.config
+        tk, tv = (self.sequence(t, work.head, work.batch, work.k_start, work.seqlen_k) for t in (k, v))
+        gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (work.n_block, 0))
+        gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (work.n_block, 0))
+        tks, tkg = self.tma_views(tma_k, shared.k, gk)
+        tvs, tvg = self.tma_views(tma_v, shared.v, gv)
+        keys, values = Names(atom=tma_k, into=tks, out_of=tkg), Names(atom=tma_v, into=tvs, out_of=tvg)
+        steps = self.steps_of(work)
+        if const_expr(config.persistent):
+            if steps == 0:  # others count on a load in every block
+                self.load_keys(work, keys, values)
+        else:
+            if steps > 0:  # else nobody waits for what would still be on its way when the block ends
+                self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+                cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
+        stats_bytes = 8 * self.tile_m
+        for j in cutlass.range(steps, unroll=1):
+            head, m, tile = self.place(work, j)
+            tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
+            gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (m, 0))
+            gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
+            tqs, tqg = self.tma_views(tma_q, shared.q, gq)
+            tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
+            stage, phase = schedule.ring(work.base + j, self.stages)
+            cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
+            self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
+            with cute.arch.elect_one():
+                source = stats.iterator + Int64(tile) * (2 * self.tile_m)
+                bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
+            if const_expr(not config.persistent):  # noqa: SIM102
+                if j == 0:
+                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                    cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+            stage, phase = schedule.ring(work.base + j, self.dout_stages)
+            cute.arch.mbarrier_wait(shared.do_empty + stage, phase ^ 1)
+            self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
+            cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
+            if const_expr(config.persistent):  # noqa: SIM102
+                if j == 0:
+                    self.load_keys(work, keys, values)
+
+    @cute.jit
+    def load_keys(self, work, keys, values):
+        """V, then K, each once the block before has read its own for the last time."""
+        shared, config = work.shared, self.config
+        phase = work.turn & 1 ^ 1
+        cute.arch.mbarrier_wait(shared.v_empty, phase)
+        self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+        cute.copy(values.atom, values.out_of, values.into[None, 0], tma_bar_ptr=shared.v_full)
+        cute.arch.mbarrier_wait(shared.k_empty, phase)
+        self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+        cute.copy(keys.atom, keys.out_of, keys.into[None, 0], tma_bar_ptr=shared.k_full)
+
+    def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
+        """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
+        if const_expr(self.config.varlen):
+            return cute.domain_offset((RAGGED - length, 0), t[None, None, head, start + length])
+        return t[None, None, head, batch]
+
+    @cute.jit
+    def expect(self, barrier, size):
+        """The barrier's phase ends once so many bytes have landed."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+    def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
+        """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    # The writer warps
+
+    @cute.jit
+    def write_blocks(self, given, sums, turns, warp):
+        """A writer warp's part of every block."""
+        turn, base = Int32(0), Int32(0)
+        n_block = self.next_block(given, turn)
+        while n_block >= 0:
+            work = self.read_block(given, n_block, turn, base)
+            cute.arch.sync_warp()
+            self.release(given.shared.block_empty)
+            self.write(work, sums, turns, warp, given.left, given.right)
+            base += self.steps_of(work)
+            turn += 1
+            n_block = self.next_block(given, turn)
+
+    @cute.jit
+    def write(self, work, sums, turns, warp, left, right):
+        """A writer warp's part of a block."""
+        if const_expr(self.alternate):
+            self.write_in_turn(work, sums, turns, warp, left, right)
+        else:
+            self.write_part(work, sums, turns, warp, left, right)
+
+    @cute.jit
+    def write_part(self, work, sums, turns, group, left, right):
+        """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
+
+        Where blocks claim tiles, the first at one stores; others wait until that is there, for as long as a store takes.
+
+        When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
+        start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back
+        when the add is on its way, or, where blocks reach a tile at the same time, when it has arrived, which keeps them in
+        step: measured both.
+        """
+        shared = work.shared
+        source = shared.dq + group * self.piece
+        steps = self.steps_of(work)
+        if steps > 0:
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+        for j in cutlass.range(steps, unroll=1):
+            _, m, tile = self.place(work, j)
+            part = Int64(tile) * WARPGROUPS + group
+            found, first = Int32(0), Int32(0)
+            if const_expr(self.config.claims):  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    found = load_acquire(turns.iterator + part)  # its latency hides under the wait for dQ
+            for piece in cutlass.range_constexpr(self.config.pieces):
+                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    if const_expr(self.config.deterministic and piece == 0):
+                        wait_for(turns.iterator + part, self.rank(work, m, left, right))
+                    if const_expr(self.config.claims):
+                        first = claim(turns.iterator + part, found)
+                        self.leave(first, sums.iterator + part * self.part, source)
+                    else:
+                        bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                if const_expr(piece + 1 < self.config.pieces):
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            at_once = not self.config.deterministic or self.mixed or work.group_size > 1
+            if at_once:
+                self.pass_back(group, j + 1 < steps)
+            if const_expr(self.config.claims):
+                if cute.arch.lane_idx() == 0 and first == 1:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(turns.iterator + part)
+                cute.arch.sync_warp()
+            if const_expr(self.config.deterministic):
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(turns.iterator + part)
+                cute.arch.sync_warp()
+                if not at_once:
+                    self.pass_back(group, j + 1 < steps)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def pass_back(self, group, more):
+        """A consumer may write to its buffer of dQ again: the next dQ or, behind the last, dK and dV."""
+        if more:
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+
+    @cute.jit
+    def leave(self, first, target, source):
+        """A part of dQ: stored where nothing is yet, else added to what is there."""
+        if first == 1:
+            bulk_store(target, source, 4 * self.part)
+        else:
+            bulk_add(target, source, 4 * self.part)
+
+    @cute.jit
+    def write_in_turn(self, work, sums, turns, parity, left, right):
+        """As ``write_part`` when key blocks add in an order: one warp has the even steps, one the odd ones, of both warpgroups.
+
+        From the wait for a turn to passing it on takes longer than a step, most of it until the adds have arrived.
+        """
+        shared = work.shared
+        steps, ahead = self.steps_of(work), (work.base + parity) & 1
+        if ahead == 1 and steps > 0:  # who had the step before, of another block
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+        for j in cutlass.range(ahead, steps, 2, unroll=1):
+            _, m, tile = self.place(work, j)
+            turn = turns.iterator + Int64(tile) * WARPGROUPS
+            for piece in cutlass.range_constexpr(self.config.pieces):
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
+                    if cute.arch.lane_idx() == 0:
+                        if const_expr(group == 0 and piece == 0):
+                            wait_for(turn, self.rank(work, m, left, right))
+                        target = sums.iterator + ((Int64(tile) * WARPGROUPS + group) * self.part + piece * self.piece)
+                        bulk_add(target, shared.dq + group * self.piece, 4 * self.piece)
+                        cute.arch.cp_async_bulk_commit_group()
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    if cute.arch.lane_idx() == 0:
+                        cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
+                    cute.arch.sync_warp()
+                    if piece + 1 < self.config.pieces or j + 1 < steps:
+                        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                pass_on(turn)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def rank(self, work, m, left, right):
+        """How many key blocks add to a query tile before this one: those before it, or where tiles rise those after it."""
+        rank = work.n_block
+        if const_expr(self.config.left):
+            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
+        if const_expr(self.mixed):
+            last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.tile_n
+            last = cutlass.min(last, (work.seqlen_k - 1) // self.tile_n)
+            rank = self.choose(work.rising == 1, last - work.n_block, rank)
+        return rank

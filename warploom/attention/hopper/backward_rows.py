@@ -1,0 +1,188 @@
+"""The kernels before and after the backward's: row statistics and what starts at zero; dQ scaled, rounded and stored.
+
+A thread block of either works on one query tile of one head.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase
+from warploom.attention.hopper.base import LOG2_E, WARPGROUP
+from warploom.attention.hopper.primitives import store_matrices
+from warploom.runtime.instructions import pack16, transpose_quad
+
+ROW_THREADS = 256  # of a block
+
+
+class RowKernels(BackwardBase):
+    """What runs over rows of Q rather than blocks of keys."""
+
+    @cute.kernel
+    def before(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        sums: cute.Tensor,
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        dq: cute.Tensor | None,
+        dk: cute.Tensor | None,
+        dv: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        m_blocks: Int32,
+    ):
+        """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
+
+        A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0.
+        """
+        tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
+        thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        if const_expr(self.config.varlen):
+            self.clear(dq, cu_q)
+            self.clear(dk, cu_k)
+            self.clear(dv, cu_k)
+        batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, out, cu_q)
+        size = tile_m * self.config.head_dim
+        if const_expr(not self.config.claims):
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            into = sums.iterator + Int64(index) * size
+            for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
+                target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
+                cute.autovec_copy(zeros, target)
+        if const_expr(self.config.persistent):  # noqa: SIM102
+            if index == 0 and thread == 0:
+                turns[turns.shape[0] - 1] = Int32(0)  # type: ignore[index,union-attr]
+        if const_expr(self.config.deterministic or self.config.claims):  # noqa: SIM102
+            if thread < WARPGROUPS:
+                turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
+        column = thread % lanes * 8
+        for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
+            in_tile = thread // lanes + i * (ROW_THREADS // lanes)
+            row = m_block * tile_m + in_tile
+            total = Float32(0.0)
+            if row < seqlen_q and column < out.shape[-1]:
+                a, b = self.eight(out, batch, start + row, head, column), self.eight(dout, batch, start + row, head, column)
+                for j in cutlass.range_constexpr(8):
+                    total += a[j].to(Float32) * b[j].to(Float32)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if column == 0:
+                level = Float32.inf
+                if row < seqlen_q:
+                    at = (head, start + row) if const_expr(self.config.varlen) else (batch, head, row)
+                    found = lse[at]
+                    if const_expr(dlse is not None):
+                        total -= dlse[at]  # type: ignore[index]
+                    level = Float32.inf if found == -Float32.inf else found * LOG2_E
+                    total = Float32(0.0) if found == -Float32.inf else total
+                base = Int64(index) * (2 * tile_m) + in_tile
+                stats[base] = level
+                stats[base + tile_m] = total
+
+    @cute.jit
+    def clear(self, t, cu):
+        """Zeros in the rows of a packed tensor that belong to no sequence."""
+        rows, heads, columns = t.shape
+        first = cutlass.min(cutlass.max(cu[0], 0), rows)
+        past = cutlass.min(cutlass.max(cu[cu.shape[0] - 1], 0), rows)
+        index, blocks, thread = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], cute.arch.thread_idx()[0]
+        for i in cutlass.range(index, first + rows - past, blocks, unroll=1):
+            row = self.choose(i < first, i, past + i - first)
+            for at in cutlass.range(thread, heads * (columns // 8), ROW_THREADS, unroll=1):
+                chunk = columns // 8
+                self.store_words(self.element(t, 0, row, at // chunk, at % chunk * 8), [Int32(0)] * 4)
+
+    @cute.jit
+    def query_tile(self, index, m_blocks, rows, cu_q):
+        """Batch, head, first row and rows of the sequence, and query tile in it, of a block of the kernels before and after."""
+        slice_, m_block = index // m_blocks, index % m_blocks
+        if const_expr(self.config.varlen):
+            _, start, length, m_block = self.locate(cu_q, m_block, self.tile_m, rows.shape[0])
+            return Int32(0), slice_, start, length, m_block
+        heads = rows.shape[2]
+        return slice_ // heads, slice_ % heads, Int32(0), rows.shape[1], m_block
+
+    def eight(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
+        """Eight elements of a row in registers, by one load."""
+        source = cute.make_tensor(self.element(t, batch, row, head, column), cute.make_layout(8))
+        values = cute.make_rmem_tensor(8, self.dtype)
+        cute.autovec_copy(source, values)
+        return values
+
+    @cute.kernel
+    def after(
+        self,
+        dq: cute.Tensor,
+        sums: cute.Tensor,
+        there: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        m_blocks: Int32,
+        scale: Float32,
+    ):
+        """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers."""
+        config, tile_m = self.config, self.tile_m
+        thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, dq, cu_q)
+        group, own, lane = thread // WARPGROUP, thread % WARPGROUP, thread % 32
+        source = sums.iterator + Int64(index) * (tile_m * config.head_dim) + group * self.part + own * 4
+        count = self.part // (4 * WARPGROUP)
+        values = cute.make_rmem_tensor((4, count), Float32)
+        for i in cutlass.range_constexpr(count):
+            four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
+            cute.autovec_copy(four, values[None, i])
+        if const_expr(there is not None):  # noqa: SIM102
+            if there[Int64(index) * WARPGROUPS + group] == 0:  # type: ignore[index]
+                values.fill(0.0)
+        if const_expr(self.swapped):
+            # Columns of dQᵀ, which are queries: rows again by way of shared memory.
+            pitch = config.head_dim + 8
+
+            @cute.struct
+            class Storage:
+                rows: cute.struct.Align[cute.struct.MemRange[self.dtype, tile_m * pitch], 128]
+
+            rows = cutlass.utils.SmemAllocator().allocate(Storage).rows.data_ptr()
+            first_column = group * (config.head_dim // 2) + own // 32 * 16 + lane // 8 % 2 * 8
+            matrices = rows + (lane // 16 * 8 + lane % 8) * pitch + first_column
+            for i in cutlass.range_constexpr(tile_m // 16):
+                words = [
+                    pack16(values[j, c] * scale, values[j + 1, c] * scale, self.dtype)
+                    for c in (2 * i, 2 * i + 1)
+                    for j in (0, 2)
+                ]
+                store_matrices(matrices + i * (16 * pitch), words, transposed=True)
+            cute.arch.sync_threads()
+            chunks = config.head_dim // 8
+            for i in cutlass.range_constexpr(tile_m * chunks // ROW_THREADS):
+                at = i * ROW_THREADS + thread
+                row, column = at // chunks, at % chunks * 8
+                if m_block * tile_m + row < seqlen_q and column < dq.shape[-1]:
+                    chunk = cute.make_rmem_tensor(8, self.dtype)
+                    staged = cute.make_tensor((rows + (row * pitch + column)).align(16), cute.make_layout(8))
+                    target = self.element(dq, batch, start + m_block * tile_m + row, head, column)
+                    cute.autovec_copy(staged, chunk)
+                    cute.autovec_copy(chunk, cute.make_tensor(target, cute.make_layout(8)))
+        else:
+            word = lane % 4
+            first_row, first_column = (group * 64, 0) if const_expr(self.by_rows) else (0, group * self.columns)
+            for r in cutlass.range_constexpr(2):
+                row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
+                for chunk in cutlass.range_constexpr(-(-count // 4)):
+                    words = [
+                        pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype) if i < count else Int32(0)
+                        for i in range(4 * chunk, 4 * chunk + 4)
+                    ]
+                    words = transpose_quad(words, lane)
+                    column = first_column + chunk * 32 + word * 8
+                    if row < seqlen_q and column < dq.shape[-1] and chunk * 32 + word * 8 < 8 * count:
+                        self.store_words(self.element(dq, batch, start + row, head, column), words)

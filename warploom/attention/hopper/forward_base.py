@@ -1,0 +1,108 @@
+"""What the parts of the forward share: constants, tiles and their key tiles, rings, lengths of packed sequences.
+
+The producer's warps stand in ``forward_producer``, the consumer warpgroups in ``forward_consumers``, the kernel that puts split
+tiles together in ``forward_merge``; ``forward`` joins them.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.base import DTYPES, WARPGROUP
+from warploom.attention.hopper.config import ForwardConfig
+
+# A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
+# the workspace if those are not all (below 0: they are); for packed sequences also where queries and keys start, how
+# many there are, and by how much a query's position is past its row.
+TILE_STAGES, TILE_WORDS = 2, 12
+DENSE_WORDS, PACKED_WORDS = 6, 11
+
+
+class ForwardBase:
+    """Sizes of one configuration, and the helpers of all its kernels and warps."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.stages = config.stages
+        self.warpgroups = config.warpgroups
+        self.load_rows = 8 if config.grouped else 64  # of Q, of one head
+        self.threads = WARPGROUP * (config.warpgroups + 1)
+
+    # Tiles
+
+    def tile_heads(self, heads_q: Any, heads_kv: Any) -> Any:
+        """Heads of a batch as tiles count them: a tile may hold several of a group."""
+        if not self.config.grouped:
+            return heads_q
+        return heads_kv * schedule.tile_heads(heads_q // heads_kv, self.config.abreast)
+
+    @cute.jit
+    def place(self, m_block, head, local, members, seqlen_q):
+        """Query and head of a tile's row; a query past the last one where the row has none."""
+        query = m_block * self.config.queries + local
+        if const_expr(self.config.grouped):
+            past = seqlen_q - m_block * self.config.grouped
+            query, head = schedule.grouped(head, local, self.config.grouped, self.config.abreast, members, past, self.choose)
+            query += m_block * self.config.grouped
+        return query, head
+
+    @cute.jit
+    def key_tiles(self, row, rows, seqlen_q, seqlen_k, shift, left, right):
+        """First and past-the-end key tile that some query of [row, row + rows) sees."""
+        first = Int32(0)
+        end = cute.ceil_div(seqlen_k, self.tile_n)
+        if const_expr(self.config.right):
+            last_row = cutlass.min(row + rows, seqlen_q) - 1
+            end = cutlass.min(end, cute.ceil_div(cutlass.max(last_row + shift + right + 1, 0), self.tile_n))
+        if const_expr(self.config.left):
+            first = cutlass.max(row + shift - left, 0) // self.tile_n
+        return first, end
+
+    @cute.jit
+    def next_tile(self, shared, stage, phase, seqlen_q, seqlen_k):
+        """The words of the tile in the ring's stage; of dense calls, whose lengths are given, the last five are known."""
+        count = PACKED_WORDS if const_expr(self.config.varlen) else DENSE_WORDS
+        cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
+        words = [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(count)]
+        # Every lane says so: ptxas drops a barrier of the warp before the arrival of one lane, whose reads alone were ordered.
+        cute.arch.mbarrier_arrive(shared.tile_empty + stage)
+        if const_expr(not self.config.varlen):
+            words += [Int32(0), seqlen_q, Int32(0), seqlen_k, seqlen_k - seqlen_q]
+        return tuple(words)
+
+    # For every role
+
+    @cute.jit
+    def bounds(self, cu, sequence, total):
+        """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
+        start = cutlass.min(cutlass.max(cu[sequence], 0), total)
+        return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
+
+    @cute.jit
+    def advance(self, stage, phase, stages):
+        """The next stage of a ring; the phase flips when it wraps."""
+        stage += 1
+        if stage == stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def choose(self, condition, a, b):
+        """a if condition else b, of run-time values."""
+        return Int32(a) if condition else Int32(b)
+
+    @cute.jit
+    def release(self, barrier):
+        """This warp has read what the barrier guards."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)

@@ -1,0 +1,222 @@
+"""The producer warpgroup of the forward: a warp that decides which tile is next, and one that loads Q, K and V.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.base import RAGGED, Names
+from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
+
+
+class Producer(ForwardBase):
+    """The roles of the producer's warps: ``schedule``, or ``schedule_packed`` for packed sequences, and ``load``."""
+
+    # The scheduler warp
+
+    @cute.jit
+    def schedule(self, seqlen_k, lse_shape, heads_q, shared, left, right, pair_heads, split):
+        """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work."""
+        queries = self.config.queries
+        batch_size, _, seqlen_q = lse_shape
+        heads = heads_q * batch_size
+        m_blocks = cute.ceil_div(seqlen_q, queries)
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        stage, phase = Int32(0), Int32(1)
+        turn, head = Int32(0), Int32(0)
+        while head >= 0:
+            if const_expr(self.config.right and not self.config.left):
+                m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, self.choose)
+            else:
+                m_block, head = schedule.in_order(turn, block, blocks, m_blocks, self.choose)
+            slot, piece_first, piece_end = Int32(-1), Int32(0), Int32(0)
+            if const_expr(self.config.split):
+                rounds = self.choose(split > 0, (m_blocks * heads - split) // blocks, 1 << 30)
+                if turn >= rounds:
+                    part = turn - rounds
+                    n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
+                    tile, piece_first, piece_end = schedule.piece(part, block, blocks, split, n_blocks, self.choose)
+                    m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, self.choose)
+                    slot = 2 * block + part
+                    if piece_first == piece_end:
+                        m_block, head = Int32(schedule.NOTHING), Int32(0)
+                    if part == 2:
+                        m_block, head = Int32(0), heads
+            turn += 1
+            if m_block != schedule.NOTHING:
+                first, end = self.key_tiles(m_block * queries, queries, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right)
+                if slot >= 0:
+                    first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
+                batch = head // heads_q
+                head = head - batch * heads_q if batch < batch_size else Int32(-1)
+                cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+                self.hand_out(shared, stage, (m_block, head, batch, first, end, slot))
+                stage, phase = self.advance(stage, phase, TILE_STAGES)
+
+    @cute.jit
+    def schedule_packed(self, total_k, lse_shape, shared, cu_q, cu_k, used_k, counter, left, right):
+        """Hand out tiles of packed sequences in the order in which blocks ask for them: lengths differ too much to plan.
+
+        Tiles count sequence after sequence, their last rows first. The tokens past the last sequence are one more
+        sequence, without keys.
+        """
+        heads_q, total_q = lse_shape
+        sequences = cu_q.shape[0] - 1
+        lane = cute.arch.lane_idx()
+        stage, phase = Int32(0), Int32(1)
+        base, before, head = Int32(0), Int32(0), Int32(0)  # sequences of the lanes start at base, their tiles at before
+        while head >= 0:
+            index = Int32(0)
+            if lane == 0:
+                index = cute.arch.atomic_add(counter.iterator, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            start, length, tiles, through = self.lane_tiles(base + lane, cu_q, sequences, total_q, heads_q)
+            while before + cute.arch.shuffle_sync(through, 31) <= index and base <= sequences:
+                before += cute.arch.shuffle_sync(through, 31)
+                base += 32
+                start, length, tiles, through = self.lane_tiles(base + lane, cu_q, sequences, total_q, heads_q)
+            head = Int32(-1)
+            m_block, sequence, first, end = Int32(0), Int32(0), Int32(0), Int32(0)
+            seqlen_q, k_start, seqlen_k, shift = Int32(0), Int32(0), Int32(0), Int32(0)
+            if base <= sequences:
+                # The first lane whose tiles reach past index.
+                owner = cute.arch.popc(~cute.arch.vote_ballot_sync(before + through > index))
+                within = index - before - cute.arch.shuffle_sync(through - tiles, owner)
+                start = cute.arch.shuffle_sync(start, owner)
+                seqlen_q = cute.arch.shuffle_sync(length, owner)
+                sequence = base + owner
+                row = within // heads_q
+                head = within - row * heads_q
+                m_block = cute.ceil_div(seqlen_q, self.tile_m) - 1 - row
+                if sequence < sequences:
+                    k_start, seqlen_k = self.bounds(cu_k, sequence, total_k)
+                    if const_expr(self.config.used):
+                        seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
+                    shift = seqlen_k - seqlen_q
+                    # Keys that no query of the sequence sees stay outside of what TMA reads.
+                    if const_expr(self.config.right):
+                        seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
+                    if const_expr(self.config.left):
+                        hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
+                        k_start += hidden
+                        seqlen_k -= hidden
+                        shift -= hidden
+                    first, end = self.key_tiles(m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, shift, left, right)
+            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+            words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
+            self.hand_out(shared, stage, words)
+            stage, phase = self.advance(stage, phase, TILE_STAGES)
+
+    @cute.jit
+    def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):
+        """Start, queries and tiles of a lane's sequence, and the tiles of the lanes up to it."""
+        start, length = Int32(0), Int32(0)
+        if sequence < sequences:
+            start, length = self.bounds(cu_q, sequence, total_q)
+        if sequence == sequences:
+            start = cutlass.min(cutlass.max(cu_q[sequence], 0), total_q)
+            length = total_q - start
+        tiles = cute.ceil_div(length, self.tile_m) * heads_q
+        through = tiles
+        for distance in (1, 2, 4, 8, 16):
+            lower = cute.arch.shuffle_sync_up(through, distance)
+            through = through + lower if cute.arch.lane_idx() >= distance else through
+        return start, length, tiles, through
+
+    @cute.jit
+    def hand_out(self, shared, stage, words):
+        """Publish a tile in the ring's stage."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(words)):
+                shared.tiles[i, stage] = words[i]
+            cute.arch.mbarrier_arrive(shared.tile_full + stage)
+
+    # The loader warp
+
+    @cute.jit
+    def load(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
+        """Q of each warpgroup once a tile, then K one tile ahead of V."""
+        config, loads = self.config, 64 // self.load_rows
+        packed = config.varlen
+        group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
+        bytes_q = 64 * config.head_dim * 2
+        q_phase = Int32(1)
+        k_stage, k_phase = Int32(0), Int32(1)
+        v_stage, v_phase = Int32(0), Int32(1)
+        tile_stage, tile_phase = Int32(0), Int32(0)
+        m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+            shared, tile_stage, tile_phase, Int32(0), Int32(0)
+        )
+        while head >= 0:
+            head_kv = head // group
+            if const_expr(config.grouped):
+                head_kv = head // schedule.tile_heads(group, config.abreast)
+            if const_expr(packed):
+                k_end = k_start + seqlen_k
+                tq = cute.domain_offset((q_start, 0), q[None, None, head])
+                tk = cute.domain_offset((RAGGED - seqlen_k, 0), k[None, None, head_kv, k_end])
+                tv = cute.domain_offset((RAGGED - seqlen_k, 0), v[None, None, head_kv, k_end])
+            else:
+                tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
+            gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (None, 0))
+            gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (None, 0))
+            keys = self.ring(tma_k, shared.k, gk, shared.k_full, shared.k_empty, config.head_dim)
+            values = self.ring(tma_v, shared.v, gv, shared.v_full, shared.v_empty, config.head_dim_v)
+            if first < end:
+                k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
+                for i in cutlass.range_constexpr(self.warpgroups):
+                    cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, bytes_q)
+                    if const_expr(config.grouped):
+                        for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
+                            at, member = self.place(0, head, j * self.load_rows, group, 0)
+                            n = (m_block * config.grouped + at) // self.load_rows
+                            self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
+                    else:
+                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
+                q_phase ^= 1
+                for j in cutlass.range(end - first - 1, unroll=1):
+                    k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
+                    v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
+                v_stage, v_phase = self.push(values, first, v_stage, v_phase)
+            tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
+            m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+                shared, tile_stage, tile_phase, Int32(0), Int32(0)
+            )
+
+    @cute.jit
+    def load_queries(self, atom, queries, shared, n, j, barrier):
+        """Load the ``n``-th ``load_rows`` queries of a head as the ``j``-th of the tile."""
+        rows = cute.local_tile(queries, (self.load_rows, self.config.head_dim), (None, 0))
+        into, out_of = self.tma_views(atom, shared.loads_q, rows)
+        cute.copy(atom, out_of[None, n], into[None, j], tma_bar_ptr=barrier)
+
+    def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
+        """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    def ring(self, atom: Any, shared: Any, tiles: Any, full: Any, empty: Any, head_dim: int) -> Names:
+        """What ``push`` needs to load a tile of K or V."""
+        into, out_of = self.tma_views(atom, shared, tiles)
+        size = self.tile_n * head_dim * 2
+        return Names(atom=atom, into=into, out_of=out_of, full=full, empty=empty, bytes=size)
+
+    @cute.jit
+    def push(self, ring, n, stage, phase):
+        """Load key tile ``n`` into the ring once its stage is free; the stage and phase that follow."""
+        cute.arch.mbarrier_wait(ring.empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, ring.bytes)
+        cute.copy(ring.atom, ring.out_of[None, n], ring.into[None, stage], tma_bar_ptr=ring.full + stage)
+        return self.advance(stage, phase, self.stages)
