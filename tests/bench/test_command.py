@@ -289,6 +289,9 @@ def test_report_of_bank_counters_and_of_unknown_files(tmp_path: Path, capsys: py
     report.write([data], tmp_path)
     page = (tmp_path / "performance.md").read_text()
     assert "| ours | 5,678 | 350.0 | 393 |" in page and "| theirs | – | no | – |" in page
+    data.write_text(json.dumps({"device": "Some GPU", "loss": {"fp32": [4.0, 2.0], "hopper": [4.5, 2.25]}}))
+    report.write([data], tmp_path)
+    assert "| hopper | 2.2500 | 0.37500 |" in (tmp_path / "performance.md").read_text()
     data.write_text("{}")
     assert main(["bench", "report", str(data), "--docs", str(tmp_path)]) == 2
     assert "banks.json is no file of" in capsys.readouterr().err

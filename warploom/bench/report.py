@@ -34,6 +34,8 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
             sections.append(_banks_run(path, run))
         elif "trials" in run:
             sections.append(_trials_run(path, run))
+        elif "loss" in run:
+            sections.append(_training_run(path, run))
         elif "kernels" in run:
             sections.append(
                 "## Bank conflicts of an attention kernel\n\n"
@@ -41,7 +43,7 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
                 f"`{path}`; [Shared memory](smem.md) has their sums.\n"
             )
         else:
-            raise ValueError(f"{path} is no file of `warploom bench`, benchmarks/cpu_*.py or `warploom banks`")
+            raise ValueError(f"{path} is no file of `warploom bench`, `warploom banks` or a program in benchmarks/")
     if not any("roofs" in run and "CPU" not in run["device"] for _, run in runs):
         sections.append("No run on a GPU is among the files.\n")
     docs.mkdir(parents=True, exist_ok=True)
@@ -309,6 +311,23 @@ def _cpu_run(path: Path, run: dict[str, Any]) -> str:
         memory = "–" if row.get("peak_mib") is None else f"{row['peak_mib']:.0f}"
         cells = [row["case"], row["dtype"], "forward + backward" if row["backward"] else "forward", row["what"]]
         lines.append("| " + " | ".join([*cells, *(f"{row[n]:.1f}" for n in ("ms", "p20", "p80")), memory]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _training_run(path: Path, run: dict[str, Any]) -> str:
+    """benchmarks/training.py's file."""
+    fp32 = run["loss"]["fp32"]
+    lines = [
+        "## Training\n",
+        f"A small transformer on one {run['device']}, {len(fp32)} steps: its loss with bf16 kernels and with fp32 attention. "
+        f'"again" is fp32 attention of q, k and v rounded to bf16. [Hopper kernels](hopper.md#backward) has the curves. '
+        f"Data: `{path.as_posix()}`.\n",
+        "| attention | last loss | mean distance from fp32's |",
+        "| --- | ---: | ---: |",
+    ]
+    for name, losses in run["loss"].items():
+        apart = sum(abs(a - b) for a, b in zip(losses, fp32, strict=True)) / len(fp32)
+        lines.append(f"| {name} | {losses[-1]:.4f} | {apart:.5f} |")
     return "\n".join(lines) + "\n"
 
 
