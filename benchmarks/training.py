@@ -136,9 +136,11 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(2, 1), layout="constrained")
     for name, losses in curves.items():
-        above.plot(losses, label=name, linewidth=1)
+        label = "fp32, q, k, v rounded" if name == "again" else name
+        (line,) = above.plot(losses, label=label, linewidth=1)
         if name != "fp32":
-            below.plot([a - b for a, b in zip(losses, curves["fp32"], strict=True)], label=name, linewidth=0.8)
+            apart = [a - b for a, b in zip(losses, curves["fp32"], strict=True)]
+            below.plot(apart, linewidth=0.8, color=line.get_color())
     above.set_ylabel("loss")
     above.legend()
     below.set_ylabel("minus fp32's")
