@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.base import DTYPES, Names
+from warploom.attention.hopper.base import DTYPES, KernelBase, Names
 from warploom.attention.hopper.config import BackwardConfig
 
 WARPGROUPS = 2  # consumers
@@ -33,7 +33,7 @@ DQ_ODD = 8  # added to DQ_FULL in odd steps where the writers alternate
 DENSE_WORDS, PACKED_WORDS = 8, 14
 
 
-class BackwardBase:
+class BackwardBase(KernelBase):
     """Sizes and shares of one configuration, and the helpers of all its kernels and warps."""
 
     def __init__(self, config: BackwardConfig):
@@ -213,22 +213,3 @@ class BackwardBase:
     @cute.jit
     def first_tile(self, cu, sequence, size, total):
         return cutlass.min(cutlass.max(cu[sequence], 0), total) // size + sequence
-
-    @cute.jit
-    def bounds(self, cu, sequence, total):
-        """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
-        start = cutlass.min(cutlass.max(cu[sequence], 0), total)
-        return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
-
-    # For every role
-
-    @cute.jit
-    def choose(self, condition, a, b):
-        """a if condition else b, of run-time values."""
-        return Int32(a) if condition else Int32(b)
-
-    @cute.jit
-    def release(self, barrier):
-        """This warp has read what the barrier guards."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier)

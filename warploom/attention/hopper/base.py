@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: constants, and what a role works on.
+"""What the forward and the backward kernels share: constants, what a role works on, helpers of every role.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -9,6 +9,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
 
 WARPGROUP = 128
 LOG2_E = math.log2(math.e)
@@ -30,3 +32,24 @@ class Names:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+class KernelBase:
+    """Helpers of every role of both passes."""
+
+    @cute.jit
+    def bounds(self, cu, sequence, total):
+        """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
+        start = cutlass.min(cutlass.max(cu[sequence], 0), total)
+        return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
+
+    @cute.jit
+    def choose(self, condition, a, b):
+        """a if condition else b, of run-time values."""
+        return Int32(a) if condition else Int32(b)
+
+    @cute.jit
+    def release(self, barrier):
+        """This warp has read what the barrier guards."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.base import DTYPES, WARPGROUP
+from warploom.attention.hopper.base import DTYPES, WARPGROUP, KernelBase
 from warploom.attention.hopper.config import ForwardConfig
 
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
@@ -25,7 +25,7 @@ TILE_STAGES, TILE_WORDS = 2, 12
 DENSE_WORDS, PACKED_WORDS = 6, 11
 
 
-class ForwardBase:
+class ForwardBase(KernelBase):
     """Sizes of one configuration, and the helpers of all its kernels and warps."""
 
     def __init__(self, config: ForwardConfig):
@@ -82,12 +82,6 @@ class ForwardBase:
     # For every role
 
     @cute.jit
-    def bounds(self, cu, sequence, total):
-        """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
-        start = cutlass.min(cutlass.max(cu[sequence], 0), total)
-        return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
-
-    @cute.jit
     def advance(self, stage, phase, stages):
         """The next stage of a ring; the phase flips when it wraps."""
         stage += 1
@@ -95,14 +89,3 @@ class ForwardBase:
             stage = Int32(0)
             phase ^= 1
         return stage, phase
-
-    @cute.jit
-    def choose(self, condition, a, b):
-        """a if condition else b, of run-time values."""
-        return Int32(a) if condition else Int32(b)
-
-    @cute.jit
-    def release(self, barrier):
-        """This warp has read what the barrier guards."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier)
