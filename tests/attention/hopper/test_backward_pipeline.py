@@ -80,7 +80,6 @@ class Block:
 
     STAGES = DOUT_STAGES = SLOTS = 2
     PIECES = PARTS = 1  # in which dQ of a step leaves, and in which it is computed
-    ALTERNATE = False  # whether a writer has every other step of both warpgroups, where blocks know their turns
 
     def __init__(
         self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None, rising: bool = False
@@ -167,8 +166,6 @@ class Block:
                         state[step] = 1
                     while not stores and state[step] != 2:
                         yield None
-                while self.turns and piece == 0 and self.turns[group].count.get(step, 0) != self.turn(work, step[1]):
-                    yield None
                 value = self.dq[group]
                 assert value == (step, piece)
                 yield None  # the copy is reading
@@ -186,9 +183,6 @@ class Block:
                     assert step not in claims.sums, "stored over what had been added"
                     claims.state[step] = 2
                 claims.sums.setdefault(step, []).append(work.rank)
-            if self.turns:
-                yield None  # the add has arrived
-                self.turns[group].pass_on(step, work.rank)
 
     def alternate(self, parity: int, work: Work) -> Iterator[Wait]:
         """A writer of every other step: one counter for both warpgroups."""
@@ -220,7 +214,7 @@ class Block:
                 part.pass_on(steps[j], work.rank)
 
     def hand_over(self, group: int, step: Step, odd: int = 0, part: int = 0) -> Iterator[Wait]:
-        full = self.dq_full[group + (odd * WARPGROUPS if self.turns and self.ALTERNATE else 0)]
+        full = self.dq_full[group + (odd * WARPGROUPS if self.turns else 0)]
         for piece in range(self.PIECES // self.PARTS):
             yield self.dq_empty[group], self.dq_empty[group].arrive()
             self.dq[group] = step, part * (self.PIECES // self.PARTS) + piece
@@ -290,18 +284,12 @@ class Block:
     def roles(self) -> dict[str, Iterator[Wait]]:
         found = {"loader": self.loader(self.work)}
         for group in range(WARPGROUPS):
-            writer = self.alternate if self.turns and self.ALTERNATE else self.writer
+            writer = self.alternate if self.turns else self.writer
             found |= {f"writer {group}": writer(group, self.work), f"consumer {group}": self.consumer(group, self.work)}
         return found
 
 
-class Alternating(Block):
-    """A block of the narrow kernel, when deterministic."""
-
-    ALTERNATE = True
-
-
-class Persistent(Alternating):
+class Persistent(Block):
     """A block that takes key blocks from a queue that all share. K and V are loaded for each of them, with steps or without."""
 
     def __init__(
@@ -386,7 +374,6 @@ class Roles(Block):
     """A block whose warpgroups keep dV and dK: P and dS through one slot each, dO in one stage, dQ in so many parts."""
 
     DOUT_STAGES = 1
-    ALTERNATE = True
     AHEAD = False  # whether S of the next step is issued before the last part of dQ leaves
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -439,7 +426,7 @@ class Quarters(Roles):
     AHEAD = True
 
 
-KINDS = [Block, Alternating, Roles, Quarters]
+KINDS = [Block, Roles, Quarters]
 
 
 def play(blocks: list[Block], processors: int, draw: random.Random) -> None:

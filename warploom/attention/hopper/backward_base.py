@@ -27,7 +27,7 @@ LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 DS_READY = 1  # both warpgroups have written their dS
 DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
 SCORES_TURN = 6  # and + 1: a warpgroup's turn to issue S and dP
-DQ_ODD = 8  # added to DQ_FULL in odd steps where the writers alternate
+DQ_ODD = 8  # added to DQ_FULL in odd steps when deterministic
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
 DENSE_WORDS, PACKED_WORDS = 8, 14
@@ -47,7 +47,6 @@ class BackwardBase(KernelBase):
         self.columns = self.part // 64
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
-        self.alternate = config.alternate
         self.mixed = config.deterministic and config.right  # sections but the last begin with the last key block
         self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS

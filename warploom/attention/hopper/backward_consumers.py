@@ -402,7 +402,7 @@ class Consumers(BackwardBase):
     def hand_over(self, r, j=0):
         """dQ to the writer warp, in accumulator order."""
         full = DQ_FULL + r.group
-        if const_expr(self.alternate):
+        if const_expr(self.config.deterministic):
             full += (j & 1) * DQ_ODD
         count = self.piece // (4 * WARPGROUP)
         for piece in cutlass.range_constexpr(cute.size(r.acc_dq) // (4 * count)):

@@ -210,21 +210,16 @@ class Producer(BackwardBase):
     @cute.jit
     def write(self, work, sums, turns, warp, left, right):
         """A writer warp's part of a block."""
-        if const_expr(self.alternate):
+        if const_expr(self.config.deterministic):
             self.write_in_turn(work, sums, turns, warp, left, right)
         else:
-            self.write_part(work, sums, turns, warp, left, right)
+            self.write_part(work, sums, turns, warp)
 
     @cute.jit
-    def write_part(self, work, sums, turns, group, left, right):
+    def write_part(self, work, sums, turns, group):
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
         Where blocks claim tiles, the first at one stores; others wait until that is there, for as long as a store takes.
-
-        When deterministic, key blocks add to a tile in their order: the next one finds their number in ``turns``. They
-        start in that order, so a block never waits for one that waits for a processor. Then the consumer gets its buffer back
-        when the add is on its way, or, where blocks reach a tile at the same time, when it has arrived, which keeps them in
-        step: measured both.
         """
         shared = work.shared
         source = shared.dq + group * self.piece
@@ -232,7 +227,7 @@ class Producer(BackwardBase):
         if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
         for j in cutlass.range(steps, unroll=1):
-            _, m, tile = self.place(work, j)
+            _, _, tile = self.place(work, j)
             part = Int64(tile) * WARPGROUPS + group
             found, first = Int32(0), Int32(0)
             if const_expr(self.config.claims):  # noqa: SIM102
@@ -241,8 +236,6 @@ class Producer(BackwardBase):
             for piece in cutlass.range_constexpr(self.config.pieces):
                 cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
                 if cute.arch.lane_idx() == 0:
-                    if const_expr(self.config.deterministic and piece == 0):
-                        wait_for(turns.iterator + part, self.rank(work, m, left, right))
                     if const_expr(self.config.claims):
                         first = claim(turns.iterator + part, found)
                         self.leave(first, sums.iterator + part * self.part, source)
@@ -253,29 +246,15 @@ class Producer(BackwardBase):
                 cute.arch.sync_warp()
                 if const_expr(piece + 1 < self.config.pieces):
                     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
-            at_once = not self.config.deterministic or self.mixed or work.group_size > 1
-            if at_once:
-                self.pass_back(group, j + 1 < steps)
+            if j + 1 < steps:
+                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if const_expr(self.config.claims):
                 if cute.arch.lane_idx() == 0 and first == 1:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     pass_on(turns.iterator + part)
                 cute.arch.sync_warp()
-            if const_expr(self.config.deterministic):
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.cp_async_bulk_wait_group(0, read=False)
-                    pass_on(turns.iterator + part)
-                cute.arch.sync_warp()
-                if not at_once:
-                    self.pass_back(group, j + 1 < steps)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    @cute.jit
-    def pass_back(self, group, more):
-        """A consumer may write to its buffer of dQ again: the next dQ or, behind the last, dK and dV."""
-        if more:
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
 
     @cute.jit
     def leave(self, first, target, source):
@@ -287,9 +266,11 @@ class Producer(BackwardBase):
 
     @cute.jit
     def write_in_turn(self, work, sums, turns, parity, left, right):
-        """As ``write_part`` when key blocks add in an order: one warp has the even steps, one the odd ones, of both warpgroups.
+        """As ``write_part`` when deterministic: key blocks add to a tile in their order, the next one finds their number in
+        ``turns``. They start in that order, so a block never waits for one that waits for a processor.
 
-        From the wait for a turn to passing it on takes longer than a step, most of it until the adds have arrived.
+        One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing it on takes longer
+        than a step, most of it until the adds have arrived.
         """
         shared = work.shared
         steps, ahead = self.steps_of(work), (work.base + parity) & 1

@@ -110,14 +110,13 @@ class BackwardConfig:
     left: bool = False
     softcap: bool = False
     dlse: bool = False  # a gradient arrives through lse too
-    deterministic: bool = False  # key blocks add to dQ in their order
+    deterministic: bool = False  # key blocks add to dQ in their order, writer warps take turns at steps
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
     tile_n: int = 128  # keys a block: 64 a warpgroup, or fewer, of which one warpgroup keeps dV, the other dK
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
-    alternate: bool = False  # writer warps take turns at steps, not at warpgroups
     ahead: bool = False  # S of the next step is issued before dQ leaves
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
@@ -129,7 +128,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("alternate", "ahead", "claims", "persistent") if getattr(self, feature)]
+        parts += [feature for feature in ("ahead", "claims", "persistent") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

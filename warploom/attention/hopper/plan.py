@@ -167,8 +167,6 @@ BACKWARD_TILES = {
 # Where S of the next step is issued early, as BackwardConfig has it. 16384 keys causal: 481 TFLOP/s, without 459.
 AHEAD = {(256, 256)}
 
-# Whether the writer warps of a deterministic backward take turns at steps; off: each has a warpgroup's dQ.
-ALTERNATE = True
 # Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros: 1024 keys,
 # head_dim 64 306 TFLOP/s and 286, 128 324 and 303; where blocks begin with the same tile they would wait for each other.
 SHORT = 1536
@@ -196,7 +194,6 @@ def backward_config(
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill
     features = (right, left, softcap, dlse, deterministic, varlen, used)
-    alternate = ALTERNATE and deterministic
     return BackwardConfig(
         dtype,
         *dims,
@@ -205,7 +202,6 @@ def backward_config(
         tile_n,
         dout_stages=dout_stages,
         pieces=pieces,
-        alternate=alternate,
         ahead=dims in AHEAD,
         claims=short and right and not left and tile_n == 128 and not deterministic and not varlen,
         # With a softcap, or a packed window at head_dim 64, its loop would spill.
