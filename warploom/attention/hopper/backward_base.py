@@ -143,7 +143,11 @@ class BackwardBase(KernelBase):
         return cute.arch.make_warp_uniform(given.shared.words[0])
 
     def read_block(self, given: Any, n_block: Any, turn: Any, base: Any) -> Names:
-        """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before."""
+        """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before.
+
+        Afterwards every lane arrives at ``block_empty``: ptxas drops a barrier of the warp before the arrival of one, whose
+        reads alone were ordered.
+        """
         count = PACKED_WORDS if self.config.varlen else DENSE_WORDS
         words = [cute.arch.make_warp_uniform(given.shared.words[i]) for i in range(1, count)]
         head, batch, *bounds, rising = words[: DENSE_WORDS - 1]

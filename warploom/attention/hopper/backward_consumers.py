@@ -54,8 +54,7 @@ class Consumers(BackwardBase):
         n_block = self.next_block(given, turn)
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
-            cute.arch.sync_warp()
-            self.release(given.shared.block_empty)
+            cute.arch.mbarrier_arrive(given.shared.block_empty)
             self.compute_block(r, work, dk, dv, scale, given.left, given.right)
             base += self.steps_of(work)
             turn += 1

@@ -137,6 +137,23 @@ class BackwardConfig:
         config = tuple(asdict(self).items())
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_backward", config, BACKWARD_SOURCES)
 
+    def sums(self, tiles: int) -> int:
+        """Floats of dQ before it is rounded, of so many query tiles of all heads together."""
+        return tiles * (self.tile_m * self.head_dim)
+
+    def stats(self, tiles: int) -> int:
+        """Floats of their rows' lse and means."""
+        return tiles * (2 * self.tile_m)
+
+    @property
+    def states(self) -> int:
+        """Counters of a tile: one for each consumer warpgroup's part of dQ, where key blocks queue for it or claim it."""
+        return 2 * (self.deterministic or self.claims)
+
+    def turns(self, tiles: int) -> int:
+        """Counters of all tiles, and where blocks are persistent that of key blocks handed out."""
+        return tiles * self.states + int(self.persistent)
+
     @property
     def roles(self) -> bool:
         """Whether one warpgroup keeps the block's dV and the other its dK."""
