@@ -48,9 +48,11 @@ class HopperBackward(RowKernels, Producer, Consumers):
         dk: cute.Tensor,
         dv: cute.Tensor,
         sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
+        partial: cute.Tensor | None,  # fp32 (split · 128 · (head_dim + head_dim_v),): dV and dK / scale of pieces of blocks
         stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
         # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ, or whether it is there (0: no,
-        # 1: on its way, 2: yes); where blocks are persistent, one more (or only one): key blocks handed out
+        # 1: on its way, 2: yes); where blocks are persistent, one more (or only one): key blocks handed out; where some are
+        # shared out, before it (split · 8,): steps in what their warps have in partial
         turns: cute.Tensor | None,
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
@@ -61,6 +63,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         right: Int32,
         section: Int32,  # key heads whose blocks are in flight together
         blocks: Int32,  # persistent ones
+        split: Int32,  # key blocks at the end of the call whose steps are dealt out in shares
+        shares: Int32,
         stream: Any,
     ):
         """Lay out shared memory, describe the TMA copies and launch the three kernels."""
@@ -101,11 +105,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
         scores, values, keys, queries = self.products()
         total = n_blocks * heads_kv * batch
         self.kernel(
-            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
+            tq, tk, tv, tdo, dk, dv, sums, partial, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
             layout_q, layout_do, layout_k, layout_v, layout_ds,
             cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
+            split, shares,
         ).launch(
-            grid=[cutlass.min(blocks, total) if const_expr(config.persistent) else total, 1, 1],
+            grid=[cutlass.min(blocks, total - split + shares) if const_expr(config.persistent) else total, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -160,6 +165,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         dk: cute.Tensor,
         dv: cute.Tensor,
         sums: cute.Tensor,
+        partial: cute.Tensor | None,
         stats: cute.Tensor,
         turns: cute.Tensor | None,
         tma_q: cute.CopyAtom,
@@ -187,6 +193,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         left: Int32,
         right: Int32,
         section: Int32,
+        split: Int32,
+        shares: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
@@ -197,7 +205,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, PACKED_WORDS], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -219,7 +227,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             v_empty=barriers + 2 * (stages + dout_stages) + 3,
             block_full=barriers + 2 * (stages + dout_stages) + 4,
             block_empty=barriers + 2 * (stages + dout_stages) + 5,
-            words=storage.words.get_tensor(cute.make_layout(PACKED_WORDS)),
+            words=storage.words.get_tensor(cute.make_layout(2 * PACKED_WORDS)),
             stats=storage.stats.data_ptr(),
             ds_start=storage.ds.data_ptr(),
             k_start=storage.k.data_ptr(),
@@ -261,6 +269,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
             n_blocks=n_blocks,
             slices=k.shape[2] * batches,
             section=section,
+            split=split,
+            shares=shares,
+            partial=partial,
+            turns=turns,
             left=left,
             right=right,
         )
@@ -274,7 +286,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
                     if warp == WRITERS[i]:
                         self.write_blocks(given, sums, turns, i)
                 if warp == SCHEDULER:
-                    self.hand_out(given, turns, dk, dv)
+                    if const_expr(self.config.parted):
+                        self.deal_out(given, turns)
+                    else:
+                        self.hand_out(given, turns, dk, dv)
             else:
                 self.compute_blocks(given, dk, dv, products, scale, softcap)
         else:

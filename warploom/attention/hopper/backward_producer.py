@@ -41,6 +41,9 @@ class Producer(BackwardBase):
             i = j // work.group_size
             member = j - i * work.group_size
             m = self.choose(work.rising == 1, first + i, end - 1 - i)
+        elif const_expr(self.config.parted):
+            member = (first + j) // work.m_blocks
+            m = first + j - member * work.m_blocks
         else:
             member = j // (end - first)
             m = first + j - member * (end - first)
@@ -76,15 +79,45 @@ class Producer(BackwardBase):
             if n_block * self.tile_n < work.seqlen_k:
                 if const_expr(varlen):
                     cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
-                self.publish(shared.words, words, shared.block_full)
+                self.publish(shared.words, 0, words, shared.block_full)
                 turn += 1
 
     @cute.jit
-    def publish(self, target, words, barrier):
+    def deal_out(self, given, turns):
+        """As ``hand_out``, the last blocks in shares by steps: of a share the beginning of a block, which waits for no other
+        piece, before the end of another.
+        """
+        shared = given.shared
+        counter = turns.iterator + (turns.shape[0] - 1)
+        total = given.n_blocks * given.slices
+        whole = total - given.split
+        items = whole + given.shares
+        steps = given.q_shape[2] // given.k_shape[2] * given.m_blocks
+        turn, index = Int32(0), Int32(0)
+        while index < items:
+            cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+            if cute.arch.lane_idx() == 0:
+                index = cute.arch.atomic_add(counter, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            for i in cutlass.range(2, unroll=1):
+                slot, first, end = index - whole, Int32(0), i * steps
+                if index >= whole and index < items:
+                    slot, first, end = schedule.piece(1 - i, index - whole, given.shares, given.split, steps, self.choose)
+                if first < end:
+                    work = self.describe(given, cutlass.min(whole + slot, total - 1))
+                    n_block = self.choose(index < items, work.n_block, -1)
+                    plain = self.choose(work.bounds[1] == 0, first, end)  # no masks from there on
+                    cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+                    words = [n_block, work.head, work.batch, first, plain, end, end, slot]
+                    self.publish(shared.words, self.words_at(turn), words, shared.block_full)
+                    turn += 1
+
+    @cute.jit
+    def publish(self, target, start, words, barrier):
         """Words into shared memory, for those who wait at the barrier."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(words)):
-                target[i] = words[i]
+                target[start + i] = words[i]
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit

@@ -143,12 +143,22 @@ class BackwardConfig:
         return self.tile_n < 128
 
     @property
+    def parted(self) -> bool:
+        """Whether the steps of a call's last key blocks may be shared out: where all blocks have the same steps."""
+        return self.persistent and not (self.roles or self.right or self.left or self.varlen)
+
+    @property
     def boxes(self) -> tuple[int, int, int, int]:
         """Columns of a TMA box of Q, K, V and dO."""
         # A product for dQ takes K by halves of its columns, but where a warpgroup has all columns of 64 queries.
         k = self.head_dim if self.tile_m == 128 else self.head_dim // 2
         q, v = box_columns(self.head_dim), box_columns(self.head_dim_v)
         return q, box_columns(k), v, v
+
+    @property
+    def partial_floats(self) -> int:
+        """What a piece of a key block passes on to the next: dV and dK in fp32."""
+        return self.tile_n * (self.head_dim + self.head_dim_v)
 
     @property
     def shared_bytes(self) -> int:

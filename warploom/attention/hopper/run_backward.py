@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import SHORT, backward_config
 from warploom.attention.hopper.run import DTYPES, filled, processors
-from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
@@ -49,10 +49,17 @@ def backward(
     together = 1
     if args.deterministic or right is not None:
         shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
-        together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-    tiles = batch * heads * -(-seqlen_q // variant.tile_m)
+        together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
+    m_blocks = -(-seqlen_q // variant.tile_m)
+    tiles = batch * heads * m_blocks
+    parts = 0, 0
+    if variant.parted:
+        blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
+        parts = schedule.shares(blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()))
+        if parts[0] * variant.partial_floats > dq.numel() // 2:
+            parts = 0, 0
     inputs = (q, k, v, out, dout, lse, dlse)
-    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together)
+    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
     delta = None
     if args.sink is not None:
         delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
@@ -105,13 +112,18 @@ def _launch(
     starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
+    parts: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Allocate the workspaces and launch; the row statistics, (tiles, 2, tile_m) flat."""
+    """Allocate the workspaces and launch; the row statistics, (tiles, 2, tile_m) flat.
+
+    Until the last kernel stores dq, its memory holds partial sums of key blocks that are shared out.
+    """
     *tensors, lse, dlse = inputs
     q = tensors[0]
     sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
     stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
-    count = 2 * tiles * (variant.deterministic or variant.claims) + variant.persistent
+    partial = gradients[0].view(-1).view(torch.float32) if variant.parted else None
+    count = 2 * tiles * (variant.deterministic or variant.claims) + 8 * parts[0] + variant.persistent
     turns = q.new_empty(count, dtype=torch.int32) if count else None
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
@@ -122,8 +134,8 @@ def _launch(
     left, right = map(reach, band)
     with on_device(q):
         function(
-            *views, lse.contiguous(), dlse, *gradients, sums, stats, turns, *starts,
-            args.scale, args.softcap, left, right, together, processors(q.get_device()),
+            *views, lse.contiguous(), dlse, *gradients, sums, partial, stats, turns, *starts,
+            args.scale, args.softcap, left, right, together, processors(q.get_device()), *parts,
         )  # fmt: skip
     return stats
 

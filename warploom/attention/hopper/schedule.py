@@ -6,6 +6,7 @@ else b there as here.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 # No tile: the other half of the pair that a head with an odd number of query tiles has in its middle.
@@ -159,6 +160,44 @@ def section(heads: int, n_blocks: int, shared: int) -> int:
     while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
         width *= 2
     return width
+
+
+# In steps of a backward block: what a piece costs besides its steps, and what handing its sums over does on either side.
+PIECE_COST, SUMS_COST = 2.0, 0.5
+FEWEST_SAVED = 1.5  # steps, for which sharing out is worth its while
+
+
+@cache
+def shares(tiles: int, steps: int, blocks: int) -> tuple[int, int]:
+    """How many backward blocks at the end of a call to share out by their ``steps``, and into how many shares of ``piece``:
+    those of a last round that would leave processors idle. (0, 0): none. What the kernel multiplies stays in 32 bits.
+    """
+    rest = tiles % blocks
+    best, found = steps + PIECE_COST - FEWEST_SAVED, (0, 0)
+    for count in {min(n * rest, blocks) for n in range(2, 9)} if rest * steps < 2**31 // blocks - 1 else ():
+        if rest < count <= rest * steps:
+            time = time_of_shares(rest, steps, count)
+            best, found = min((best, found), (time, (rest, count)))
+    return found
+
+
+def time_of_shares(tiles: int, steps: int, count: int) -> float:
+    """Steps' worth of time until the last of ``count`` shares ends, one a processor, which all begin at once."""
+    done = [0.0] * tiles
+    ends = []
+    for share in range(count):
+        now = 0.0
+        for part in (1, 0):  # the beginning of a block, then the end of another
+            tile, first, end = piece(part, share, count, tiles, steps, lambda condition, a, b: a if condition else b)
+            if first < end:
+                now += end - first + PIECE_COST
+                if first > 0:
+                    now = max(now, done[tile]) + SUMS_COST
+                if end < steps:
+                    now += SUMS_COST
+                    done[tile] = now
+        ends.append(now)
+    return max(ends)
 
 
 def ring(j: Any, stages: int) -> tuple[Any, Any]:
