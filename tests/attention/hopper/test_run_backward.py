@@ -52,15 +52,23 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
+    def carve(tiles: int, dq: Tensor, workspace: Tensor) -> Tensor:
+        """Row statistics where the kernel puts them: behind the sums if anything is there, else in dq, written last."""
+        sums, stats = tiles * variant["tile_m"] * variant["head_dim"], tiles * 2 * variant["tile_m"]
+        turns = 2 * tiles * (variant["deterministic"] or variant["claims"]) + variant["persistent"]
+        behind = workspace.numel() > sums
+        found = workspace[sums:] if behind else dq.view(-1).view(torch.float32)
+        assert found.numel() == stats + turns if behind else found.numel() >= stats + turns
+        assert found.data_ptr() % 16 == 0
+        found[: stats + turns] = NAN
+        return found[:stats]
+
     def packed(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
         scale: float, softcap: float, left: int, right: int,
     ) -> None:  # fmt: skip
         assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
-        tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
-        assert sums.numel() == tiles * variant["tile_m"] * variant["head_dim"]
-        assert stats.numel() == tiles * 2 * variant["tile_m"]
         config, dim, dim_v = BackwardConfig(**variant), dq.shape[-1], dv.shape[-1]
         tile_dims = (config.head_dim, config.head_dim, config.head_dim_v, config.head_dim_v)
         for t, columns, tile, box in zip((q, k, v, dout), (dim, dim, dim_v, dim_v), tile_dims, config.boxes, strict=True):
@@ -79,17 +87,14 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, turns: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
-        per_tile = 2 * (variant["deterministic"] or variant["claims"])
-        counted = 0 if turns is None else turns.numel()
         if cu_q is not None:
-            packed_tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
-            assert counted == per_tile * packed_tiles + variant["persistent"]
-            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, stats, cu_q, cu_k, used, scale, softcap, left, right)
+            carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, workspace)
+            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, scale, softcap, left, right)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
         assert (softcap != 0.0) == variant["softcap"]
@@ -100,15 +105,13 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dlse is not None:
             delta = delta - dlse
         options = (scale, softcap, left, right)
-        tiles = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
-        for a, b in zip((dq, dk, dv), one(q, k, v, dout, lse.double(), delta, *options), strict=True):
-            a.copy_(b)
+        stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, workspace)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
         padded[..., : q.shape[1]] = delta
         rows.copy_(padded.view(rows.shape))
-        assert sums.numel() == tiles * tile_m * dim and stats.numel() == tiles * 2 * tile_m
-        assert counted == per_tile * tiles + variant["persistent"]
+        for a, b in zip((dq, dk, dv), one(q, k, v, dout, lse.double(), delta, *options), strict=True):
+            a.copy_(b)
 
     return call
 

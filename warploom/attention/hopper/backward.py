@@ -47,13 +47,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         dq: cute.Tensor,  # gradients: as their tensors
         dk: cute.Tensor,
         dv: cute.Tensor,
-        sums: cute.Tensor,  # fp32 (batch · heads_q · query tiles · tile_m · head_dim,): dQ / scale in accumulator order
-        partial: cute.Tensor | None,  # fp32 (split · 128 · (head_dim + head_dim_v),): dV and dK / scale of pieces of blocks
-        stats: cute.Tensor,  # fp32 (batch · heads_q · query tiles · 2 · tile_m,): lse in log2 units, rowsum(dO∘O) − dlse
-        # int32 (batch · heads_q · query tiles · 2,): key blocks that have added to a part of dQ, or whether it is there (0: no,
-        # 1: on its way, 2: yes); where blocks are persistent, one more (or only one): key blocks handed out; where some are
-        # shared out, before it (split · 8,): steps in what their warps have in partial
-        turns: cute.Tensor | None,
+        sums: cute.Tensor,  # fp32, flat: what ``workspace`` says
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
         used: cute.Tensor | None,  # (sequences,) int32: keys of a sequence that count
@@ -81,7 +75,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
             n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
         rows = m_blocks * heads_q * batch
-        cleared = (dq, dk, dv, cu_k) if const_expr(config.varlen) else (None, None, None, None)
+        stats, turns, partial = self.workspace(sums, dq, rows, split)
+        cleared = (dk, dv, cu_k) if const_expr(config.varlen) else (None, None, None)
         self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
@@ -115,10 +110,36 @@ class HopperBackward(RowKernels, Producer, Consumers):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        there = turns if const_expr(config.claims) else None
-        self.after(dq, sums, there, cu_q, m_blocks, scale).launch(
+        # Queries before the first that a key sees: where the first block at a tile stores, none came to theirs.
+        unseen = cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if const_expr(config.claims) else None
+        self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
+
+    @cute.jit
+    def workspace(self, sums, dq, rows, split):
+        """What stands behind dQ / scale, (tiles, tile_m · head_dim) in accumulator order, or if nothing does in dq.
+
+        fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse. And int32 (tiles, 2) flat: key blocks that have
+        added to a part of dQ, or whether it is there (0: no, 1: on its way, 2: yes); where blocks are persistent one more, or
+        only one: key blocks handed out; before it (split, 8), of the last key blocks, whose steps are shared out: steps in the
+        sums of their warps. Those follow in dq: fp32 (split, (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
+        """
+        config, tiles = self.config, Int64(rows)
+        address = dq.iterator.toint()
+        behind = address + 4 * config.others(tiles, split)
+        if sums.shape[0] > config.sums(tiles):
+            address = (sums.iterator + config.sums(tiles)).toint()
+        count = config.stats(tiles)
+        stats = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+        turns = cute.make_ptr(Int32, address + 4 * count, cute.AddressSpace.gmem, assumed_align=4)
+        partial = cute.make_ptr(Float32, behind, cute.AddressSpace.gmem, assumed_align=16)
+        counted = const_expr(config.states > 0 or config.persistent)
+        return (
+            cute.make_tensor(stats, cute.make_layout((count,))),
+            cute.make_tensor(turns, cute.make_layout((config.turns(tiles, split),))) if counted else None,
+            cute.make_tensor(partial, cute.make_layout((split * config.partial_floats,))),
+        )
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
@@ -165,7 +186,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         dk: cute.Tensor,
         dv: cute.Tensor,
         sums: cute.Tensor,
-        partial: cute.Tensor | None,
+        partial: cute.Tensor,
         stats: cute.Tensor,
         turns: cute.Tensor | None,
         tma_q: cute.CopyAtom,
@@ -253,7 +274,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
                 if const_expr(self.config.persistent):
                     for barrier in (shared.k_empty, shared.v_empty):
                         cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
-                    cute.arch.mbarrier_init(shared.block_empty, 4 * WARPGROUPS + 1 + len(WRITERS))
+                    cute.arch.mbarrier_init(shared.block_empty, 32 * (4 * WARPGROUPS + 1 + len(WRITERS)))  # lanes
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 

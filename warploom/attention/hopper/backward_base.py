@@ -29,7 +29,8 @@ DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may
 SCORES_TURN = 6  # and + 1: a warpgroup's turn to issue S and dP
 DQ_ODD = 8  # added to DQ_FULL in odd steps when deterministic
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
-# whether they rise, or where blocks are shared out, its bounds in steps and its number among those; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
+# whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
+# Where the last blocks are shared out, the bounds are those of a piece in steps, and its block's number among them comes last.
 DENSE_WORDS, PACKED_WORDS = 8, 14
 
 
@@ -146,7 +147,11 @@ class BackwardBase(KernelBase):
         return cute.arch.make_warp_uniform(given.shared.words[self.words_at(turn)])
 
     def read_block(self, given: Any, n_block: Any, turn: Any, base: Any) -> Names:
-        """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before."""
+        """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before.
+
+        Afterwards every lane arrives at ``block_empty``: ptxas drops a barrier of the warp before the arrival of one, whose
+        reads alone were ordered.
+        """
         count = PACKED_WORDS if self.config.varlen else DENSE_WORDS
         at = self.words_at(turn)
         words = [cute.arch.make_warp_uniform(given.shared.words[at + i]) for i in range(1, count)]

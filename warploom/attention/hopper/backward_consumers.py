@@ -54,8 +54,7 @@ class Consumers(BackwardBase):
         n_block = self.next_block(given, turn)
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
-            cute.arch.sync_warp()
-            self.release(given.shared.block_empty)
+            cute.arch.mbarrier_arrive(given.shared.block_empty)
             self.compute_block(r, work, dk, dv, scale, given.left, given.right)
             base += self.steps_of(work)
             turn += 1
@@ -77,8 +76,8 @@ class Consumers(BackwardBase):
                 self.release(shared.k_empty)
         self.steps(r, work)
         if const_expr(self.config.parted):
-            # Read again: their registers are the steps'.
-            self.finish(r, self.read_block(work.given, self.block_word(work.given, work.turn), work.turn, work.base), dk, dv, scale)
+            n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
+            self.finish(r, self.read_block(work.given, n_block, work.turn, work.base), dk, dv, scale)
         else:
             self.finish(r, work, dk, dv, scale)
 
@@ -173,6 +172,7 @@ class Consumers(BackwardBase):
         """Leave the sums to the next piece; they hold so many steps more."""
         for i, four in self.sums(r):
             cute.autovec_copy(four, self.sums_of(work, i))
+        cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             count_up(self.sums_count(work), steps)

@@ -141,7 +141,7 @@ class Producer(BackwardBase):
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
             self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            self.release(given.shared.block_empty)
+            cute.arch.mbarrier_arrive(given.shared.block_empty)
             base += self.steps_of(work)
             turn += 1
             n_block = self.next_block(given, turn)
@@ -233,8 +233,7 @@ class Producer(BackwardBase):
         n_block = self.next_block(given, turn)
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
-            cute.arch.sync_warp()
-            self.release(given.shared.block_empty)
+            cute.arch.mbarrier_arrive(given.shared.block_empty)
             self.write(work, sums, turns, warp, given.left, given.right)
             base += self.steps_of(work)
             turn += 1

@@ -137,6 +137,32 @@ class BackwardConfig:
         config = tuple(asdict(self).items())
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.build:compile_backward", config, BACKWARD_SOURCES)
 
+    def sums(self, tiles: int) -> int:
+        """Floats of dQ before it is rounded, of so many query tiles of all heads together."""
+        return tiles * (self.tile_m * self.head_dim)
+
+    def stats(self, tiles: int) -> int:
+        """Floats of their rows' lse and means."""
+        return tiles * (2 * self.tile_m)
+
+    @property
+    def states(self) -> int:
+        """Counters of a tile: one for each consumer warpgroup's part of dQ, where key blocks queue for it or claim it."""
+        return 2 * (self.deterministic or self.claims)
+
+    def turns(self, tiles: int, split: int = 0) -> int:
+        """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks."""
+        return tiles * self.states + 8 * split + int(self.persistent)
+
+    def scratch(self, tiles: int, split: int) -> int:
+        """Floats that dq is to hold until it is written: what may be less than all, and sums of the split key blocks."""
+        return self.others(tiles, split) + split * self.partial_floats
+
+    def others(self, tiles: int, split: int) -> int:
+        """Floats of row statistics and counters, whole lines of 128 bytes where sums of split key blocks follow."""
+        floats = self.stats(tiles) + self.turns(tiles, split)
+        return (floats + 31) // 32 * 32 if self.parted else floats
+
     @property
     def roles(self) -> bool:
         """Whether one warpgroup keeps the block's dV and the other its dK."""

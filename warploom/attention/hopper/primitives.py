@@ -123,6 +123,6 @@ def pass_on(counter: Any, *, loc: Any = None, ip: Any = None) -> None:
 @dsl_user_op
 def count_up(counter: Any, amount: Any, *, loc: Any = None, ip: Any = None) -> None:
     """One thread counts up after all that it, and those it has synchronised with, wrote."""
-    text = "fence.acq_rel.gpu; red.release.gpu.global.add.s32 [$0], $1;"
+    text = "red.release.gpu.global.add.s32 [$0], $1;"
     values = [counter.to_llvm_ptr(loc=loc, ip=ip), Int32(amount).ir_value(loc=loc, ip=ip)]
     assembly(None, values, text, "l,r,~{memory}", side_effects=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import SHORT, backward_config
+from warploom.attention.hopper.plan import SHORT, backward_config, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
@@ -56,12 +56,13 @@ def backward(
     if variant.parted:
         blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
         parts = schedule.shares(blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()))
-        if parts[0] * variant.partial_floats > dq.numel() // 2:
+        if 2 * variant.scratch(tiles, parts[0]) > dq.numel():
             parts = 0, 0
     inputs = (q, k, v, out, dout, lse, dlse)
-    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
     delta = None
     if args.sink is not None:
+        stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
         delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
 
@@ -88,8 +89,10 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
     assert cu_q is not None
+    if cu_q.shape[0] == 1:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
     # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
-    dq, dk, dv = gradients = tuple((t.new_zeros if cu_q.shape[0] == 1 else t.new_empty)(t.shape) for t in (q, k, v))
+    dq, dk, dv = gradients = tuple(t.new_empty(t.shape) for t in (q, k, v))
     function, variant = _function(args, dlse is not None)
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
@@ -114,17 +117,15 @@ def _launch(
     together: int,
     parts: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Allocate the workspaces and launch; the row statistics, (tiles, 2, tile_m) flat.
+    """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
 
-    Until the last kernel stores dq, its memory holds partial sums of key blocks that are shared out.
+    Until the last kernel stores dq, its memory also holds partial sums of the ``parts[0]`` key blocks that are shared out.
     """
     *tensors, lse, dlse = inputs
     q = tensors[0]
-    sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
-    stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
-    partial = gradients[0].view(-1).view(torch.float32) if variant.parted else None
-    count = 2 * tiles * (variant.deterministic or variant.claims) + 8 * parts[0] + variant.persistent
-    turns = q.new_empty(count, dtype=torch.int32) if count else None
+    sink = args.sink is not None and args.cu_seqlens_q is None
+    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, parts[0])
+    workspace = q.new_empty(floats, dtype=torch.float32)
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
         dim, dim_v = variant.head_dim, variant.head_dim_v
@@ -134,10 +135,10 @@ def _launch(
     left, right = map(reach, band)
     with on_device(q):
         function(
-            *views, lse.contiguous(), dlse, *gradients, sums, partial, stats, turns, *starts,
+            *views, lse.contiguous(), dlse, *gradients, workspace, *starts,
             args.scale, args.softcap, left, right, together, processors(q.get_device()), *parts,
         )  # fmt: skip
-    return stats
+    return workspace
 
 
 def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
