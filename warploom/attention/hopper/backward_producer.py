@@ -84,9 +84,7 @@ class Producer(BackwardBase):
 
     @cute.jit
     def deal_out(self, given, turns):
-        """As ``hand_out``, the last blocks in shares by steps: of a share the beginning of a block, which waits for no other
-        piece, before the end of another.
-        """
+        """As ``hand_out``, the last blocks in shares by steps."""
         shared = given.shared
         counter = turns.iterator + (turns.shape[0] - 1)
         total = given.n_blocks * given.slices
@@ -99,10 +97,10 @@ class Producer(BackwardBase):
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
-            for i in cutlass.range(2, unroll=1):
-                slot, first, end = index - whole, Int32(0), i * steps
-                if index >= whole and index < items:
-                    slot, first, end = schedule.piece(1 - i, index - whole, given.shares, given.split, steps, self.choose)
+            for i in cutlass.range(schedule.PIECES, unroll=1):
+                slot, first, end = schedule.handed_out(index, i, whole, given.split, given.shares, steps, self.choose)
+                if index >= items:  # no more, which is said once
+                    first, end = Int32(0), i // (schedule.PIECES - 1)
                 if first < end:
                     work = self.describe(given, cutlass.min(whole + slot, total - 1))
                     n_block = self.choose(index < items, work.n_block, -1)

@@ -154,9 +154,9 @@ class BackwardConfig:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks."""
         return tiles * self.states + 8 * split + int(self.persistent)
 
-    def scratch(self, tiles: int, split: int) -> int:
-        """Floats that dq is to hold until it is written: what may be less than all, and sums of the split key blocks."""
-        return self.others(tiles, split) + split * self.partial_floats
+    def slots(self, tiles: int, elements: int) -> int:
+        """Of how many split key blocks dq, of so many 16-bit elements, can hold the sums until it is written."""
+        return max(0, elements // 2 - self.others(tiles, 0) - 32) // (self.partial_floats + 8)
 
     def others(self, tiles: int, split: int) -> int:
         """Floats of row statistics and counters, whole lines of 128 bytes where sums of split key blocks follow."""

@@ -55,9 +55,9 @@ def backward(
     parts = 0, 0
     if variant.parted:
         blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
-        parts = schedule.shares(blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()))
-        if 2 * variant.scratch(tiles, parts[0]) > dq.numel():
-            parts = 0, 0
+        parts = schedule.shares(
+            blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.slots(tiles, dq.numel())
+        )
     inputs = (q, k, v, out, dout, lse, dlse)
     workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
     delta = None
