@@ -593,14 +593,14 @@ def test_persistent_blocks_add_in_their_order(processors: int, order: str) -> No
         assert all(part.sums == want for part in turns)
 
 
-def parted(kind: type[Parted], draw: random.Random, processors: int, count: int = 7) -> list[Parted]:
-    """Six key blocks, of which the last four are cut into so many shares."""
+def parted(kind: type[Parted], draw: random.Random, processors: int, each: int = 5) -> list[Parted]:
+    """Six key blocks, of which the last four are cut into shares of so many steps."""
     blocks, split, members = 6, 4, 2
     steps, whole = members * kind.TILES, 2
 
     def deal() -> Iterator[list[tuple[int, int, int]]]:
-        for index in range(whole + count):
-            found = [handed_out(index, i, whole, split, count, steps, lambda c, a, b: a if c else b) for i in range(PIECES)]
+        for index in range(whole - (-split * steps // each)):
+            found = [handed_out(index, i, whole, split, each, steps, lambda c, a, b: a if c else b) for i in range(PIECES)]
             yield [(whole + slot, first, end) for slot, first, end in found if first < end]
 
     queue = deal()
@@ -611,11 +611,11 @@ def parted(kind: type[Parted], draw: random.Random, processors: int, count: int 
     return found
 
 
-@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("each", [3, 5, 8, 15])
 @pytest.mark.parametrize("processors", [1, 3, 7])
-def test_pieces_of_blocks_add_up(processors: int, count: int) -> None:
+def test_pieces_of_blocks_add_up(processors: int, each: int) -> None:
     for seed in range(5):
-        blocks = parted(Parted, random.Random(seed), processors, count)
+        blocks = parted(Parted, random.Random(seed), processors, each)
         stored = {(rank, group): steps for block in blocks for rank, group, steps in block.stored}
         assert sum(len(block.stored) for block in blocks) == len(stored) == 6 * WARPGROUPS
         assert all(steps == [divmod(step, Parted.TILES) for step in range(2 * Parted.TILES)] for steps in stored.values())

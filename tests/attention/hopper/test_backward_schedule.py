@@ -50,11 +50,11 @@ CALLS = [(2048, 13), (2048, 52), (2048, 205), (4096, 8), (4096, 32), (4096, 128)
 
 @pytest.mark.parametrize(("blocks", "steps"), CALLS)
 def test_shares_hold_every_step_once_and_wait_only_for_what_came_before(blocks: int, steps: int) -> None:
-    split, count = shares(blocks, steps, 132, 263)
+    split, each = shares(blocks, steps, 132, 263)
     whole = blocks - split
     done = [0] * blocks
-    for index in range(whole + count):
-        for slot, first, end in (handed_out(index, i, whole, split, count, steps, choose) for i in range(PIECES)):
+    for index in range(whole - (-split * steps // each)):
+        for slot, first, end in (handed_out(index, i, whole, split, each, steps, choose) for i in range(PIECES)):
             if first < end:
                 assert done[whole + slot] == first
                 done[whole + slot] += end - first
@@ -65,13 +65,13 @@ def test_shares_hold_every_step_once_and_wait_only_for_what_came_before(blocks: 
 def test_shares_of_the_last_round_end_together(blocks: int, steps: int) -> None:
     """Handed out to whoever is free first, each piece waits for what it adds to; 2 steps for a piece, 1 for each sum."""
 
-    def makespan(split: int, count: int) -> float:
+    def makespan(split: int, each: int) -> float:
         free, whole = [(0.0, p) for p in range(132)], blocks - split
         done: dict[tuple[int, int], float] = {}
         heapq.heapify(free)
-        for index in range(whole + count):
+        for index in range(whole - (-split * steps // each)):
             now, processor = heapq.heappop(free)
-            for slot, first, end in (handed_out(index, i, whole, split, count, steps, choose) for i in range(PIECES)):
+            for slot, first, end in (handed_out(index, i, whole, split, each, steps, choose) for i in range(PIECES)):
                 if first < end:
                     now = now + 2 + end - first
                     if first > 0:
@@ -81,7 +81,7 @@ def test_shares_of_the_last_round_end_together(blocks: int, steps: int) -> None:
             heapq.heappush(free, (now, processor))
         return max(free)[0]
 
-    split, count = shares(blocks, steps, 132, 263)
+    split, each = shares(blocks, steps, 132, 263)
     even = blocks * (steps + 2) / 132
-    assert makespan(split, count) <= makespan(0, 0)
-    assert makespan(split, count) - even <= 14 or blocks < 132
+    assert makespan(split, each) <= makespan(0, 1)
+    assert makespan(split, each) - even <= 14 or blocks < 132

@@ -17,7 +17,6 @@ from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_set
-from warploom.attention.hopper.schedule import PIECES
 from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.modules import ModuleSpec
@@ -98,11 +97,12 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
-        scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, count: int,
+        scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
+        steps = q.shape[2] // k.shape[2] * -(-q.shape[1] // variant["tile_m"]) if cu_q is None else 0
         n_blocks = 0 if cu_q is not None else k.shape[0] * k.shape[2] * -(-k.shape[1] // variant["tile_n"])
-        assert 0 <= split <= n_blocks and split <= PIECES * count and count <= PROCESSORS
+        assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
         if cu_q is not None:
             carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, workspace)
             packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, scale, softcap, left, right)

@@ -57,8 +57,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         right: Int32,
         section: Int32,  # key heads whose blocks are in flight together
         blocks: Int32,  # persistent ones
-        split: Int32,  # key blocks at the end of the call whose steps are dealt out in shares
-        shares: Int32,
+        split: Int32,  # key blocks at the end of the call whose steps are dealt out,
+        each: Int32,  # so many a share
         stream: Any,
     ):
         """Lay out shared memory, describe the TMA copies and launch the three kernels."""
@@ -99,13 +99,17 @@ class HopperBackward(RowKernels, Producer, Consumers):
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
         scores, values, keys, queries = self.products()
         total = n_blocks * heads_kv * batch
+        items, deal = total, (total, Int32(0), Int32(1), Int32(1))
+        if const_expr(config.parted):
+            steps = heads_q // heads_kv * m_blocks
+            items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, partial, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
             layout_q, layout_do, layout_k, layout_v, layout_ds,
             cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
-            split, shares,
+            items, *deal,
         ).launch(
-            grid=[cutlass.min(blocks, total - split + shares) if const_expr(config.persistent) else total, 1, 1],
+            grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -214,8 +218,11 @@ class HopperBackward(RowKernels, Producer, Consumers):
         left: Int32,
         right: Int32,
         section: Int32,
+        items: Int32,
+        whole: Int32,
         split: Int32,
-        shares: Int32,
+        each: Int32,
+        steps: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
@@ -290,8 +297,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             n_blocks=n_blocks,
             slices=k.shape[2] * batches,
             section=section,
-            split=split,
-            shares=shares,
+            items=items,
+            deal=(whole, split, each, steps),
             partial=partial,
             turns=turns,
             left=left,

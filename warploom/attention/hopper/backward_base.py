@@ -65,7 +65,10 @@ class BackwardBase(KernelBase):
             given.q_shape, given.k_shape, given.cu_q, given.cu_k, given.left, given.right,
         )  # fmt: skip
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
-        n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
+        if self.config.parted:  # a section is one head
+            n_block, slice_ = index % n_blocks, index // n_blocks
+        else:
+            n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
         rising = Int32(0)
         if self.mixed:
             rising = self.choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)

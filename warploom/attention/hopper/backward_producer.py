@@ -87,23 +87,19 @@ class Producer(BackwardBase):
         """As ``hand_out``, the last blocks in shares by steps."""
         shared = given.shared
         counter = turns.iterator + (turns.shape[0] - 1)
-        total = given.n_blocks * given.slices
-        whole = total - given.split
-        items = whole + given.shares
-        steps = given.q_shape[2] // given.k_shape[2] * given.m_blocks
         turn, index = Int32(0), Int32(0)
-        while index < items:
+        while index < given.items:
             cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
             for i in cutlass.range(schedule.PIECES, unroll=1):
-                slot, first, end = schedule.handed_out(index, i, whole, given.split, given.shares, steps, self.choose)
-                if index >= items:  # no more, which is said once
+                slot, first, end = schedule.handed_out(index, i, *given.deal, self.choose)
+                if index >= given.items:  # no more, which is said once
                     first, end = Int32(0), i // (schedule.PIECES - 1)
                 if first < end:
-                    work = self.describe(given, cutlass.min(whole + slot, total - 1))
-                    n_block = self.choose(index < items, work.n_block, -1)
+                    work = self.describe(given, given.deal[0] + slot)
+                    n_block = self.choose(index < given.items, work.n_block, -1)
                     plain = self.choose(work.bounds[1] == 0, first, end)  # no masks from there on
                     cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
                     words = [n_block, work.head, work.batch, first, plain, end, end, slot]

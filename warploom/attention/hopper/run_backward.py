@@ -52,7 +52,7 @@ def backward(
         together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
-    parts = 0, 0
+    parts = 0, 1
     if variant.parted:
         blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
         parts = schedule.shares(
@@ -115,7 +115,7 @@ def _launch(
     starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
-    parts: tuple[int, int] = (0, 0),
+    parts: tuple[int, int] = (0, 1),
 ) -> Tensor:
     """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
 

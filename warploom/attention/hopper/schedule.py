@@ -27,9 +27,8 @@ def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any, choose: Any) -> 
 
 
 def piece(part: Any, block: Any, blocks: Any, tiles: Any, n_blocks: Any, choose: Any) -> tuple[Any, Any, Any]:
-    """(tile, first, end) of a block's ``part``-th piece of the last ``tiles`` tiles: their key tiles are dealt out evenly,
-    tile after tile, so that blocks end together. Where there is nothing, so from part 2 on if there are no more tiles than
-    blocks, first is end.
+    """(tile, first, end) of a block's ``part``-th piece, 0 or 1, of the last ``tiles`` tiles: their key tiles are dealt out
+    evenly, tile after tile, so that blocks end together. From part 2 on, and where there is nothing, first is end.
     """
     begin = block * (tiles * n_blocks) // blocks
     stop = (block + 1) * (tiles * n_blocks) // blocks
@@ -163,20 +162,23 @@ def section(heads: int, n_blocks: int, shared: int) -> int:
     return width
 
 
-PIECES = 3  # of blocks in a share at the most: fewer blocks are dealt out than two a share
+PIECES = 3  # of blocks in a share at the most: it has fewer than two blocks' steps
 
 
-def handed_out(index: Any, i: Any, whole: Any, split: Any, count: Any, steps: Any, choose: Any) -> tuple[Any, Any, Any]:
+def handed_out(index: Any, i: Any, whole: Any, split: Any, each: Any, steps: Any, choose: Any) -> tuple[Any, Any, Any]:
     """(slot, first, end): of what persistent backward blocks are handed out as number ``index`` the i-th of ``PIECES`` parts
-    is steps [first, end) of key block ``whole`` + slot; where first is end, nothing.
+    is steps [first, end) of key block ``whole`` + slot, if first is less than end; else nothing.
 
-    ``whole`` blocks come first, then the steps of the ``split`` others in ``count`` shares: of each the beginning of a block,
-    which waits for no other piece, before the end of another. So a piece is handed out after all that it waits for.
+    ``whole`` blocks come first, then the steps of the ``split`` others in shares of ``each``: of a share the beginning of a
+    block, which waits for no other piece, before the end of another. So a piece comes after all that it waits for.
     """
     share = index - whole
-    tile, first, end = piece(PIECES - 1 - i, share, choose(count < 1, 1, count), split, steps, choose)
+    slot = share * each // steps + (PIECES - 1 - i)
+    first = share * each - slot * steps
+    end = choose(first + each < steps, first + each, steps)
     all_steps, last = index < whole, choose(i == PIECES - 1, steps, 0)
-    return choose(all_steps, share, tile), choose(all_steps, 0, first), choose(all_steps, last, end)
+    end = choose(slot < split, end, 0)
+    return choose(all_steps, share, slot), choose(all_steps, 0, choose(first < 0, 0, first)), choose(all_steps, last, end)
 
 
 # In steps of a backward block: what a piece costs besides its steps, and what handing its sums over does on either side.
@@ -186,29 +188,29 @@ FEWEST_SAVED = 1.5  # steps, for which sharing out is worth its while
 
 @cache
 def shares(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
-    """How many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and into how many
-    shares: those of a last round that would leave processors idle, or of one more. (0, 0): none. What the kernel multiplies
+    """How many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and how many steps a
+    share has: those of a last round that would leave processors idle, or of one more. (0, 1): none. What the kernel multiplies
     stays in 32 bits.
     """
     rest = tiles % blocks
-    best, found = steps + PIECE_COST - FEWEST_SAVED, (0, 0)
+    best, found = steps + PIECE_COST - FEWEST_SAVED, (0, 1)
     for split in (rest, rest + blocks) if rest else ():
-        if split <= min(tiles, most) and split * steps < 2**31 // blocks - 1:
+        if split <= min(tiles, most) and split * steps < 2**31 - 2 * steps:
             counts = {min(n * rest, blocks) for n in range(2, 9)} if split == rest else {blocks}
-            for count in counts:
-                time = time_of_shares(split, steps, count) - split // blocks * (steps + PIECE_COST)
-                best, found = min((best, found), (time, (split, count)))
+            for each in {-(-split * steps // count) for count in counts}:
+                time = time_of_shares(split, steps, each) - split // blocks * (steps + PIECE_COST)
+                best, found = min((best, found), (time, (split, each)))
     return found
 
 
-def time_of_shares(split: int, steps: int, count: int) -> float:
-    """Steps' worth of time until the last of ``count`` shares ends, one a processor, which all begin at once."""
+def time_of_shares(split: int, steps: int, each: int) -> float:
+    """Steps' worth of time until the last share ends, one a processor, which all begin at once."""
     done = [0.0] * split
     ends = []
-    for share in range(count):
+    for share in range(-(-split * steps // each)):
         now = 0.0
         for i in range(PIECES):
-            slot, first, end = handed_out(share, i, 0, split, count, steps, lambda condition, a, b: a if condition else b)
+            slot, first, end = handed_out(share, i, 0, split, each, steps, lambda condition, a, b: a if condition else b)
             if first < end:
                 now += end - first + PIECE_COST
                 if first > 0:
