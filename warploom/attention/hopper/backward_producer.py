@@ -87,6 +87,7 @@ class Producer(BackwardBase):
         """As ``hand_out``, the last blocks in shares by steps."""
         shared = given.shared
         counter = turns.iterator + (turns.shape[0] - 1)
+        whole, split, each, steps = given.deal
         turn, index = Int32(0), Int32(0)
         while index < given.items:
             cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
@@ -94,11 +95,11 @@ class Producer(BackwardBase):
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
             for i in cutlass.range(schedule.PIECES, unroll=1):
-                slot, first, end = schedule.handed_out(index, i, *given.deal, self.choose)
+                slot, first, end = schedule.handed_out(index, i, whole, split, each, steps, self.choose)
                 if index >= given.items:  # no more, which is said once
                     first, end = Int32(0), i // (schedule.PIECES - 1)
                 if first < end:
-                    work = self.describe(given, given.deal[0] + slot)
+                    work = self.describe(given, whole + slot)
                     n_block = self.choose(index < given.items, work.n_block, -1)
                     plain = self.choose(work.bounds[1] == 0, first, end)  # no masks from there on
                     cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
