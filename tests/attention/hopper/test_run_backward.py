@@ -16,7 +16,8 @@ from warploom.attention import hopper
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import backward_set
+from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
+from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.modules import ModuleSpec
@@ -220,6 +221,28 @@ def test_packed(name: str) -> None:
     given = dlse.float() if case.lse_gradient else None
     found = run_backward.backward(args, case.dout, given, out.detach().half(), lse.detach().float())
     compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"causal": True}, {"sink": True}], ids=str)
+@pytest.mark.parametrize("seqlen", [1, 16, 65, 127, 1600])
+def test_what_a_call_allocates(seqlen: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explain() says; besides dQ in fp32 nothing where row statistics fit into dq, but for a gradient of a sink."""
+    given: list[Tensor] = []
+    monkeypatch.setattr(modules, "load", lambda spec: lambda *arguments: given.extend(arguments[7:11]))
+    sink = torch.zeros(2) if options.get("sink") else None
+    for dim in (8, 40, 64, 96, 128, 192, 256):
+        q = torch.zeros(1, seqlen, 2, dim, dtype=torch.float16)
+        args = dense_args(q, q, q, **{**options, "sink": sink})
+        run_backward.backward(args, q, None, q, torch.zeros(1, 2, seqlen))
+        dq, _, _, found = given[-4:]
+        problem = AttentionProblem.from_args(args, True)
+        variant = backward_config_for(problem)
+        tiles = 2 * -(-seqlen // variant.tile_m)
+        others = tiles * (2 * variant.tile_m + 2 * (variant.deterministic or variant.claims)) + variant.persistent
+        inside = sink is None and 4 * others <= 2 * dq.numel()
+        assert found.numel() == tiles * variant.tile_m * variant.head_dim + (0 if inside else others)
+        assert workspace(problem) == 4 * found.numel()
+        assert inside == (sink is None) or seqlen < variant.tile_m or dim < 40
 
 
 @pytest.mark.parametrize("packed", [False, True])
