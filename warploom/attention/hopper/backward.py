@@ -131,7 +131,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         """
         config, tiles = self.config, Int64(rows)
         address = dq.iterator.toint()
-        behind = address + 4 * config.others(tiles, split)
+        behind = address + (4 * config.others(tiles, split) + 127) // 128 * 128
         if sums.shape[0] > config.sums(tiles):
             address = (sums.iterator + config.sums(tiles)).toint()
         count = config.stats(tiles)

@@ -156,12 +156,11 @@ class BackwardConfig:
 
     def slots(self, tiles: int, elements: int) -> int:
         """Of how many split key blocks dq, of so many 16-bit elements, can hold the sums until it is written."""
-        return max(0, elements // 2 - self.others(tiles, 0) - 32) // (self.partial_floats + 8)
+        return max(0, elements // 2 - self.others(tiles) - 32) // (self.partial_floats + 8)
 
-    def others(self, tiles: int, split: int) -> int:
-        """Floats of row statistics and counters, whole lines of 128 bytes where sums of split key blocks follow."""
-        floats = self.stats(tiles) + self.turns(tiles, split)
-        return (floats + 31) // 32 * 32 if self.parted else floats
+    def others(self, tiles: int, split: int = 0) -> int:
+        """Floats of row statistics and counters."""
+        return self.stats(tiles) + self.turns(tiles, split)
 
     @property
     def roles(self) -> bool:

@@ -53,7 +53,7 @@ def backward(
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
     parts = 0, 1
-    if variant.parted:
+    if variant.parted and args.sink is None:
         blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
         parts = schedule.shares(
             blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.slots(tiles, dq.numel())
