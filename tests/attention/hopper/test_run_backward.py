@@ -58,9 +58,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dq, behind room for those, what pieces of ``split`` key blocks sum up.
         """
         sums, stats = tiles * variant["tile_m"] * variant["head_dim"], tiles * 2 * variant["tile_m"]
-        turns = (
-            2 * tiles * any(variant[name] for name in ("deterministic", "claims", "early")) + variant["persistent"] + 8 * split
-        )
+        turns = 2 * tiles * (variant["deterministic"] or variant["claims"]) + variant["persistent"] + 8 * split
         others = stats + turns
         if split:
             others = -(-others // 32) * 32
@@ -240,12 +238,11 @@ def test_what_a_call_allocates(seqlen: int, options: dict[str, Any], monkeypatch
         problem = AttentionProblem.from_args(args, True)
         variant = backward_config_for(problem)
         tiles = 2 * -(-seqlen // variant.tile_m)
-        counters = 2 * (variant.deterministic or variant.claims or variant.early)
-        others = tiles * (2 * variant.tile_m + counters) + variant.persistent
-        inside = sink is None and not variant.early and 4 * others <= 2 * dq.numel()
+        others = tiles * (2 * variant.tile_m + 2 * (variant.deterministic or variant.claims)) + variant.persistent
+        inside = sink is None and 4 * others <= 2 * dq.numel()
         assert found.numel() == tiles * variant.tile_m * variant.head_dim + (0 if inside else others)
         assert workspace(problem) == 4 * found.numel()
-        assert inside == (sink is None and not variant.early) or seqlen < variant.tile_m or dim < 40
+        assert inside == (sink is None) or seqlen < variant.tile_m or dim < 40
 
 
 @pytest.mark.parametrize("packed", [False, True])
