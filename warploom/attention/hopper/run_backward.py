@@ -17,9 +17,8 @@ from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
-CLAIMING_HEADS = (
-    4  # of short causal calls: 1024 keys, head_dim 128 340 TFLOP/s, 32 heads 325; 64 322, 64 heads 312; 96 310, 16 301
-)
+# Key heads of short causal calls in flight together: 1024 keys, head_dim 128 340 TFLOP/s, with 32 heads 325; 64 322, 64 heads 312.
+CLAIMING_HEADS = 4
 PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
 
 
