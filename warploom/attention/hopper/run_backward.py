@@ -17,7 +17,7 @@ from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
-# Key heads of short causal calls in flight together: 1024 keys, head_dim 128 340 TFLOP/s, with 32 heads 325; 64 322, 64 heads 312.
+# Key heads of short causal calls in flight together: 1024 keys, head_dim 128 340 TFLOP/s, of 32 heads 325; 64 322, of 64 312.
 CLAIMING_HEADS = 4
 PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
 
