@@ -168,8 +168,9 @@ BACKWARD_TILES = {
 AHEAD = {(256, 256)}
 
 # Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros: 1024 keys,
-# head_dim 64 306 TFLOP/s and 286, 128 324 and 303; where blocks begin with the same tile they would wait for each other.
-SHORT = 1536
+# head_dim 64 306 TFLOP/s and 286, 128 324 and 303; 4096 keys, 128 562 and 552; 16384 keys 655 and 686. Where blocks begin with
+# the same tile they would wait for each other.
+SHORT = 4096
 
 
 @cache
