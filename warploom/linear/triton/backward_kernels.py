@@ -152,7 +152,7 @@ def dq_kernel(
         )  # fmt: skip
         s, before_z = sums_before(
             flags_ptr + 1, own_ptr, own_s, own_z, s, before_z, slot, at.first // segment, head * blocks + block,
-            heads * blocks, BE, DM, 3 if DM * BE <= 4096 else 2,
+            heads * blocks, BE, DM, 4 if DM * BE <= 4096 else 2,
         )  # fmt: skip
     if COLUMNS:
         z = tl.zeros([BE, 16], tl.float32) + before_z[:, None]
