@@ -142,6 +142,37 @@ def test_the_third_call_of_a_kind_only_launches(kernel: Kernel) -> None:
     assert out.shape == q.shape and lse.shape == (2, 2, 3) and kernel.ways() == ["bound"]
 
 
+def test_plain_gradients_skip_the_op(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    def noted(name: str) -> Callable[..., Any]:
+        op = getattr(ops, name)
+
+        def run(*arguments: Any) -> Any:
+            seen.add(name)
+            return op(*arguments)
+
+        return run
+
+    def backward(args: AttentionArgs, dout: Tensor, *_: object) -> tuple[Tensor, ...]:
+        return dout * args.scale, 0 * dout, 0 * dout, dout.new_empty(0)
+
+    monkeypatch.setattr(hopper, "backward", backward)
+    names = {"_attention", "_attention_backward"}
+    for name in names:
+        monkeypatch.setattr(ops, name, noted(name))
+    q = plain().requires_grad_()
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(call(q).sum(), q)[0]
+
+    assert torch.equal(gradient(), plain() / 4) and not seen
+    with Mode():
+        assert torch.equal(gradient(), plain() / 4) and seen == names
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(torch.autograd.grad(call(q).sum(), q, create_graph=True)[0].sum(), q)
+
+
 DIFFERENT: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "scale": {"scale": 0.5},

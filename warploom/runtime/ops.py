@@ -63,7 +63,12 @@ def _compute(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args = AttentionArgs(*flat)
+    return _compute_backward(dout, dlse, out, lse, AttentionArgs(*flat))
+
+
+def _compute_backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, args: AttentionArgs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _is_empty(args):
         dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
         if args.sink is not None and dlse is not None:
@@ -104,8 +109,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = _attention(*flat)
+        args = AttentionArgs(*flat)
+        if unobserved(args.q, args.k, args.v, args.sink):
+            output = _compute(args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = _attention(*flat)
         _save(ctx, flat, output)
         return output
 
@@ -116,8 +125,11 @@ class _Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         saved = iter(tensors)
         args = AttentionArgs(*[next(saved) if other is None else other[0] for other in ctx.others])
-        call = _AttentionBackward.apply if torch._C._are_functorch_transforms_active() else _attention_backward
-        dq, dk, dv, dsink = call(dout, dlse, out, lse, *args)
+        if unobserved(args.q, args.k, args.v, args.sink, dout, dlse, out, lse):
+            dq, dk, dv, dsink = _compute_backward(dout, dlse, out, lse, args)
+        else:
+            call = _AttentionBackward.apply if _transforms() else _attention_backward
+            dq, dk, dv, dsink = call(dout, dlse, out, lse, *args)
         nones = dict.fromkeys(AttentionArgs._fields)
         nones.update(q=dq, k=dk, v=dv, sink=dsink if args.sink is not None else None)
         return tuple(nones.values())
@@ -168,19 +180,15 @@ torch.library.register_fake("warploom::attention", _forward_fake, lib=_library)
 torch.library.register_fake("warploom::attention_backward", _backward_fake, lib=_library)
 
 
-def _recorded(flat: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in flat])
-
-
 def _forward_autograd(*flat: Any) -> Any:
-    if _recorded(flat):
+    if recorded(*flat):
         return _Attention.apply(*flat)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(*flat)
 
 
 def _backward_autograd(*flat: Any) -> Any:
-    if _recorded(flat):
+    if recorded(*flat):
         return _AttentionBackward.apply(*flat)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_backward(*flat)
@@ -194,8 +202,8 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Run the op on validated arguments; refuses forward AD in words, where torch would name an internal class."""
     if torch.compiler.is_compiling():
         return _attention(*args)
-    if args.q.is_cuda and unobserved(args.q, args.k, args.v, args.sink):
-        return _compute(args)
+    if args.q.is_cuda and plain(args.q, args.k, args.v, args.sink):
+        return _Attention.apply(*args) if recorded(args.q, args.k, args.v, args.sink) else _compute(args)  # type: ignore[no-any-return]
     if torch._C._are_functorch_transforms_active():
         if torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
             _refuse_forward_ad()
@@ -207,6 +215,11 @@ def attention_op(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     return _attention(*args)
 
 
+def recorded(*flat: Any) -> bool:
+    """Whether a gradient may be asked for of one of these."""
+    return _grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in flat])
+
+
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
@@ -214,18 +227,20 @@ _grad_enabled, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracin
 
 
 def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> bool:
-    """Plain tensors, no gradient, no mode and no transform: nothing would see the op, whose dispatch takes longer than a
-    kernel's launch."""
+    """As ``plain``, and no gradient is recorded."""
+    return plain(q, k, v, sink, *vectors) and not (
+        _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))
+    )
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> bool:
+    """Plain tensors, no mode and no transform: nothing would see the op, whose dispatch takes longer than a kernel's launch."""
     return (
         type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and type(sink) in _PLAIN
         and not (vectors and any([type(vector) not in _PLAIN for vector in vectors]))
-        and not (
-            _grad_enabled()
-            and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))
-        )
         and not _modes()
         and not _function_modes()
         and not _transforms()

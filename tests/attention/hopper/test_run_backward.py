@@ -16,7 +16,8 @@ from warploom.attention import hopper
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import backward_set
+from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
+from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.modules import ModuleSpec
@@ -52,15 +53,31 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
+    def carve(tiles: int, dq: Tensor, workspace: Tensor, split: int = 0) -> Tensor:
+        """Row statistics where the kernel puts them: behind the sums if anything is there, else in dq, written last. And in
+        dq, behind room for those, what pieces of ``split`` key blocks sum up.
+        """
+        sums, stats = tiles * variant["tile_m"] * variant["head_dim"], tiles * 2 * variant["tile_m"]
+        turns = 2 * tiles * (variant["deterministic"] or variant["claims"]) + variant["persistent"] + 8 * split
+        others = stats + turns
+        if split:
+            others = -(-others // 32) * 32
+            pieces = split * variant["tile_n"] * (variant["head_dim"] + variant["head_dim_v"])
+            assert variant["persistent"] and dq.numel() // 2 >= others + pieces
+            dq.view(-1).view(torch.float32)[others : others + pieces] = NAN
+        behind = workspace.numel() > sums
+        found = workspace[sums:] if behind else dq.view(-1).view(torch.float32)
+        assert found.numel() == stats + turns if behind else found.numel() >= stats + turns
+        assert found.data_ptr() % 16 == 0
+        found[: stats + turns] = NAN
+        return found[:stats]
+
     def packed(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
         scale: float, softcap: float, left: int, right: int,
     ) -> None:  # fmt: skip
         assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
-        tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
-        assert sums.numel() == tiles * variant["tile_m"] * variant["head_dim"]
-        assert stats.numel() == tiles * 2 * variant["tile_m"]
         config, dim, dim_v = BackwardConfig(**variant), dq.shape[-1], dv.shape[-1]
         tile_dims = (config.head_dim, config.head_dim, config.head_dim_v, config.head_dim_v)
         for t, columns, tile, box in zip((q, k, v, dout), (dim, dim, dim_v, dim_v), tile_dims, config.boxes, strict=True):
@@ -79,17 +96,17 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, stats: Tensor, turns: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
-        scale: float, softcap: float, left: int, right: int, section: int, blocks: int,
+        scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
-        per_tile = 2 * (variant["deterministic"] or variant["claims"])
-        counted = 0 if turns is None else turns.numel()
+        steps = q.shape[2] // k.shape[2] * -(-q.shape[1] // variant["tile_m"]) if cu_q is None else 0
+        n_blocks = 0 if cu_q is not None else k.shape[0] * k.shape[2] * -(-k.shape[1] // variant["tile_n"])
+        assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
         if cu_q is not None:
-            packed_tiles = (q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1]
-            assert counted == per_tile * packed_tiles + variant["persistent"]
-            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, stats, cu_q, cu_k, used, scale, softcap, left, right)
+            carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, workspace)
+            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, scale, softcap, left, right)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
         assert (softcap != 0.0) == variant["softcap"]
@@ -100,15 +117,13 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dlse is not None:
             delta = delta - dlse
         options = (scale, softcap, left, right)
-        tiles = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
-        for a, b in zip((dq, dk, dv), one(q, k, v, dout, lse.double(), delta, *options), strict=True):
-            a.copy_(b)
+        stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, workspace, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
         padded[..., : q.shape[1]] = delta
         rows.copy_(padded.view(rows.shape))
-        assert sums.numel() == tiles * tile_m * dim and stats.numel() == tiles * 2 * tile_m
-        assert counted == per_tile * tiles + variant["persistent"]
+        for a, b in zip((dq, dk, dv), one(q, k, v, dout, lse.double(), delta, *options), strict=True):
+            a.copy_(b)
 
     return call
 
@@ -206,6 +221,28 @@ def test_packed(name: str) -> None:
     given = dlse.float() if case.lse_gradient else None
     found = run_backward.backward(args, case.dout, given, out.detach().half(), lse.detach().float())
     compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"causal": True}, {"sink": True}], ids=str)
+@pytest.mark.parametrize("seqlen", [1, 16, 65, 127, 1600])
+def test_what_a_call_allocates(seqlen: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explain() says; besides dQ in fp32 nothing where row statistics fit into dq, but for a gradient of a sink."""
+    given: list[Tensor] = []
+    monkeypatch.setattr(modules, "load", lambda spec: lambda *arguments: given.extend(arguments[7:11]))
+    sink = torch.zeros(2) if options.get("sink") else None
+    for dim in (8, 40, 64, 96, 128, 192, 256):
+        q = torch.zeros(1, seqlen, 2, dim, dtype=torch.float16)
+        args = dense_args(q, q, q, **{**options, "sink": sink})
+        run_backward.backward(args, q, None, q, torch.zeros(1, 2, seqlen))
+        dq, _, _, found = given[-4:]
+        problem = AttentionProblem.from_args(args, True)
+        variant = backward_config_for(problem)
+        tiles = 2 * -(-seqlen // variant.tile_m)
+        others = tiles * (2 * variant.tile_m + 2 * (variant.deterministic or variant.claims)) + variant.persistent
+        inside = sink is None and 4 * others <= 2 * dq.numel()
+        assert found.numel() == tiles * variant.tile_m * variant.head_dim + (0 if inside else others)
+        assert workspace(problem) == 4 * found.numel()
+        assert inside == (sink is None) or seqlen < variant.tile_m or dim < 40
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -35,7 +35,6 @@ class RowKernels(BackwardBase):
         stats: cute.Tensor,
         turns: cute.Tensor | None,
         cu_q: cute.Tensor | None,
-        dq: cute.Tensor | None,
         dk: cute.Tensor | None,
         dv: cute.Tensor | None,
         cu_k: cute.Tensor | None,
@@ -48,7 +47,6 @@ class RowKernels(BackwardBase):
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         if const_expr(self.config.varlen):
-            self.clear(dq, cu_q)
             self.clear(dk, cu_k)
             self.clear(dv, cu_k)
         batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, out, cu_q)
@@ -61,8 +59,11 @@ class RowKernels(BackwardBase):
                 target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
                 cute.autovec_copy(zeros, target)
         if const_expr(self.config.persistent):  # noqa: SIM102
-            if index == 0 and thread == 0:
-                turns[turns.shape[0] - 1] = Int32(0)  # type: ignore[index,union-attr]
+            if index == 0:
+                past = turns.shape[0]  # type: ignore[union-attr]
+                first = thread if const_expr(self.config.parted) else past - 1 + thread
+                for i in cutlass.range(first, past, ROW_THREADS, unroll=1):
+                    turns[i] = Int32(0)  # type: ignore[index]
         if const_expr(self.config.deterministic or self.config.claims):  # noqa: SIM102
             if thread < WARPGROUPS:
                 turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
@@ -124,13 +125,18 @@ class RowKernels(BackwardBase):
         self,
         dq: cute.Tensor,
         sums: cute.Tensor,
-        there: cute.Tensor | None,
+        unseen: Int32 | None,
         cu_q: cute.Tensor | None,
         m_blocks: Int32,
         scale: Float32,
     ):
-        """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers."""
+        """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers.
+
+        Query tiles before the ``unseen``-th have none. Nothing else is read, since the row statistics may have stood in ``dq``.
+        """
         config, tile_m = self.config, self.tile_m
+        if const_expr(config.varlen):
+            self.clear(dq, cu_q)
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, dq, cu_q)
         group, own, lane = thread // WARPGROUP, thread % WARPGROUP, thread % 32
@@ -140,8 +146,8 @@ class RowKernels(BackwardBase):
         for i in cutlass.range_constexpr(count):
             four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
             cute.autovec_copy(four, values[None, i])
-        if const_expr(there is not None):  # noqa: SIM102
-            if there[Int64(index) * WARPGROUPS + group] == 0:  # type: ignore[index]
+        if const_expr(unseen is not None):  # noqa: SIM102
+            if m_block < unseen:
                 values.fill(0.0)
         if const_expr(self.swapped):
             # Columns of dQᵀ, which are queries: rows again by way of shared memory.

@@ -227,11 +227,21 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: boo
 
 
 def workspace(problem: AttentionProblem) -> int:
-    """Bytes that the backward of a dense call allocates besides gradients: dQ in fp32, lse and rowsum(dO∘O), counters."""
+    """Bytes that the backward of a dense call allocates besides gradients."""
     variant = backward_config_for(problem)
-    tiles = -(-problem.seqlen_q // variant.tile_m) * problem.batch
-    counters = 8 * (variant.deterministic or variant.claims)
-    return tiles * problem.heads_q * (4 * variant.tile_m * (variant.head_dim + 2) + counters) + 4 * variant.persistent
+    rows = problem.batch * problem.heads_q
+    tiles = rows * -(-problem.seqlen_q // variant.tile_m)
+    return 4 * workspace_floats(variant, tiles, rows * problem.seqlen_q * problem.head_dim, problem.sink)
+
+
+def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: bool, split: int = 0) -> int:
+    """Words that the backward allocates besides gradients: dQ in fp32, and behind it row statistics and counters.
+
+    The latter stand in dq itself, whose 16-bit ``elements`` are written last of all, if they fit there and no gradient of
+    ``sink`` is to be computed from them.
+    """
+    others = variant.others(tiles, split)
+    return variant.sums(tiles) + (others if sink or 2 * others > elements else 0)
 
 
 def backward_set() -> list[BackwardConfig]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import SHORT, backward_config
+from warploom.attention.hopper.plan import SHORT, backward_config, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
-from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
@@ -28,7 +28,7 @@ def backward(
         return _packed(args, dout, dlse, out, lse)
     q, k, v = args.q, args.k, args.v
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    dq, dk, dv = map(_like, (q, k, v))
     gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
     if left is not None or right is not None:
@@ -49,12 +49,20 @@ def backward(
     together = 1
     if args.deterministic or right is not None:
         shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
-        together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-    tiles = batch * heads * -(-seqlen_q // variant.tile_m)
+        together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
+    m_blocks = -(-seqlen_q // variant.tile_m)
+    tiles = batch * heads * m_blocks
+    parts = 0, 1
+    if variant.parted and args.sink is None:
+        blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
+        parts = schedule.shares(
+            blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.slots(tiles, dq.numel())
+        )
     inputs = (q, k, v, out, dout, lse, dlse)
-    stats = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together)
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
     delta = None
     if args.sink is not None:
+        stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
         delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
 
@@ -81,8 +89,10 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
     assert cu_q is not None
+    if cu_q.shape[0] == 1:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
     # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
-    dq, dk, dv = gradients = tuple((t.new_zeros if cu_q.shape[0] == 1 else t.new_empty)(t.shape) for t in (q, k, v))
+    dq, dk, dv = gradients = tuple(map(_like, (q, k, v)))
     function, variant = _function(args, dlse is not None)
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
@@ -95,6 +105,11 @@ def _packed(
     return dq, dk, dv, _dsink(args, dlse, delta if dlse is None else delta - dlse, lse)
 
 
+def _like(t: Tensor) -> Tensor:
+    """Contiguous, of the same shape and type: takes the host half as long as ``new_empty``."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
 def _launch(
     function: Callable[..., None],
     variant: BackwardConfig,
@@ -105,14 +120,17 @@ def _launch(
     starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
+    parts: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """Allocate the workspaces and launch; the row statistics, (tiles, 2, tile_m) flat."""
+    """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
+
+    Until the last kernel stores dq, its memory also holds partial sums of the ``parts[0]`` key blocks that are shared out.
+    """
     *tensors, lse, dlse = inputs
     q = tensors[0]
-    sums = q.new_empty(tiles * variant.tile_m * variant.head_dim, dtype=torch.float32)
-    stats = q.new_empty(tiles * 2 * variant.tile_m, dtype=torch.float32)
-    count = 2 * tiles * (variant.deterministic or variant.claims) + variant.persistent
-    turns = q.new_empty(count, dtype=torch.int32) if count else None
+    sink = args.sink is not None and args.cu_seqlens_q is None
+    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, parts[0])
+    workspace = q.new_empty(floats, dtype=torch.float32)
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
         dim, dim_v = variant.head_dim, variant.head_dim_v
@@ -122,10 +140,10 @@ def _launch(
     left, right = map(reach, band)
     with on_device(q):
         function(
-            *views, lse.contiguous(), dlse, *gradients, sums, stats, turns, *starts,
-            args.scale, args.softcap, left, right, together, processors(q.get_device()),
+            *views, lse.contiguous(), dlse, *gradients, workspace, *starts,
+            args.scale, args.softcap, left, right, together, processors(q.get_device()), *parts,
         )  # fmt: skip
-    return stats
+    return workspace
 
 
 def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
