@@ -83,7 +83,7 @@ class Consumers(BackwardBase):
         config, shared = self.config, work.shared
         first, whole_first, whole_end, end = work.bounds
         j = work.base
-        if const_expr(not config.persistent):  # noqa: SIM102
+        if const_expr(self.keys_first):  # noqa: SIM102
             if first < end:
                 cute.arch.mbarrier_wait(shared.k_full, 0)
                 cute.arch.mbarrier_wait(shared.v_full, 0)

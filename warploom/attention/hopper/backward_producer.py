@@ -302,11 +302,12 @@ class Producer(BackwardBase):
     @cute.jit
     def rank(self, work, m, left, right):
         """How many key blocks add to a query tile before this one: those before it, or where tiles rise those after it."""
-        rank = work.n_block
+        n_block = work.n_block // (self.span // self.tile_n)
+        rank = n_block
         if const_expr(self.config.left):
-            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
+            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.span
         if const_expr(self.mixed):
-            last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.tile_n
-            last = cutlass.min(last, (work.seqlen_k - 1) // self.tile_n)
-            rank = self.choose(work.rising == 1, last - work.n_block, rank)
+            last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.span
+            last = cutlass.min(last, (work.seqlen_k - 1) // self.span)
+            rank = self.choose(work.rising == 1, last - n_block, rank)
         return rank

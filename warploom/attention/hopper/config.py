@@ -12,7 +12,8 @@ _HERE = "attention/hopper"
 _COMMON = (*(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "primitives", "schedule")), "runtime/instructions.py")
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
 SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _FORWARD))
-_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles")))
+_PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
+_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles", *_PAIR)))
 BACKWARD_SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _BACKWARD))
 
 
@@ -119,7 +120,8 @@ class BackwardConfig:
     pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
     ahead: bool = False  # S of the next step is issued before dQ leaves
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
-    persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
+    persistent: bool = False  # a block a processor, which takes key block after key block
+    pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
 
     @property
     def name(self) -> str:
@@ -128,7 +130,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("ahead", "claims", "persistent") if getattr(self, feature)]
+        parts += [feature for feature in ("ahead", "claims", "persistent", "pair") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -156,8 +158,8 @@ class BackwardConfig:
 
     @property
     def roles(self) -> bool:
-        """Whether one warpgroup keeps the block's dV and the other its dK."""
-        return self.tile_n < 128
+        """Whether one warpgroup keeps the block's dV and the other its dK, and both compute S and dP."""
+        return self.tile_n < 128 and not self.pair
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:
@@ -172,6 +174,9 @@ class BackwardConfig:
         """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, or with roles one of P and one
         of dS, and dQ on its way out.
         """
-        dims = self.head_dim + self.head_dim_v
+        keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
-        return 2 * self.tile_n * dims + rings + 4 * self.tile_m * self.tile_n + 4 * self.tile_m * self.head_dim // self.pieces
+        tile = 2 * self.tile_m * self.tile_n
+        if self.pair:  # P, dS of both blocks, half of the other's K, three eighths of dQ
+            return keys + rings + 3 * tile + self.tile_n * self.head_dim + 12 * self.tile_m * self.head_dim // 8
+        return keys + rings + 2 * tile + 4 * self.tile_m * self.head_dim // self.pieces

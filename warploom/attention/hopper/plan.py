@@ -162,10 +162,10 @@ BACKWARD_TILES = {
     (128, 128): (80, 128, 2, 1),  # 16384 keys causal: 632 TFLOP/s; 64 queries 601
     (192, 128): (64, 112, 1, 1),  # 8192 keys full: 557; 96 keys 518, 64 354
     (192, 192): (64, 96, 1, 1),  # 16384 keys: 562, in two pieces and with two stages 486; 64 keys 392
-    (256, 256): (64, 80, 1, 4),  # 16384 keys: 474; in two parts of two pieces 398
+    (256, 256): (64, 64, 1, 1),  # 16384 keys: 531; 80 keys, not in pairs of blocks, 474
 }
-# Where S of the next step is issued early, as BackwardConfig has it. 16384 keys causal: 481 TFLOP/s, without 459.
-AHEAD = {(256, 256)}
+# Where blocks come in pairs, as BackwardConfig has it.
+PAIRS = {(256, 256)}
 
 # Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros: 1024 keys,
 # head_dim 64 306 TFLOP/s and 286, 128 324 and 303; where blocks begin with the same tile they would wait for each other.
@@ -202,10 +202,12 @@ def backward_config(
         tile_n,
         dout_stages=dout_stages,
         pieces=pieces,
-        ahead=dims in AHEAD,
         claims=short and right and not left and tile_n == 128 and not deterministic and not varlen,
-        # With a softcap, or a packed window at head_dim 64, its loop would spill.
-        persistent=tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))),
+        # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
+        # order of pairs to the hardware.
+        persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
+        or (dims in PAIRS and not (deterministic or softcap or varlen)),
+        pair=dims in PAIRS,
     )
 
 
