@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Half:
         self.taken = Barrier(WARPGROUPS + 1)
         self.block_full = Barrier(1)
         self.p_ready, self.p_taken, self.ds_ready = NamedBarrier(), NamedBarrier(), NamedBarrier()
-        self.dq_empty, self.dq_full = ([NamedBarrier() for _ in range(WARPGROUPS)] for _ in range(2))
+        self.dq_empty, self.dq_full = ([NamedBarrier() for _ in range(n * WARPGROUPS)] for n in (1, 2))
         self.k: list[object] = [None]
         self.v: list[object] = [None]
         self.q: list[list[object]] = [[None] * PAIR for _ in range(2)]
@@ -48,8 +49,11 @@ class Half:
 class Pair:
     """Two blocks of one cluster; ``items`` are the steps of each pair of key blocks that it works on."""
 
-    def __init__(self, items: list[int], skip: str = "") -> None:
+    def __init__(
+        self, items: list[int], skip: str = "", number: int = 0, turns: list[dict[int, list[int]]] | None = None
+    ) -> None:
         self.items, self.skip = items, skip
+        self.number, self.turns = number, turns  # deterministic: which pairs have added to each tile, for each block's half
         self.blocks = [Half(), Half()]
         self.block_empty = Barrier(PAIR * READERS)  # the first block's
         self.loads: list[Callable[[], None]] = []
@@ -127,6 +131,29 @@ class Pair:
                 if part + 1 < PARTS[role] or j + 1 < base + steps:
                     empty.arrive()
 
+    def alternate(self, parity: int, rank: int, base: int, steps: int, loads: int) -> Iterator[Wait]:
+        """A writer of every other step, which waits for the pairs before this one."""
+        assert self.turns
+        own, turns = self.blocks[rank], self.turns[rank]
+        if parity == 1 and steps:
+            for empty in own.dq_empty:
+                empty.arrive()
+        for j in range(parity, steps, 2):
+            for role in (KEYS, VALUES):
+                full = own.dq_full[role + parity * WARPGROUPS]
+                for part in range(PARTS[role]):
+                    yield full, full.arrive()
+                    while role == KEYS and part == 0 and len(turns.get(j, [])) != self.number:
+                        yield None
+                    assert own.dq[role] == (j, part)
+                    yield None
+                    assert own.dq[role] == (j, part), "dQ was overwritten while it left"
+                    own.added[role].append((j, part))
+                    if part + 1 < PARTS[role] or j + 1 < steps:
+                        own.dq_empty[role].arrive()
+            yield None  # the adds have arrived
+            turns.setdefault(j, []).append(self.number)
+
     def release(self, name: str, stage: int | None = None) -> None:
         for block in self.blocks:
             barrier = getattr(block, name)
@@ -137,7 +164,7 @@ class Pair:
             yield own.dq_empty[role], own.dq_empty[role].arrive()
             own.dq[role] = j, part
             yield None
-            own.dq_full[role].arrive()
+            own.dq_full[role + (j % 2 * WARPGROUPS if self.turns else 0)].arrive()
 
     def values(self, rank: int, base: int, steps: int, loads: int) -> Iterator[Wait]:
         own, past = self.blocks[rank], base + steps
@@ -234,7 +261,8 @@ class Pair:
             found[f"loader {rank}"] = self.each(rank, self.loader, late=True)
             found[f"values {rank}"], found[f"keys {rank}"] = self.each(rank, self.values), self.each(rank, self.keys)
             for role in (VALUES, KEYS):
-                found[f"writer {rank} {role}"] = self.each(rank, lambda *item, role=role: self.writer(role, *item))  # type: ignore[misc]
+                writer = self.alternate if self.turns else self.writer
+                found[f"writer {rank} {role}"] = self.each(rank, partial(writer, role))
         return found
 
 
@@ -260,3 +288,12 @@ def test_each_barrier_is_needed(barrier: str) -> None:
     with pytest.raises(AssertionError):
         for seed in range(200):
             run([3, 1, 2], seed, barrier)
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+def test_deterministic_pairs_add_in_their_order(processors: int) -> None:
+    for seed in range(3):
+        turns: list[dict[int, list[int]]] = [{}, {}]
+        pairs: Any = [Pair([6], number=n, turns=turns) for n in range(4)]
+        play(pairs, processors, random.Random(seed))
+        assert turns == [{j: [0, 1, 2, 3] for j in range(6)}] * PAIR

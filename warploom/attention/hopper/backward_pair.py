@@ -215,7 +215,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
                 cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
                 cute.arch.mbarrier_init(shared.v_empty, 4)
                 cute.arch.mbarrier_init(shared.block_full, 1)
-                cute.arch.mbarrier_init(shared.block_empty, PAIR * (1 + len(WRITERS) + 4 * WARPGROUPS))
+                cute.arch.mbarrier_init(shared.block_empty, PAIR * 32 * (1 + len(WRITERS) + 4 * WARPGROUPS))  # lanes
                 cute.arch.mbarrier_init(shared.taken, 4 * (WARPGROUPS + 1))
             cute.arch.mbarrier_init_fence()
         self.meet()

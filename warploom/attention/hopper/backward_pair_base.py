@@ -46,11 +46,9 @@ class PairBase(BackwardBase):
 
     @cute.jit
     def take(self, given):
-        """This warp needs the pair's number no more."""
+        """This warp needs the pair's number no more: every lane, since each has read it."""
         if const_expr(self.config.persistent):
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(given.shared.block_empty, 0)
+            cute.arch.mbarrier_arrive(given.shared.block_empty, 0)
 
     def share_of(self, given: Any, index: Any, base: Any, loads: Any) -> Names:
         """What this block works on of a pair, after ``base`` steps and ``loads`` pairs with steps."""
