@@ -61,6 +61,10 @@ class PairProducer(PairBase, Producer):
         tk, tv = (self.sequence(t, work.head, work.batch, work.k_start, work.seqlen_k) for t in (k, v))
         tile = (self.tile_m, self.half)
         steps = self.steps_of(work)
+        own, other = work.n_block, work.n_block ^ 1
+        if const_expr(config.varlen):  # a box beside all rows of a sequence may fault: the last one's rows are masked as well
+            last = (work.seqlen_k - 1) // self.tile_n
+            own, other = cutlass.min(own, last), cutlass.min(other, last)
         stats_bytes = 8 * self.tile_m
         mask = Int16(3)
         for j in cutlass.range(steps, unroll=1):
@@ -78,7 +82,7 @@ class PairProducer(PairBase, Producer):
             if j == 0:
                 cute.arch.mbarrier_wait(shared.v_empty, work.loads & 1 ^ 1)
                 self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
-                gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (work.n_block, 0))
+                gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (own, 0))
                 tvs, tvg = self.tma_views(tma_v, shared.v, gv)
                 cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
             stage, phase = schedule.ring(work.base + j, self.dout_stages)
@@ -89,9 +93,9 @@ class PairProducer(PairBase, Producer):
                 cute.arch.mbarrier_wait(shared.k_empty, work.loads & 1 ^ 1)
                 self.expect(shared.k_full, 2 * self.tile_n * (config.head_dim + self.half))
                 for i in cutlass.range_constexpr(2):
-                    tks, tkg = self.tma_views(tma_k, shared.halves_k, cute.local_tile(tk, tile, (work.n_block, i)))
+                    tks, tkg = self.tma_views(tma_k, shared.halves_k, cute.local_tile(tk, tile, (own, i)))
                     cute.copy(tma_k, tkg, tks[None, i], tma_bar_ptr=shared.k_full)
-                tks, tkg = self.tma_views(tma_k, shared.other, cute.local_tile(tk, tile, (work.n_block ^ 1, rank)))
+                tks, tkg = self.tma_views(tma_k, shared.other, cute.local_tile(tk, tile, (other, rank)))
                 cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
 
     @cute.jit
