@@ -159,7 +159,7 @@ class Block:
             stores = False
             for piece in range(self.PIECES):
                 yield full, full.arrive()
-                if self.claims:
+                if self.claims and piece == 0:
                     state = self.claims[group].state
                     stores = state.get(step, 0) == 0
                     if stores:
@@ -511,11 +511,18 @@ def persistent(
     return items, blocks
 
 
+class Parts(Persistent):
+    """Each step's dQ leaves in two pieces, as that of a pair of blocks does: both are stored before others add to either."""
+
+    PIECES = 2
+
+
+@pytest.mark.parametrize("kind", [Persistent, Parts])
 @pytest.mark.parametrize("order", ["full", "causal"])
 @pytest.mark.parametrize("processors", [1, 3])
-def test_persistent_blocks(processors: int, order: str) -> None:
+def test_persistent_blocks(processors: int, order: str, kind: type[Persistent]) -> None:
     for seed in range(6):
-        items, blocks = persistent(Persistent, random.Random(seed), processors, order=order)
+        items, blocks = persistent(kind, random.Random(seed), processors, order=order)
         want = {(h, m): sorted(n for n, first, end in items if first <= m < end) for h in range(2) for m in range(8)}
         for group in range(WARPGROUPS):
             claims = blocks[0].claims

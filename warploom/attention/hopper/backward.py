@@ -107,8 +107,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        # Queries before the first that a key sees: where the first block at a tile stores, none came to theirs.
-        unseen = cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if const_expr(config.claims) else None
+        unseen = self.unseen(seqlen_q, k, right)
         self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
@@ -133,6 +132,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
             cute.make_tensor(stats, cute.make_layout((count,))),
             cute.make_tensor(turns, cute.make_layout((config.turns(tiles),))) if counted else None,
         )
+
+    def unseen(self, seqlen_q: Any, k: Any, right: Any) -> Any:
+        """Query tiles before the first that a key sees: where the first block at a tile stores, none came to these."""
+        return cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if self.config.claims else None
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         """A warpgroup's share of S and dP, of dV, of dK and of dQ."""

@@ -95,7 +95,8 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        self.after(dq, sums, None, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
+        unseen = self.unseen(seqlen_q, k, right)
+        self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
 
     def multicast(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
         """As ``tma``, for both blocks."""

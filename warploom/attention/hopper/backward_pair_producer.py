@@ -14,7 +14,7 @@ from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, W
 from warploom.attention.hopper.backward_pair_base import KEYS, PAIR, PARTS, VALUES, PairBase
 from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.base import WARPGROUP
-from warploom.attention.hopper.primitives import bulk_add, bulk_load, pass_on, wait_for
+from warploom.attention.hopper.primitives import bulk_add, bulk_load, claim, load_acquire, pass_on, wait_for
 
 
 class PairProducer(PairBase, Producer):
@@ -110,15 +110,15 @@ class PairProducer(PairBase, Producer):
             if const_expr(self.config.deterministic):
                 self.write_in_turn(work, sums, turns, warp, given.left, given.right)
             else:
-                self.write_quarters(work, sums, warp)
+                self.write_quarters(work, sums, turns, warp)
             turn += 1
             index = self.next_pair(given, turn)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def write_quarters(self, work, sums, role):
-        """Add a warpgroup's quarter of dQ to the accumulator, tile after tile."""
+    def write_quarters(self, work, sums, turns, role):
+        """Add a warpgroup's quarter of dQ to the accumulator, tile after tile; or store it where blocks claim tiles."""
         size = self.quarter // PARTS[role]
         source = work.shared.dq + role * (self.quarter // PARTS[VALUES])
         steps = self.steps_of(work)
@@ -127,15 +127,35 @@ class PairProducer(PairBase, Producer):
         for j in cutlass.range(steps, unroll=1):
             _, _, tile = self.place(work, j)
             start = self.quarter_start(work, tile, role)
+            found, first = Int32(0), Int32(0)
+            if const_expr(self.config.claims):  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    found = load_acquire(self.state(work, turns, tile, role))  # its latency hides under the wait for dQ
             for part in cutlass.range_constexpr(PARTS[role]):
                 cute.arch.barrier(barrier_id=DQ_FULL + role, number_of_threads=WARPGROUP + 32)
                 if cute.arch.lane_idx() == 0:
-                    bulk_add(sums.iterator + (start + part * size), source, 4 * size)
+                    target = sums.iterator + (start + part * size)
+                    if const_expr(self.config.claims):
+                        if const_expr(part == 0):
+                            first = claim(self.state(work, turns, tile, role), found)
+                        self.leave(first, target, source, 4 * size)
+                    else:
+                        bulk_add(target, source, 4 * size)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 if part + 1 < PARTS[role] or j + 1 < steps:
                     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + role, number_of_threads=WARPGROUP + 32)
+            if const_expr(self.config.claims):
+                if cute.arch.lane_idx() == 0 and first == 1:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    pass_on(self.state(work, turns, tile, role))
+                cute.arch.sync_warp()
+
+    @cute.jit
+    def state(self, work, turns, tile, role):
+        """What is there of a warpgroup's quarter of a tile's dQ."""
+        return turns.iterator + (Int64(tile) * self.config.states + work.rank * WARPGROUPS + role)
 
     @cute.jit
     def quarter_start(self, work, tile, role):

@@ -237,7 +237,7 @@ class Producer(BackwardBase):
                 if cute.arch.lane_idx() == 0:
                     if const_expr(self.config.claims):
                         first = claim(turns.iterator + part, found)
-                        self.leave(first, sums.iterator + part * self.part, source)
+                        self.leave(first, sums.iterator + part * self.part, source, 4 * self.part)
                     else:
                         bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
                     cute.arch.cp_async_bulk_commit_group()
@@ -256,12 +256,12 @@ class Producer(BackwardBase):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def leave(self, first, target, source):
-        """A part of dQ: stored where nothing is yet, else added to what is there."""
+    def leave(self, first, target, source, size):
+        """Bytes of dQ: stored where nothing is yet, else added to what is there."""
         if first == 1:
-            bulk_store(target, source, 4 * self.part)
+            bulk_store(target, source, size)
         else:
-            bulk_add(target, source, 4 * self.part)
+            bulk_add(target, source, size)
 
     @cute.jit
     def write_in_turn(self, work, sums, turns, parity, left, right):

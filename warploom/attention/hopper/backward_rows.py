@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import BackwardBase
 from warploom.attention.hopper.base import LOG2_E, WARPGROUP
 from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16, transpose_quad
@@ -61,9 +61,9 @@ class RowKernels(BackwardBase):
         if const_expr(self.config.persistent):  # noqa: SIM102
             if index == 0 and thread == 0:
                 turns[turns.shape[0] - 1] = Int32(0)  # type: ignore[index,union-attr]
-        if const_expr(self.config.deterministic or self.config.claims):  # noqa: SIM102
-            if thread < WARPGROUPS:
-                turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
+        if const_expr(self.config.states > 0):  # noqa: SIM102
+            if thread < self.config.states:
+                turns[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
         for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
             in_tile = thread // lanes + i * (ROW_THREADS // lanes)

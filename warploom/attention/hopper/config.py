@@ -149,8 +149,11 @@ class BackwardConfig:
 
     @property
     def states(self) -> int:
-        """Counters of a tile: one for each consumer warpgroup's part of dQ, where key blocks queue for it or claim it."""
-        return 2 * (self.deterministic or self.claims)
+        """Counters of a tile: one for each part of dQ that comes from one warpgroup, where key blocks queue for it or claim it.
+
+        A pair of blocks brings four such parts, but queues once a block.
+        """
+        return (4 if self.pair and self.claims else 2) * (self.deterministic or self.claims)
 
     def turns(self, tiles: int) -> int:
         """Counters of all tiles, and where blocks are persistent that of key blocks handed out."""
