@@ -171,22 +171,29 @@ def _dense(hopper: Callable[[Sequence[Row]], list[Bar]]) -> Callable[[Sequence[R
     return bars
 
 
-def _hopper(least: float) -> Callable[[Sequence[Row]], list[Bar]]:
+def _hopper(least: float, others: tuple[str, ...], peers: tuple[str, ...]) -> Callable[[Sequence[Row]], list[Bar]]:
+    """Bars of the Hopper kernels; cases that begin with one of ``others``, windows and documents are held to ``peers``."""
+
     def bars(rows: Sequence[Row]) -> list[Bar]:
-        best, flash = _better(rows, ("cuDNN", "FA4")), ratios(rows, "FA4")
-        square = [ratio for case, ratio in best.items() if re.fullmatch(r"D(64|128|256) S\d+ (full|causal)", case)]
-        others = [
-            ratio
-            for case, ratio in flash.items()
-            if case.startswith(("D96 ", "D192 ")) or " window" in case or "documents" in case
+        best = _better(rows, ("cuDNN", "FA4"))
+        square = [
+            ratio for case, ratio in best.items() if re.fullmatch(r"D(64|128|256) S(1024|4096|16384) (full|causal)", case)
         ]
         further = [ratio for case, ratio in best.items() if " heads " in case or case.startswith("D192/128 ")]
+        rest = [
+            ratio
+            for case, ratio in _better(rows, peers).items()
+            if case.startswith(others) or " window" in case or "documents" in case
+        ]
         return [
             ("the better of cuDNN and FA4 over ours, mean of D64, D128, D256", least, mean(square) if square else None),
             ("the same, the worst case", 0.98, min(square, default=None)),
             ("the same, the worst of grouped heads and D192/128", 0.98, min(further, default=None)),
-            ("FA4 over ours, the worst of D96, D192, window, documents", 1.0, min(others, default=None)),
+            (f"{who(peers)} over ours, the worst of D96, D192, window, documents", 1.0, min(rest, default=None)),
         ]
+
+    def who(names: tuple[str, ...]) -> str:
+        return "the better of " + " and ".join(names) if len(names) > 1 else names[0]
 
     return bars
 
@@ -199,18 +206,29 @@ def _rates(rows: Sequence[Row]) -> dict[str, float]:
 def _hopper_forward(rows: Sequence[Row]) -> list[Bar]:
     rate = _rates(rows).get("D128 S16384 full")
     share = rate / rows[0]["gemm_tflops"] if rate else None
-    return [*_hopper(1.03)(rows), ("D128 S16384 full over the product's rate", 0.8, share)]
+    return [*_hopper(1.03, ("D96 ", "D192 "), ("FA4",))(rows), ("D128 S16384 full over the product's rate", 0.8, share)]
 
 
 def _hopper_backward(rows: Sequence[Row]) -> list[Bar]:
     wide = [ratio for case, ratio in _better(rows, ("cuDNN", "FA4")).items() if case.startswith("D256 ")]
     rates = _rates(rows)
-    rate, grouped = rates.get("D128 S16384 full"), rates.get("D128 S8192 heads 32/8 full")
+    rate = rates.get("D128 S16384 full")
+    grouped = [
+        rates[f"D128 S8192 heads 32/8 {mask}"] / rates[f"D128 S8192 {mask}"]
+        for mask in ("full", "causal")
+        if rates.get(f"D128 S8192 heads 32/8 {mask}") and rates.get(f"D128 S8192 {mask}")
+    ]
+    memory = [
+        each["FA4"]["peak_bytes"] / each["warploom"]["peak_bytes"]
+        for each in (row["contenders"] for row in rows)
+        if each.get("FA4", {}).get("peak_bytes") and each.get("warploom", {}).get("peak_bytes")
+    ]
     return [
-        *_hopper(1.08)(rows),
+        *_hopper(1.08, ("D96 ", "D192"), ("cuDNN", "FA4"))(rows),
         ("the better of cuDNN and FA4 over ours, the worst of D256", 1.25, min(wide, default=None)),
         ("D128 S16384 full over 600 TFLOP/s", 1.0, rate / 600 if rate else None),
-        ("grouped heads over as many FLOPs without (D128 S16384 full)", 1.0, grouped / rate if rate and grouped else None),
+        ("heads 32/8 over heads 32/32 (D128 S8192), the worse of full and causal", 1.0, min(grouped, default=None)),
+        ("FA4's peak memory over ours, the worst case", 1.0, min(memory, default=None)),
     ]
 
 

@@ -54,9 +54,10 @@ class Shape:
         return f"{dims} S{self.seqlen}" + (f" heads {self.heads}/{self.heads_kv}" if self.heads_kv else "")
 
 
-# Grouped heads, values narrower than keys, head dims between.
+# Grouped heads and as many FLOPs without, values narrower than keys, head dims between.
 OTHER_SHAPES = (
     Shape(2, 8192, 32, 128, heads_kv=8),
+    Shape(2, 8192, 32, 128),
     Shape(2, 8192, 16, 192, head_dim_v=128),
     Shape(4, 4096, 16, 96),
     Shape(1, 16384, 8, 192),
