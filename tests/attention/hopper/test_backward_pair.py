@@ -54,6 +54,7 @@ class Pair:
     ) -> None:
         self.items, self.skip = items, skip
         self.number, self.turns = number, turns  # deterministic: which pairs have added to each tile, for each block's half
+        self.claims: dict[object, str] | None = None  # of quarters of tiles: "on its way", "there"
         self.blocks = [Half(), Half()]
         self.block_empty = Barrier(PAIR * READERS)  # the first block's
         self.loads: list[Callable[[], None]] = []
@@ -122,14 +123,24 @@ class Pair:
         if steps:
             empty.arrive()
         for j in range(base, base + steps):
+            quarter, stores = (rank, role, j), False
             for part in range(PARTS[role]):
                 yield full, full.arrive()
                 assert own.dq[role] == (j, part)
+                if self.claims is not None and part == 0:
+                    stores = quarter not in self.claims
+                    if stores:
+                        self.claims[quarter] = "on its way"
+                    while not stores and self.claims[quarter] != "there":
+                        yield None
                 yield None
                 assert own.dq[role] == (j, part), "dQ was overwritten while it left"
                 own.added[role].append((j, part))
                 if part + 1 < PARTS[role] or j + 1 < base + steps:
                     empty.arrive()
+            if stores and self.claims is not None:
+                yield None  # the store has arrived
+                self.claims[quarter] = "there"
 
     def alternate(self, parity: int, rank: int, base: int, steps: int, loads: int) -> Iterator[Wait]:
         """A writer of every other step, which waits for the pairs before this one."""
@@ -297,3 +308,14 @@ def test_deterministic_pairs_add_in_their_order(processors: int) -> None:
         pairs: Any = [Pair([6], number=n, turns=turns) for n in range(4)]
         play(pairs, processors, random.Random(seed))
         assert turns == [{j: [0, 1, 2, 3] for j in range(6)}] * PAIR
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+def test_pairs_that_claim_tiles_do_not_wait_for_each_other_for_ever(processors: int) -> None:
+    for seed in range(5):
+        claims: dict[object, str] = {}
+        pairs: Any = [Pair([5]) for _ in range(4)]
+        for pair in pairs:
+            pair.claims = claims
+        play(pairs, processors, random.Random(seed))
+        assert len(claims) == PAIR * WARPGROUPS * 5 and set(claims.values()) == {"there"}

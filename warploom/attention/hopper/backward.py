@@ -226,7 +226,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.piece], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.part], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()

@@ -49,7 +49,6 @@ class BackwardBase(KernelBase):
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
         self.mixed = config.deterministic and config.right  # sections but the last begin with the last key block
-        self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
         # Warpgroups issue S and dP one after the other; exponentials are computed before the wait for dP, and dP begins at
         # minus its rows' means. Measured: +2 to 5 % at 96 and 128, to -6 % at 64. A softcap leaves no registers for the latter.

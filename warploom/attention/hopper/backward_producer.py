@@ -221,7 +221,7 @@ class Producer(BackwardBase):
         Where blocks claim tiles, the first at one stores; others wait until that is there, for as long as a store takes.
         """
         shared = work.shared
-        source = shared.dq + group * self.piece
+        source = shared.dq + group * self.part
         steps = self.steps_of(work)
         if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
@@ -232,19 +232,16 @@ class Producer(BackwardBase):
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     found = load_acquire(turns.iterator + part)  # its latency hides under the wait for dQ
-            for piece in cutlass.range_constexpr(self.config.pieces):
-                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-                if cute.arch.lane_idx() == 0:
-                    if const_expr(self.config.claims):
-                        first = claim(turns.iterator + part, found)
-                        self.leave(first, sums.iterator + part * self.part, source, 4 * self.part)
-                    else:
-                        bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
-                if const_expr(piece + 1 < self.config.pieces):
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+            if cute.arch.lane_idx() == 0:
+                if const_expr(self.config.claims):
+                    first = claim(turns.iterator + part, found)
+                    self.leave(first, sums.iterator + part * self.part, source, 4 * self.part)
+                else:
+                    bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
             if j + 1 < steps:
                 cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if const_expr(self.config.claims):
@@ -279,21 +276,20 @@ class Producer(BackwardBase):
         for j in cutlass.range(ahead, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
             turn = turns.iterator + Int64(tile) * WARPGROUPS
-            for piece in cutlass.range_constexpr(self.config.pieces):
-                for group in cutlass.range_constexpr(WARPGROUPS):
-                    cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
-                    if cute.arch.lane_idx() == 0:
-                        if const_expr(group == 0 and piece == 0):
-                            wait_for(turn, self.rank(work, m, left, right))
-                        target = sums.iterator + ((Int64(tile) * WARPGROUPS + group) * self.part + piece * self.piece)
-                        bulk_add(target, shared.dq + group * self.piece, 4 * self.piece)
-                        cute.arch.cp_async_bulk_commit_group()
-                for group in cutlass.range_constexpr(WARPGROUPS):
-                    if cute.arch.lane_idx() == 0:
-                        cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
-                    cute.arch.sync_warp()
-                    if piece + 1 < self.config.pieces or j + 1 < steps:
-                        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    if const_expr(group == 0):
+                        wait_for(turn, self.rank(work, m, left, right))
+                    target = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
+                    bulk_add(target, shared.dq + group * self.part, 4 * self.part)
+                    cute.arch.cp_async_bulk_commit_group()
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
+                cute.arch.sync_warp()
+                if j + 1 < steps:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 pass_on(turn)

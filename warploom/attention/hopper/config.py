@@ -117,8 +117,6 @@ class BackwardConfig:
     tile_n: int = 128  # keys a block: 64 a warpgroup, or fewer, of which one warpgroup keeps dV, the other dK
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
-    pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
-    ahead: bool = False  # S of the next step is issued before dQ leaves
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
@@ -130,7 +128,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("ahead", "claims", "persistent", "pair") if getattr(self, feature)]
+        parts += [feature for feature in ("claims", "persistent", "pair") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -182,4 +180,4 @@ class BackwardConfig:
         tile = 2 * self.tile_m * self.tile_n
         if self.pair:  # P, dS of both blocks, half of the other's K, three eighths of dQ
             return keys + rings + 3 * tile + self.tile_n * self.head_dim + 12 * self.tile_m * self.head_dim // 8
-        return keys + rings + 2 * tile + 4 * self.tile_m * self.head_dim // self.pieces
+        return keys + rings + 2 * tile + 4 * self.tile_m * self.head_dim
