@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.attention.hopper.test_pipeline import Barrier
-from warploom.attention.hopper.schedule import ring
+from warploom.attention.hopper.schedule import PIECES, handed_out, ring
 
 WARPGROUPS = 2
 
@@ -280,6 +280,8 @@ class Block:
 class Persistent(Block):
     """A block that takes key blocks from a queue that all share. K and V are loaded for each of them, with steps or without."""
 
+    WORDS = 1  # key blocks of which it is known what they are
+
     def __init__(
         self, queue: Iterator[tuple[int, int, int]], members: int, turns: list[Turns] | None = None, **options: Any
     ) -> None:
@@ -287,15 +289,15 @@ class Persistent(Block):
         self.queue = queue
         self.k_empty, self.v_empty = Barrier(WARPGROUPS), Barrier(WARPGROUPS)
         self.block_full, self.block_empty = Barrier(1), Barrier(1 + 2 * WARPGROUPS)
-        self.words: tuple[int, int, int] | None = None
+        self.words: list[tuple[int, int, int] | None] = [None] * self.WORDS
         self.k: list[object] = [None]
         self.v: list[object] = [None]
 
     def scheduler(self) -> Iterator[Wait]:
-        turn = 0
-        while turn == 0 or self.words:
+        turn, words = 0, None
+        while turn == 0 or words:
             yield self.block_empty, turn & 1 ^ 1
-            self.words = next(self.queue, None)
+            words = self.words[turn % self.WORDS] = next(self.queue, None)
             self.block_full.arrive()
             turn += 1
 
@@ -304,9 +306,10 @@ class Persistent(Block):
         turn, base = 0, 0
         while True:
             yield self.block_full, turn & 1
-            if self.words is None:
+            words = self.words[turn % self.WORDS]
+            if words is None:
                 return
-            work = Work(*self.words, turn, base)
+            work = Work(*words, turn, base)
             yield from part(work)
             turn, base = turn + 1, base + len(self.steps(work))
 
@@ -356,6 +359,61 @@ class Persistent(Block):
             found[f"writer {group}"] = self.each(partial(self.written, group))
             found[f"consumer {group}"] = self.each(partial(self.consumer, group))
         return found
+
+
+@dataclass
+class Sums:
+    """dK and dV of a key block that is shared out: how many steps its pieces have summed up, and which, of each warpgroup."""
+
+    count: list[int]
+    steps: list[list[Step]]
+
+
+class Parted(Persistent):
+    """As the queue's blocks are dealt out by their steps: a piece waits for the sums of those before it and adds its own."""
+
+    WORDS = 2  # read again after a piece's steps
+    TILES = 4
+
+    def __init__(self, pieces: Iterator[list[tuple[int, int, int]]], members: int, blocks: int) -> None:
+        super().__init__(iter(()), members)
+        self.pieces, self.all_steps = pieces, members * self.TILES
+        self.sums = [Sums([0] * WARPGROUPS, [[] for _ in range(WARPGROUPS)]) for _ in range(blocks)]
+        self.stored: list[tuple[int, int, list[Step]]] = []
+
+    def steps(self, work: Work | None = None) -> list[Step]:
+        work = work or self.work
+        return [divmod(step, self.TILES) for step in range(work.first, work.end)]
+
+    def scheduler(self) -> Iterator[Wait]:
+        turn = 0
+        found: list[tuple[int, int, int]] | None = []
+        while found is not None:
+            yield self.block_empty, turn & 1 ^ 1
+            found = next(self.pieces, None)
+            for words in [None] if found is None else found:
+                yield self.block_empty, turn & 1 ^ 1
+                self.words[turn % self.WORDS] = words
+                self.block_full.arrive()
+                turn += 1
+
+    def consumer(self, group: int, work: Work) -> Iterator[Wait]:
+        yield from super().consumer(group, work)
+        assert self.words[work.turn % self.WORDS] == (work.rank, work.first, work.end), "the words were overwritten"
+        sums, own = self.sums[work.rank], self.steps(work)
+        if work.first > 0:
+            yield from self.wait_for_sums(sums, group, work)
+            own = sums.steps[group] + own
+        if work.end < self.all_steps:
+            yield None
+            sums.steps[group] = own
+            sums.count[group] += work.end - work.first
+        else:
+            self.stored.append((work.rank, group, own))
+
+    def wait_for_sums(self, sums: Sums, group: int, work: Work) -> Iterator[Wait]:
+        while sums.count[group] != work.first:
+            yield None
 
 
 class Roles(Block):
@@ -508,6 +566,54 @@ def test_persistent_blocks_add_in_their_order(processors: int, order: str) -> No
         assert turns
         want = {(h, m): [n for n, first, end in items if first <= m < end] for h in range(2) for m in range(8)}
         assert all(part.sums == want for part in turns)
+
+
+def parted(kind: type[Parted], draw: random.Random, processors: int, each: int = 5) -> list[Parted]:
+    """Six key blocks, of which the last four are cut into shares of so many steps."""
+    blocks, split, members = 6, 4, 2
+    steps, whole = members * kind.TILES, 2
+
+    def deal() -> Iterator[list[tuple[int, int, int]]]:
+        for index in range(whole - (-split * steps // each)):
+            found = [handed_out(index, i, whole, split, each, steps, lambda c, a, b: a if c else b) for i in range(PIECES)]
+            yield [(whole + slot, first, end) for slot, first, end in found if first < end]
+
+    queue = deal()
+    found = [kind(queue, members, blocks) for _ in range(processors)]
+    for block in found:
+        block.sums = found[0].sums
+    play(list(found), processors, draw)
+    return found
+
+
+@pytest.mark.parametrize("each", [3, 5, 8, 15])
+@pytest.mark.parametrize("processors", [1, 3, 7])
+def test_pieces_of_blocks_add_up(processors: int, each: int) -> None:
+    for seed in range(5):
+        blocks = parted(Parted, random.Random(seed), processors, each)
+        stored = {(rank, group): steps for block in blocks for rank, group, steps in block.stored}
+        assert sum(len(block.stored) for block in blocks) == len(stored) == 6 * WARPGROUPS
+        assert all(steps == [divmod(step, Parted.TILES) for step in range(2 * Parted.TILES)] for steps in stored.values())
+
+
+def test_a_piece_that_does_not_wait_for_those_before_it_is_seen() -> None:
+    class Hasty(Parted):
+        def wait_for_sums(self, sums: Sums, group: int, work: Work) -> Iterator[Wait]:
+            yield from ()
+
+    with pytest.raises(AssertionError, match="lack"):
+        for seed in range(20):
+            blocks = parted(Hasty, random.Random(seed), 3)
+            assert all(len(steps) == 2 * Parted.TILES for block in blocks for *_, steps in block.stored), "steps lack"
+
+
+def test_words_of_one_block_would_be_overwritten() -> None:
+    class Single(Parted):
+        WORDS = 1
+
+    with pytest.raises(AssertionError, match="words"):
+        for seed in range(50):
+            parted(Single, random.Random(seed), 2)
 
 
 def skipping(name: str) -> type[Persistent]:

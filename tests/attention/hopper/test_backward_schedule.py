@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from warploom.attention.hopper.schedule import section, sections
+from warploom.attention.hopper.schedule import PIECES, handed_out, section, sections, shares
 
 
 def choose(condition: bool, a: int, b: int) -> int:
@@ -42,3 +42,46 @@ def test_causal_blocks_keep_132_processors_busy(seqlen: int, heads: int) -> None
 def test_a_section_is_no_larger_than_all_heads(heads: int) -> None:
     for n_blocks, shared in product((1, 8, 32, 500), (1, 1 << 22, 1 << 30)):
         assert 1 <= section(heads, n_blocks, shared) <= heads
+
+
+# Key blocks and steps of a block: heads of 16384 tokens by 2048 channels, and smaller calls.
+CALLS = [(2048, 13), (2048, 52), (2048, 205), (4096, 8), (4096, 32), (4096, 128), (1024, 412), (132, 10), (32, 64), (133, 7)]
+
+
+@pytest.mark.parametrize(("blocks", "steps"), CALLS)
+def test_shares_hold_every_step_once_and_wait_only_for_what_came_before(blocks: int, steps: int) -> None:
+    split, each = shares(blocks, steps, 132, 263)
+    whole = blocks - split
+    done = [0] * blocks
+    for index in range(whole - (-split * steps // each)):
+        for slot, first, end in (handed_out(index, i, whole, split, each, steps, choose) for i in range(PIECES)):
+            if first < end:
+                assert done[whole + slot] == first
+                done[whole + slot] += end - first
+    assert done == [steps] * blocks
+
+
+@pytest.mark.parametrize(("blocks", "steps"), CALLS)
+def test_shares_of_the_last_round_end_together(blocks: int, steps: int) -> None:
+    """Handed out to whoever is free first, each piece waits for what it adds to; 2 steps for a piece, 1 for each sum."""
+
+    def makespan(split: int, each: int) -> float:
+        free, whole = [(0.0, p) for p in range(132)], blocks - split
+        done: dict[tuple[int, int], float] = {}
+        heapq.heapify(free)
+        for index in range(whole - (-split * steps // each)):
+            now, processor = heapq.heappop(free)
+            for slot, first, end in (handed_out(index, i, whole, split, each, steps, choose) for i in range(PIECES)):
+                if first < end:
+                    now = now + 2 + end - first
+                    if first > 0:
+                        now = max(now, done[slot, first]) + 1
+                    if end < steps:
+                        now = done[slot, end] = now + 1
+            heapq.heappush(free, (now, processor))
+        return max(free)[0]
+
+    split, each = shares(blocks, steps, 132, 263)
+    even = blocks * (steps + 2) / 132
+    assert makespan(split, each) <= makespan(0, 1)
+    assert makespan(split, each) - even <= 14 or blocks < 132

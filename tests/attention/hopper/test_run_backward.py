@@ -53,11 +53,19 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def carve(tiles: int, dq: Tensor, workspace: Tensor) -> Tensor:
-        """Row statistics where the kernel puts them: behind the sums if anything is there, else in dq, written last."""
+    def carve(tiles: int, dq: Tensor, workspace: Tensor, split: int = 0) -> Tensor:
+        """Row statistics where the kernel puts them: behind the sums if anything is there, else in dq, written last. And in
+        dq, behind room for those, what pieces of ``split`` key blocks sum up.
+        """
         sums, stats = tiles * variant["tile_m"] * variant["head_dim"], tiles * 2 * variant["tile_m"]
         states = (4 if variant["pair"] and variant["claims"] else 2) * (variant["deterministic"] or variant["claims"])
-        turns = tiles * states + variant["persistent"]
+        turns = tiles * states + variant["persistent"] + 8 * split
+        others = stats + turns
+        if split:
+            others = -(-others // 32) * 32
+            pieces = split * variant["tile_n"] * (variant["head_dim"] + variant["head_dim_v"])
+            assert variant["persistent"] and dq.numel() // 2 >= others + pieces
+            dq.view(-1).view(torch.float32)[others : others + pieces] = NAN
         behind = workspace.numel() > sums
         found = workspace[sums:] if behind else dq.view(-1).view(torch.float32)
         assert found.numel() == stats + turns if behind else found.numel() >= stats + turns
@@ -91,9 +99,12 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
-        scale: float, softcap: float, left: int, right: int, section: int, blocks: int,
+        scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
+        steps = q.shape[2] // k.shape[2] * -(-q.shape[1] // variant["tile_m"]) if cu_q is None else 0
+        n_blocks = 0 if cu_q is not None else k.shape[0] * k.shape[2] * -(-k.shape[1] // variant["tile_n"])
+        assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
         if cu_q is not None:
             carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, workspace)
             packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, scale, softcap, left, right)
@@ -107,7 +118,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dlse is not None:
             delta = delta - dlse
         options = (scale, softcap, left, right)
-        stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, workspace)
+        stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, workspace, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
         padded[..., : q.shape[1]] = delta

@@ -57,6 +57,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         right: Int32,
         section: Int32,  # key heads whose blocks are in flight together
         blocks: Int32,  # persistent ones
+        split: Int32,  # key blocks at the end of the call whose steps are dealt out,
+        each: Int32,  # so many a share
         stream: Any,
     ):
         """Lay out shared memory, describe the TMA copies and launch the three kernels."""
@@ -73,7 +75,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
             n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
         rows = m_blocks * heads_q * batch
-        stats, turns = self.workspace(sums, dq, rows)
+        stats, turns, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(config.varlen) else (None, None, None)
         self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
@@ -97,12 +99,17 @@ class HopperBackward(RowKernels, Producer, Consumers):
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
         scores, values, keys, queries = self.products()
         total = n_blocks * heads_kv * batch
+        items, deal = total, (total, Int32(0), Int32(1), Int32(1))
+        if const_expr(config.parted):
+            steps = heads_q // heads_kv * m_blocks
+            items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
         self.kernel(
-            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
+            tq, tk, tv, tdo, dk, dv, sums, partial, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
             layout_q, layout_do, layout_k, layout_v, layout_ds,
             cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
+            items, *deal,
         ).launch(
-            grid=[cutlass.min(blocks, total) if const_expr(config.persistent) else total, 1, 1],
+            grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -113,24 +120,28 @@ class HopperBackward(RowKernels, Producer, Consumers):
         )  # fmt: skip
 
     @cute.jit
-    def workspace(self, sums, dq, rows):
+    def workspace(self, sums, dq, rows, split):
         """What stands behind dQ / scale, (tiles, tile_m · head_dim) in accumulator order, or if nothing does in dq.
 
         fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse. And int32 (tiles, 2) flat: key blocks that have
         added to a part of dQ, or whether it is there (0: no, 1: on its way, 2: yes); where blocks are persistent one more, or
-        only one: key blocks handed out.
+        only one: key blocks handed out; before it (split, 8), of the last key blocks, whose steps are shared out: steps in the
+        sums of their warps. Those follow in dq: fp32 (split, (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
         """
         config, tiles = self.config, Int64(rows)
         address = dq.iterator.toint()
+        behind = address + (4 * config.others(tiles, split) + 127) // 128 * 128
         if sums.shape[0] > config.sums(tiles):
             address = (sums.iterator + config.sums(tiles)).toint()
         count = config.stats(tiles)
         stats = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
         turns = cute.make_ptr(Int32, address + 4 * count, cute.AddressSpace.gmem, assumed_align=4)
+        partial = cute.make_ptr(Float32, behind, cute.AddressSpace.gmem, assumed_align=16)
         counted = const_expr(config.states > 0 or config.persistent)
         return (
             cute.make_tensor(stats, cute.make_layout((count,))),
-            cute.make_tensor(turns, cute.make_layout((config.turns(tiles),))) if counted else None,
+            cute.make_tensor(turns, cute.make_layout((config.turns(tiles, split),))) if counted else None,
+            cute.make_tensor(partial, cute.make_layout((split * config.partial_floats,))),
         )
 
     def unseen(self, seqlen_q: Any, k: Any, right: Any) -> Any:
@@ -182,6 +193,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         dk: cute.Tensor,
         dv: cute.Tensor,
         sums: cute.Tensor,
+        partial: cute.Tensor,
         stats: cute.Tensor,
         turns: cute.Tensor | None,
         tma_q: cute.CopyAtom,
@@ -209,6 +221,11 @@ class HopperBackward(RowKernels, Producer, Consumers):
         left: Int32,
         right: Int32,
         section: Int32,
+        items: Int32,
+        whole: Int32,
+        split: Int32,
+        each: Int32,
+        steps: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
@@ -219,7 +236,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, PACKED_WORDS], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -241,7 +258,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             v_empty=barriers + 2 * (stages + dout_stages) + 3,
             block_full=barriers + 2 * (stages + dout_stages) + 4,
             block_empty=barriers + 2 * (stages + dout_stages) + 5,
-            words=storage.words.get_tensor(cute.make_layout(PACKED_WORDS)),
+            words=storage.words.get_tensor(cute.make_layout(2 * PACKED_WORDS)),
             stats=storage.stats.data_ptr(),
             ds_start=storage.ds.data_ptr(),
             k_start=storage.k.data_ptr(),
@@ -283,6 +300,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
             n_blocks=n_blocks,
             slices=k.shape[2] * batches,
             section=section,
+            items=items,
+            deal=(whole, split, each, steps),
+            partial=partial,
+            turns=turns,
             left=left,
             right=right,
         )
@@ -296,7 +317,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
                     if warp == WRITERS[i]:
                         self.write_blocks(given, sums, turns, i)
                 if warp == SCHEDULER:
-                    self.hand_out(given, turns, dk, dv)
+                    if const_expr(self.config.parted):
+                        self.deal_out(given, turns)
+                    else:
+                        self.hand_out(given, turns, dk, dv)
             else:
                 self.compute_blocks(given, dk, dv, products, scale, softcap)
         else:

@@ -30,6 +30,7 @@ SCORES_TURN = 6  # and + 1: a warpgroup's turn to issue S and dP
 DQ_ODD = 8  # added to DQ_FULL in odd steps when deterministic
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
+# Where the last blocks are shared out, the bounds are those of a piece in steps, and its block's number among them comes last.
 DENSE_WORDS, PACKED_WORDS = 8, 14
 
 
@@ -65,7 +66,10 @@ class BackwardBase(KernelBase):
             given.q_shape, given.k_shape, given.cu_q, given.cu_k, given.left, given.right,
         )  # fmt: skip
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
-        n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
+        if self.config.parted:  # a section is one head
+            n_block, slice_ = index % n_blocks, index // n_blocks
+        else:
+            n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
         rising = Int32(0)
         if self.mixed:
             rising = self.choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
@@ -141,7 +145,10 @@ class BackwardBase(KernelBase):
     def next_block(self, given, turn):
         """Number of the block that is handed out next, below 0: none."""
         cute.arch.mbarrier_wait(given.shared.block_full, turn & 1)
-        return cute.arch.make_warp_uniform(given.shared.words[0])
+        return self.block_word(given, turn)
+
+    def block_word(self, given: Any, turn: Any) -> Any:
+        return cute.arch.make_warp_uniform(given.shared.words[self.words_at(turn)])
 
     def read_block(self, given: Any, n_block: Any, turn: Any, base: Any) -> Names:
         """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before.
@@ -150,7 +157,8 @@ class BackwardBase(KernelBase):
         reads alone were ordered.
         """
         count = PACKED_WORDS if self.config.varlen else DENSE_WORDS
-        words = [cute.arch.make_warp_uniform(given.shared.words[i]) for i in range(1, count)]
+        at = self.words_at(turn)
+        words = [cute.arch.make_warp_uniform(given.shared.words[at + i]) for i in range(1, count)]
         head, batch, *bounds, rising = words[: DENSE_WORDS - 1]
         seqlen_q, seqlen_k = given.seqlen_q, given.k_shape[0]
         lengths = [Int32(0), Int32(0), seqlen_q, seqlen_k, seqlen_k - seqlen_q, Int32(0)]
@@ -158,6 +166,7 @@ class BackwardBase(KernelBase):
             lengths = words[DENSE_WORDS - 1 :]
         q_start, k_start, seqlen_q, seqlen_k, shift, first_tile = lengths
         return Names(
+            given=given,
             shared=given.shared,
             group_size=given.q_shape[2] // given.k_shape[2],
             batch=batch,
@@ -172,15 +181,22 @@ class BackwardBase(KernelBase):
             m_blocks=given.m_blocks,
             first_tile=first_tile,
             rising=rising,
+            slot=rising,
             bounds=tuple(bounds),
             turn=turn,
             base=base,
         )
 
+    def words_at(self, turn: Any) -> Any:
+        """Where the words of a block lie; shared out ones may be read again while the next block's are there."""
+        return (turn & 1) * PACKED_WORDS if self.config.parted else 0
+
     @cute.jit
     def steps_of(self, work):
-        """How many steps a block has."""
+        """How many steps a block, or its piece, has."""
         first, _, _, end = work.bounds
+        if const_expr(self.config.parted):
+            return end - first
         return work.group_size * (end - first)
 
     # Rows of tensors and of packed sequences

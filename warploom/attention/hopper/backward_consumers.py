@@ -27,7 +27,7 @@ from warploom.attention.hopper.backward_base import (
     BackwardBase,
 )
 from warploom.attention.hopper.base import LOG2_E, WARPGROUP, Names
-from warploom.attention.hopper.primitives import hold, negative, store_matrices
+from warploom.attention.hopper.primitives import count_up, hold, negative, store_matrices, wait_until
 from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
 
 
@@ -75,7 +75,11 @@ class Consumers(BackwardBase):
                 self.release(shared.v_empty)
                 self.release(shared.k_empty)
         self.steps(r, work)
-        self.finish(r, work, dk, dv, scale)
+        if const_expr(self.config.parted):
+            n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
+            self.finish(r, self.read_block(work.given, n_block, work.turn, work.base), dk, dv, scale)
+        else:
+            self.finish(r, work, dk, dv, scale)
 
     @cute.jit
     def steps(self, r, work):
@@ -111,6 +115,11 @@ class Consumers(BackwardBase):
                     if member == work.group_size:
                         member = Int32(0)
                         m += onward
+        elif const_expr(config.parted):
+            begin = work.base - first
+            for lower, upper, masked in parts:
+                for step in cutlass.range(begin + lower, begin + upper, unroll=1):
+                    self.step(r, Int32(0), step, masked)  # without a band all query tiles are masked alike
         else:
             for _ in cutlass.range(work.group_size, unroll=1):
                 for lower, upper, masked in parts:
@@ -120,9 +129,12 @@ class Consumers(BackwardBase):
 
     @cute.jit
     def set_limits(self, r, work, left, right):
-        """This thread's first visible query row, and the one past the last, of each of its keys."""
+        """This thread's first visible query row, and the one past the last, of each of its keys; without a band, what is to be
+        added to a row's lse: infinity where there is no key.
+        """
         for i in cutlass.range_constexpr(2):
             key = work.n_block * self.tile_n + r.row + 8 * i
+            r.hidden[i] = Float32(0.0) if key < work.seqlen_k else Float32.inf
             visible = Int32(0)
             if const_expr(self.config.right):
                 visible = key - work.shift - right - r.column
@@ -132,8 +144,60 @@ class Consumers(BackwardBase):
 
     @cute.jit
     def finish(self, r, work, dk, dv, scale):
-        """Store dK and dV."""
+        """Store dK and dV; of a block's piece only if it is the last, which has the sums of those before."""
         warpgroup.wait_group(0)
+        if const_expr(self.config.parted):
+            first, _, _, end = work.bounds
+            if first > 0:
+                self.take_sums(r, work, first)
+            if end < work.group_size * work.m_blocks:
+                self.pass_sums(r, work, end - first)
+            else:
+                self.store_gradients(r, work, dk, dv, scale)
+        else:
+            self.store_gradients(r, work, dk, dv, scale)
+
+    @cute.jit
+    def take_sums(self, r, work, steps):
+        """Add what the pieces before have summed up, once that is all ``steps`` before this one."""
+        wait_until(self.sums_count(work), steps)
+        for i, four in self.sums(r):
+            found = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(self.sums_of(work, i), found)
+            for n in cutlass.range_constexpr(4):
+                four[n] += found[n]
+
+    @cute.jit
+    def pass_sums(self, r, work, steps):
+        """Leave the sums to the next piece; they hold so many steps more."""
+        for i, four in self.sums(r):
+            cute.autovec_copy(four, self.sums_of(work, i))
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            count_up(self.sums_count(work), steps)
+
+    def sums(self, r: Any) -> list[tuple[int, Any]]:
+        """A thread's part of dV and dK by fours, numbered."""
+        fours = [
+            cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
+            for acc in (r.acc_dv, r.acc_dk)
+            for i in range(cute.size(acc) // 4)
+        ]
+        return list(enumerate(fours))
+
+    def sums_of(self, work: Any, index: int) -> Any:
+        """Where four numbers of a thread lie: those of a warp next to each other."""
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        start = work.slot * (self.tile_n * sum(self.dims)) + (index * WARPGROUPS * WARPGROUP + thread) * 4
+        return cute.make_tensor((work.given.partial.iterator + start).align(16), cute.make_layout(4))
+
+    def sums_count(self, work: Any) -> Any:
+        """How many steps are in a warp's sums."""
+        return work.given.turns.iterator + (work.slot * (4 * WARPGROUPS) + cute.arch.warp_idx() - 4)
+
+    @cute.jit
+    def store_gradients(self, r, work, dk, dv, scale):
         row = work.n_block * self.tile_n + r.row
         self.epilogue(r.acc_dv, dv, work, row, 0, Float32(1.0))
         self.epilogue(r.acc_dk, dk, work, row, 0, scale)
@@ -212,6 +276,7 @@ class Consumers(BackwardBase):
             rows_s=cute.make_tensor(acc_s.iterator, self.row_view(tile_m)),
             rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
             limits=cute.make_rmem_tensor((2, 2), Int32),
+            hidden=cute.make_rmem_tensor(2, Float32),
             ds_target=ds_target,
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
@@ -330,8 +395,9 @@ class Consumers(BackwardBase):
     @cute.jit
     def probabilities(self, r, m, level, masked):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
+        config = self.config
         for i in cutlass.range_constexpr(2):
-            if const_expr(masked):
+            if const_expr(masked and not config.parted):
                 first = r.limits[i, 0] - m * self.tile_m
                 for c in cutlass.range_constexpr(self.tile_m // 4):
                     r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
@@ -344,7 +410,8 @@ class Consumers(BackwardBase):
             for i in cutlass.range_constexpr(2):
                 p = []
                 for j in (0, 1):
-                    weight, slope = self.weigh(r, r.rows_s[i, c + j], level[c + j], masked)
+                    above = level[c + j] + r.hidden[i] if const_expr(masked and config.parted) else level[c + j]
+                    weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                     r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
                     p.append(weight)
                 words[i + c] = pack16(p[0], p[1], self.dtype)

@@ -45,7 +45,8 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
     @cute.jit
     def __call__(
         self, q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, cu_q, cu_k, used,
-        scale: Float32, softcap: Float32, left: Int32, right: Int32, section: Int32, blocks: Int32, stream: Any,
+        scale: Float32, softcap: Float32, left: Int32, right: Int32, section: Int32, blocks: Int32,
+        split: Int32, each: Int32, stream: Any,
     ):  # fmt: skip
         """As ``HopperBackward``; ``blocks`` persistent ones where neither lengths differ nor blocks wait for each other."""
         config, varlen = self.config, const_expr(self.config.varlen)
@@ -60,7 +61,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
             pairs = cute.ceil_div(k.shape[1], self.span)
         rows = m_blocks * heads_q * batch
-        stats, turns = self.workspace(sums, dq, rows)
+        stats, turns, _ = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream

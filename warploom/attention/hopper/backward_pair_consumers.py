@@ -82,6 +82,7 @@ class PairConsumers(PairBase, Consumers):
             rows_s=rows,
             rows_dp=rows,
             limits=cute.make_rmem_tensor((2, 2), Int32),
+            hidden=cute.make_rmem_tensor(2, Float32),
             ds_target=shared.ds_start + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8,
             p_target=shared.p + own * 4,
             dq_target=(shared.dq + role * (self.quarter // PARTS[VALUES]) + own * 4).align(16),

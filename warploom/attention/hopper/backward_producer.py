@@ -41,6 +41,9 @@ class Producer(BackwardBase):
             i = j // work.group_size
             member = j - i * work.group_size
             m = self.choose(work.rising == 1, first + i, end - 1 - i)
+        elif const_expr(self.config.parted):
+            member = (first + j) // work.m_blocks
+            m = first + j - member * work.m_blocks
         else:
             member = j // (end - first)
             m = first + j - member * (end - first)
@@ -76,15 +79,40 @@ class Producer(BackwardBase):
             if n_block * self.tile_n < work.seqlen_k:
                 if const_expr(varlen):
                     cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
-                self.publish(shared.words, words, shared.block_full)
+                self.publish(shared.words, 0, words, shared.block_full)
                 turn += 1
 
     @cute.jit
-    def publish(self, target, words, barrier):
+    def deal_out(self, given, turns):
+        """As ``hand_out``, the last blocks in shares by steps."""
+        shared = given.shared
+        counter = turns.iterator + (turns.shape[0] - 1)
+        whole, split, each, steps = given.deal
+        turn, index = Int32(0), Int32(0)
+        while index < given.items:
+            cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+            if cute.arch.lane_idx() == 0:
+                index = cute.arch.atomic_add(counter, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            for i in cutlass.range(schedule.PIECES, unroll=1):
+                slot, first, end = schedule.handed_out(index, i, whole, split, each, steps, self.choose)
+                if index >= given.items:  # no more, which is said once
+                    first, end = Int32(0), i // (schedule.PIECES - 1)
+                if first < end:
+                    work = self.describe(given, whole + slot)
+                    n_block = self.choose(index < given.items, work.n_block, -1)
+                    plain = self.choose(work.bounds[1] == 0, first, end)  # no masks from there on
+                    cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+                    words = [n_block, work.head, work.batch, first, plain, end, end, slot]
+                    self.publish(shared.words, self.words_at(turn), words, shared.block_full)
+                    turn += 1
+
+    @cute.jit
+    def publish(self, target, start, words, barrier):
         """Words into shared memory, for those who wait at the barrier."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(words)):
-                target[i] = words[i]
+                target[start + i] = words[i]
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit

@@ -59,8 +59,11 @@ class RowKernels(BackwardBase):
                 target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
                 cute.autovec_copy(zeros, target)
         if const_expr(self.config.persistent):  # noqa: SIM102
-            if index == 0 and thread == 0:
-                turns[turns.shape[0] - 1] = Int32(0)  # type: ignore[index,union-attr]
+            if index == 0:
+                past = turns.shape[0]  # type: ignore[union-attr]
+                first = thread if const_expr(self.config.parted) else past - 1 + thread
+                for i in cutlass.range(first, past, ROW_THREADS, unroll=1):
+                    turns[i] = Int32(0)  # type: ignore[index]
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
                 turns[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]

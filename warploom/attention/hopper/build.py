@@ -78,7 +78,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     gradients = [_view(dtype, modes) for _ in range(3)]
     workspace = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), stream]
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(0), Int32(0), stream]
     vectors = [
         make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
         for present in (variant.varlen, variant.varlen, variant.used)

@@ -153,14 +153,27 @@ class BackwardConfig:
         """
         return (4 if self.pair and self.claims else 2) * (self.deterministic or self.claims)
 
-    def turns(self, tiles: int) -> int:
-        """Counters of all tiles, and where blocks are persistent that of key blocks handed out."""
-        return tiles * self.states + int(self.persistent)
+    def turns(self, tiles: int, split: int = 0) -> int:
+        """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks."""
+        return tiles * self.states + 8 * split + int(self.persistent)
+
+    def slots(self, tiles: int, elements: int) -> int:
+        """Of how many split key blocks dq, of so many 16-bit elements, can hold the sums until it is written."""
+        return max(0, elements // 2 - self.others(tiles) - 32) // (self.partial_floats + 8)
+
+    def others(self, tiles: int, split: int = 0) -> int:
+        """Floats of row statistics and counters."""
+        return self.stats(tiles) + self.turns(tiles, split)
 
     @property
     def roles(self) -> bool:
         """Whether one warpgroup keeps the block's dV and the other its dK, and both compute S and dP."""
         return self.tile_n < 128 and not self.pair
+
+    @property
+    def parted(self) -> bool:
+        """Whether the steps of a call's last key blocks may be shared out: where all blocks have the same steps."""
+        return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen)
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:
@@ -169,6 +182,11 @@ class BackwardConfig:
         k = self.head_dim if self.tile_m == 128 else self.head_dim // 2
         q, v = box_columns(self.head_dim), box_columns(self.head_dim_v)
         return q, box_columns(k), v, v
+
+    @property
+    def partial_floats(self) -> int:
+        """What a piece of a key block passes on to the next: dV and dK in fp32."""
+        return self.tile_n * (self.head_dim + self.head_dim_v)
 
     @property
     def shared_bytes(self) -> int:

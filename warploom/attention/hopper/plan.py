@@ -234,13 +234,13 @@ def workspace(problem: AttentionProblem) -> int:
     return 4 * workspace_floats(variant, tiles, rows * problem.seqlen_q * problem.head_dim, problem.sink)
 
 
-def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: bool) -> int:
+def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: bool, split: int = 0) -> int:
     """Words that the backward allocates besides gradients: dQ in fp32, and behind it row statistics and counters.
 
     The latter stand in dq itself, whose 16-bit ``elements`` are written last of all, if they fit there and no gradient of
     ``sink`` is to be computed from them.
     """
-    others = variant.stats(tiles) + variant.turns(tiles)
+    others = variant.others(tiles, split)
     return variant.sums(tiles) + (others if sink or 2 * others > elements else 0)
 
 

@@ -100,11 +100,17 @@ def load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @cute.jit
-def wait_for(counter, value):
-    """One thread waits until a counter in global memory has a value; what was added before it got there is visible."""
+def wait_until(counter, value):
+    """A thread waits until a counter in global memory has a value; what was written before it got there is visible."""
     found = load_acquire(counter)
     while found != value:
         found = load_acquire(counter)
+
+
+@cute.jit
+def wait_for(counter, value):
+    """As ``wait_until``, before bulk copies."""
+    wait_until(counter, value)
     cute.arch.fence_proxy("async.global")
 
 
@@ -134,3 +140,11 @@ def pass_on(counter: Any, *, loc: Any = None, ip: Any = None) -> None:
     """One thread counts up, after all that it wrote or had written by bulk copies it waited for."""
     text = "fence.proxy.async.global; fence.acq_rel.gpu; red.release.gpu.global.add.s32 [$0], 1;"
     assembly(None, [counter.to_llvm_ptr(loc=loc, ip=ip)], text, "l,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def count_up(counter: Any, amount: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread counts up after all that it, and those it has synchronised with, wrote."""
+    text = "red.release.gpu.global.add.s32 [$0], $1;"
+    values = [counter.to_llvm_ptr(loc=loc, ip=ip), Int32(amount).ir_value(loc=loc, ip=ip)]
+    assembly(None, values, text, "l,r,~{memory}", side_effects=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import SHORT, backward_config, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
-from warploom.attention.hopper.schedule import section
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
@@ -49,10 +49,17 @@ def backward(
     together = 1
     if args.deterministic or right is not None:
         shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
-        together = section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-    tiles = batch * heads * -(-seqlen_q // variant.tile_m)
+        together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
+    m_blocks = -(-seqlen_q // variant.tile_m)
+    tiles = batch * heads * m_blocks
+    parts = 0, 1
+    if variant.parted and args.sink is None:
+        blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
+        parts = schedule.shares(
+            blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.slots(tiles, dq.numel())
+        )
     inputs = (q, k, v, out, dout, lse, dlse)
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together)
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
     delta = None
     if args.sink is not None:
         stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
@@ -113,12 +120,16 @@ def _launch(
     starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
+    parts: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it."""
+    """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
+
+    Until the last kernel stores dq, its memory also holds partial sums of the ``parts[0]`` key blocks that are shared out.
+    """
     *tensors, lse, dlse = inputs
     q = tensors[0]
     sink = args.sink is not None and args.cu_seqlens_q is None
-    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink)
+    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, parts[0])
     workspace = q.new_empty(floats, dtype=torch.float32)
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
@@ -130,7 +141,7 @@ def _launch(
     with on_device(q):
         function(
             *views, lse.contiguous(), dlse, *gradients, workspace, *starts,
-            args.scale, args.softcap, left, right, together, processors(q.get_device()),
+            args.scale, args.softcap, left, right, together, processors(q.get_device()), *parts,
         )  # fmt: skip
     return workspace
 

@@ -6,6 +6,7 @@ else b there as here.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 # No tile: the other half of the pair that a head with an odd number of query tiles has in its middle.
@@ -159,6 +160,66 @@ def section(heads: int, n_blocks: int, shared: int) -> int:
     while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
         width *= 2
     return width
+
+
+PIECES = 3  # of blocks in a share at the most: it has fewer than two blocks' steps
+
+
+def handed_out(index: Any, i: Any, whole: Any, split: Any, each: Any, steps: Any, choose: Any) -> tuple[Any, Any, Any]:
+    """(slot, first, end): of what persistent backward blocks are handed out as number ``index`` the i-th of ``PIECES`` parts
+    is steps [first, end) of key block ``whole`` + slot, if first is less than end; else nothing.
+
+    ``whole`` blocks come first, then the steps of the ``split`` others in shares of ``each``: of a share the beginning of a
+    block, which waits for no other piece, before the end of another. So a piece comes after all that it waits for.
+    """
+    share = index - whole
+    slot = share * each // steps + (PIECES - 1 - i)
+    first = share * each - slot * steps
+    end = choose(first + each < steps, first + each, steps)
+    all_steps, last = index < whole, choose(i == PIECES - 1, steps, 0)
+    end = choose(slot < split, end, 0)
+    return choose(all_steps, share, slot), choose(all_steps, 0, choose(first < 0, 0, first)), choose(all_steps, last, end)
+
+
+# In steps of a backward block: what a piece costs besides its steps, and what handing its sums over does on either side.
+PIECE_COST, SUMS_COST = 2.5, 1.0
+FEWEST_SAVED = 6.0  # steps, for which sharing out is worth its while: measured, of the last 3 to 5 of 1024 keys nothing is left
+
+
+@cache
+def shares(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
+    """How many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and how many steps a
+    share has: those of a last round that would leave processors idle, or of one more. (0, 1): none. What the kernel multiplies
+    stays in 32 bits.
+    """
+    rest = tiles % blocks
+    best, found = steps + PIECE_COST - FEWEST_SAVED, (0, 1)
+    for split in (rest, rest + blocks) if rest else ():
+        if split <= min(tiles, most) and split * steps < 2**31 - 2 * steps:
+            counts = {min(n * rest, blocks) for n in range(2, 9)} if split == rest else {blocks}
+            for each in {-(-split * steps // count) for count in counts}:
+                time = time_of_shares(split, steps, each) - split // blocks * (steps + PIECE_COST)
+                best, found = min((best, found), (time, (split, each)))
+    return found
+
+
+def time_of_shares(split: int, steps: int, each: int) -> float:
+    """Steps' worth of time until the last share ends, one a processor, which all begin at once."""
+    done = [0.0] * split
+    ends = []
+    for share in range(-(-split * steps // each)):
+        now = 0.0
+        for i in range(PIECES):
+            slot, first, end = handed_out(share, i, 0, split, each, steps, lambda condition, a, b: a if condition else b)
+            if first < end:
+                now += end - first + PIECE_COST
+                if first > 0:
+                    now = max(now, done[slot]) + SUMS_COST
+                if end < steps:
+                    now += SUMS_COST
+                    done[slot] = now
+        ends.append(now)
+    return max(ends)
 
 
 def ring(j: Any, stages: int) -> tuple[Any, Any]:
