@@ -192,8 +192,9 @@ class Pair:
             if j < past:
                 assert own.q[stage] == both and own.k == [loads], "S or its statistics are of another Q or K"
                 yield None
-                self.release("q_empty", stage)
                 yield own.p_taken, own.p_taken.arrive()
+                assert own.q[stage] == both, "the statistics were overwritten"
+                self.release("q_empty", stage)
                 own.p = j
                 own.p_ready.arrive()
                 yield from self.wait("do_full", own.do_full, j & 1)
@@ -239,15 +240,15 @@ class Pair:
             self.send(own, peer)
             yield from self.wait("came", own.came, j & 1)
             assert own.other == j, "dQ reads another dS"
-            if j + 1 < past:
-                yield from self.wait("do_full", own.do_full, j + 1 & 1)
-                assert own.dout == [j + 1] * PAIR, "dP reads another dO"
             yield None  # dK and dQ are there
             assert own.ds == own.other == j and own.k == [loads], "dS or K was overwritten under dQ"
             assert own.q[stage] == both, "Q was overwritten under dK"
             peer.taken.arrive()
             self.release("q_empty", stage)
             yield from self.hand_over(own, KEYS, j)
+            if j + 1 < past:
+                yield from self.wait("do_full", own.do_full, j + 1 & 1)
+                assert own.dout == [j + 1] * PAIR, "dP reads another dO"
             yield None
             if j + 1 < past:
                 assert own.dout == [j + 1] * PAIR and own.v == [loads], "dO or V was overwritten under dP"

@@ -56,6 +56,7 @@ class BackwardBase(KernelBase):
         self.in_turns = config.head_dim > 64
         self.fold = self.in_turns and not config.softcap
         self.dims = config.head_dim_v, config.head_dim  # columns of dV and dK
+        self.lift = 15 if config.pair else 0  # P is computed times 2^lift: it passes as fp16, of which small numbers are few
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
     # What a block works on

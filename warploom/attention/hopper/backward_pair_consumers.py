@@ -128,7 +128,7 @@ class PairConsumers(PairBase, Consumers):
             warpgroup.wait_group(0)
             self.release(shared.k_empty)
             self.pass_dq(r, past - 1)
-        self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(1.0))
+        self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(2.0**-self.lift))
 
     @cute.jit
     def step(self, r, m, j, masked):
@@ -141,8 +141,8 @@ class PairConsumers(PairBase, Consumers):
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
         self.probabilities(r, m, level, masked)
-        self.release_both(shared.q_empty + stage)
         cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        self.release_both(shared.q_empty + stage)  # all lanes have read the row statistics
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)
             for n in cutlass.range_constexpr(4):
@@ -231,14 +231,14 @@ class PairConsumers(PairBase, Consumers):
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         mean = self.statistics(r, stage, 1)
+        for at in cutlass.range_constexpr(cute.size(r.acc_s)):  # pairs of columns, rows, groups of 8 columns
+            r.acc_s[at] = (r.acc_s[at] - mean[at // 4 * 2 + at % 2]) * 2.0**-self.lift
         cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)
             cute.autovec_copy(cute.make_tensor((r.p_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4)), four)
             for n in cutlass.range_constexpr(8):
-                at = 8 * i + n  # of the accumulator: pairs of columns, rows, groups of 8 columns
-                column = at // 4 * 2 + at % 2
-                r.acc_s[at] = from_half(four[n // 2], n % 2) * (r.acc_s[at] - mean[column])
+                r.acc_s[8 * i + n] = from_half(four[n // 2], n % 2) * r.acc_s[8 * i + n]
         if j + 1 == r.past:  # dP has been computed for the last time
             self.release(shared.v_empty)
         cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
@@ -254,14 +254,14 @@ class PairConsumers(PairBase, Consumers):
         self.gemm(r.mma_queries, r.acc_dq, r.own_ds, r.own_k, False)
         cute.arch.mbarrier_wait(shared.came, j & 1)
         self.gemm(r.mma_queries, r.acc_dq, r.other_ds, r.other_k, True)
+        warpgroup.wait_group(0)
+        self.release_other(r, shared.taken)
+        self.release_both(shared.q_empty + stage)
+        self.hand_over(r, j)  # before the wait for dO, which may be long
         dout_stage, dout_phase = schedule.ring(j + 1, self.dout_stages)
         if j + 1 < r.past:
             cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, dout_stage], False)
-        warpgroup.wait_group(1)
-        self.release_other(r, shared.taken)
-        self.release_both(shared.q_empty + stage)
-        self.hand_over(r, j)
         warpgroup.wait_group(0)
         if j + 1 < r.past:
             self.release_both(shared.do_empty + dout_stage)

@@ -84,7 +84,7 @@ class RowKernels(BackwardBase):
                     found = lse[at]
                     if const_expr(dlse is not None):
                         total -= dlse[at]  # type: ignore[index]
-                    level = Float32.inf if found == -Float32.inf else found * LOG2_E
+                    level = Float32.inf if found == -Float32.inf else found * LOG2_E - self.lift
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
