@@ -49,8 +49,8 @@ def backward(
     batch, heads = q.shape[0], q.shape[2]
     together = 1
     if args.deterministic or right is not None:
-        # Where blocks wait for the first one at a tile, sections hold no more than keeps the device busy; nor of pairs, 4096 keys
-        # causal 515 TFLOP/s, in sections of twice as many 493.
+        # Where blocks wait for the first one at a tile, sections hold no more than keeps the device busy; nor where they come in
+        # pairs, 4096 keys causal 515 TFLOP/s, in sections of twice as many 493.
         shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
         shared = 1 << 60 if variant.claims or (variant.pair and not args.deterministic) else shared
         together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
