@@ -49,12 +49,13 @@ def backward(
     batch, heads = q.shape[0], q.shape[2]
     together = 1
     if args.deterministic or right is not None:
-        # Where blocks wait for the first one at a tile, sections hold no more than keeps the device busy; nor where they come in
-        # pairs, 4096 keys causal 515 TFLOP/s, in sections of twice as many 493.
         shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
-        shared = 1 << 60 if variant.claims or (variant.pair and not args.deterministic) else shared
+        if variant.claims or (variant.pair and not args.deterministic):
+            # A section is one wave: blocks that claim tiles wait less, and of pairs 515 TFLOP/s (4096 keys) were 493 in two.
+            shared = max(shared, schedule.L2_BYTES)
         together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
-        together = min(together, CLAIMING_HEADS) if variant.claims else together
+        if variant.claims:
+            together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
     parts = 0, 1
