@@ -5,7 +5,6 @@ Written as the kernel has it, one step of a role for each wait. Warpgroups stand
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -79,7 +78,6 @@ class Block:
     """One block, over query tiles of ``members`` heads."""
 
     STAGES = DOUT_STAGES = SLOTS = 2
-    PIECES = PARTS = 1  # in which dQ of a step leaves, and in which it is computed
 
     def __init__(
         self, first: int, end: int, members: int, rank: int = 0, turns: list[Turns] | None = None, rising: bool = False
@@ -157,21 +155,17 @@ class Block:
         for j, step in enumerate(steps):
             more = j + 1 < len(steps)
             stores = False
-            for piece in range(self.PIECES):
-                yield full, full.arrive()
-                if self.claims:
-                    state = self.claims[group].state
-                    stores = state.get(step, 0) == 0
-                    if stores:
-                        state[step] = 1
-                    while not stores and state[step] != 2:
-                        yield None
-                value = self.dq[group]
-                assert value == (step, piece)
-                yield None  # the copy is reading
-                assert self.dq[group] == value, "dQ was overwritten while it left"
-                if piece + 1 < self.PIECES:
-                    empty.arrive()
+            yield full, full.arrive()
+            if self.claims:
+                state = self.claims[group].state
+                stores = state.get(step, 0) == 0
+                if stores:
+                    state[step] = 1
+                while not stores and state[step] != 2:
+                    yield None
+            assert self.dq[group] == step
+            yield None  # the copy is reading
+            assert self.dq[group] == step, "dQ was overwritten while it left"
             self.added[group].append(step)
             if more:
                 empty.arrive()
@@ -192,34 +186,28 @@ class Block:
         if ahead == 1 and steps:
             for empty in self.dq_empty:
                 empty.arrive()
-        for j, piece in itertools.product(range(ahead, len(steps), 2), range(self.PIECES)):
-            last = piece + 1 == self.PIECES
+        for j in range(ahead, len(steps), 2):
             for group in range(WARPGROUPS):
                 full = self.dq_full[group + parity * WARPGROUPS]
                 yield full, full.arrive()
-                while group == piece == 0 and self.turns[0].count.get(steps[j], 0) != self.turn(work, steps[j][1]):
+                while group == 0 and self.turns[0].count.get(steps[j], 0) != self.turn(work, steps[j][1]):
                     yield None
-                assert self.dq[group] == (steps[j], piece)
+                assert self.dq[group] == steps[j]
             for group in range(WARPGROUPS):
                 yield None  # the copy is reading
-                assert self.dq[group] == (steps[j], piece), "dQ was overwritten while it left"
-                if last:
-                    self.added[group].append(steps[j])
-                if not last or j + 1 < len(steps):
+                assert self.dq[group] == steps[j], "dQ was overwritten while it left"
+                self.added[group].append(steps[j])
+                if j + 1 < len(steps):
                     self.dq_empty[group].arrive()
-            if not last:
-                continue
             yield None  # the adds have arrived
             for part in self.turns:
                 part.pass_on(steps[j], work.rank)
 
-    def hand_over(self, group: int, step: Step, odd: int = 0, part: int = 0) -> Iterator[Wait]:
-        full = self.dq_full[group + (odd * WARPGROUPS if self.turns else 0)]
-        for piece in range(self.PIECES // self.PARTS):
-            yield self.dq_empty[group], self.dq_empty[group].arrive()
-            self.dq[group] = step, part * (self.PIECES // self.PARTS) + piece
-            yield None
-            full.arrive()
+    def hand_over(self, group: int, step: Step, odd: int = 0) -> Iterator[Wait]:
+        yield self.dq_empty[group], self.dq_empty[group].arrive()
+        self.dq[group] = step
+        yield None
+        self.dq_full[group + (odd * WARPGROUPS if self.turns else 0)].arrive()
 
     def loaded(self, j: int, step: Step) -> Generator[Wait, None, tuple[int, int]]:
         """Wait for Q and dO of a step, before the first one for K and V too; the stages of Q and dO."""
@@ -429,10 +417,9 @@ class Parted(Persistent):
 
 
 class Roles(Block):
-    """A block whose warpgroups keep dV and dK: P and dS through one slot each, dO in one stage, dQ in so many parts."""
+    """A block whose warpgroups keep dV and dK: P and dS through one slot each, dO in one stage."""
 
     DOUT_STAGES = 1
-    AHEAD = False  # whether S of the next step is issued before the last part of dQ leaves
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -467,24 +454,12 @@ class Roles(Block):
             if values:
                 assert self.p == [step] * WARPGROUPS and self.dout[dout_stage] == step, "P was overwritten under dV"
                 self.do_empty[dout_stage].arrive()
-            for part in range(self.PARTS):
-                yield None
-                assert self.ds[0] == [step] * WARPGROUPS, "dS was overwritten under dQ"
-                if self.AHEAD and part + 1 == self.PARTS and j + 1 < len(steps):
-                    following, phase = ring(j + 1, self.STAGES)
-                    yield self.q_full[following], phase
-                    assert self.q[following] == steps[j + 1]
-                yield from self.hand_over(group, step, j % 2, part)
+            yield None
+            assert self.ds[0] == [step] * WARPGROUPS, "dS was overwritten under dQ"
+            yield from self.hand_over(group, step, j % 2)
 
 
-class Quarters(Roles):
-    """Head dim 256: dQ in four products, each of which leaves at once, and S of the next step issued beside the last."""
-
-    PARTS = PIECES = 4
-    AHEAD = True
-
-
-KINDS = [Block, Roles, Quarters]
+KINDS = [Block, Roles]
 
 
 def play(blocks: list[Block], processors: int, draw: random.Random) -> None:

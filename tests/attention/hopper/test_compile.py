@@ -103,13 +103,16 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
     listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     loops = 3 if variant.left or (variant.deterministic and variant.right) else 2
-    if variant.roles:
-        # S and dP of two warpgroups, dV and dK in tiles of 64 head dims, dQ in one product or four; S of the first step apart.
-        parts, dims = variant.pieces, variant.head_dim + variant.head_dim_v
-        steps = 2 * dims // 16 + dims // 64 * (variant.tile_m // 16) + 2 * parts * (variant.tile_n // 16)
-        first = 2 * variant.head_dim // 16 * variant.ahead
-        waits = 7 + 2 * (parts - 1) + 2 * variant.ahead + (variant.deterministic and not variant.ahead)
-        last = 2 + 2 * variant.ahead
+    if variant.pair:
+        # dQ, the gradient and S or dP: of dV in each loop, of dK in one; S, dP and a dQ apart.
+        steps, first = (variant.tile_n + variant.tile_n + variant.tile_m + variant.head_dim) // 16, 2 * variant.head_dim // 16
+        first += steps + variant.tile_n * 2 // 16
+        waits, last = 3, 5
+    elif variant.roles:
+        # S and dP of two warpgroups, dV and dK in tiles of 64 head dims, dQ.
+        dims = variant.head_dim + variant.head_dim_v
+        steps, first = 2 * dims // 16 + dims // 64 * (variant.tile_m // 16) + 2 * (variant.tile_n // 16), 0
+        waits, last = 7 + variant.deterministic, 2
     else:
         steps, first = (variant.head_dim + variant.head_dim_v + 2 * variant.tile_m + variant.tile_n) // 16, 0
         waits, last = 4, 1

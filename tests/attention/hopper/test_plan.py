@@ -55,7 +55,9 @@ def test_sources_are_what_kernels_import() -> None:
     here = "attention/hopper"
     build = f"{here}/build.py"
     assert {build, *imported(f"{here}/forward.py")} == set(SOURCES)
-    assert {build, *imported(f"{here}/backward.py", f"{here}/backward_roles.py")} == set(BACKWARD_SOURCES)
+    assert {build, *imported(f"{here}/backward.py", f"{here}/backward_roles.py", f"{here}/backward_pair.py")} == set(
+        BACKWARD_SOURCES
+    )
     assert imported(build) == {*SOURCES, *BACKWARD_SOURCES}
 
 

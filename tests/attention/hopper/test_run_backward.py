@@ -58,7 +58,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dq, behind room for those, what pieces of ``split`` key blocks sum up.
         """
         sums, stats = tiles * variant["tile_m"] * variant["head_dim"], tiles * 2 * variant["tile_m"]
-        turns = 2 * tiles * (variant["deterministic"] or variant["claims"]) + variant["persistent"] + 8 * split
+        states = (4 if variant["pair"] and variant["claims"] else 2) * (variant["deterministic"] or variant["claims"])
+        turns = tiles * states + variant["persistent"] + 8 * split
         others = stats + turns
         if split:
             others = -(-others // 32) * 32
@@ -238,7 +239,7 @@ def test_what_a_call_allocates(seqlen: int, options: dict[str, Any], monkeypatch
         problem = AttentionProblem.from_args(args, True)
         variant = backward_config_for(problem)
         tiles = 2 * -(-seqlen // variant.tile_m)
-        others = tiles * (2 * variant.tile_m + 2 * (variant.deterministic or variant.claims)) + variant.persistent
+        others = tiles * (2 * variant.tile_m + variant.states) + variant.persistent
         inside = sink is None and 4 * others <= 2 * dq.numel()
         assert found.numel() == tiles * variant.tile_m * variant.head_dim + (0 if inside else others)
         assert workspace(problem) == 4 * found.numel()

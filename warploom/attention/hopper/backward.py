@@ -114,8 +114,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        # Queries before the first that a key sees: where the first block at a tile stores, none came to theirs.
-        unseen = cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if const_expr(config.claims) else None
+        unseen = self.unseen(seqlen_q, k, right)
         self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
@@ -144,6 +143,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
             cute.make_tensor(turns, cute.make_layout((config.turns(tiles, split),))) if counted else None,
             cute.make_tensor(partial, cute.make_layout((split * config.partial_floats,))),
         )
+
+    def unseen(self, seqlen_q: Any, k: Any, right: Any) -> Any:
+        """Query tiles before the first that a key sees: where the first block at a tile stores, none came to these."""
+        return cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if self.config.claims else None
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
@@ -240,7 +243,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.piece], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.part], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()

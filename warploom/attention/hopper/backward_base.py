@@ -41,6 +41,7 @@ class BackwardBase(KernelBase):
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.span = config.tile_n * (2 if config.pair else 1)  # keys of blocks that walk the same query tiles
         self.stages, self.dout_stages = config.stages, config.dout_stages
         self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
@@ -49,13 +50,14 @@ class BackwardBase(KernelBase):
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
         self.mixed = config.deterministic and config.right  # sections but the last begin with the last key block
-        self.piece = self.part // config.pieces  # elements that leave at a time
         self.slots = 2  # tiles of dS
         # Warpgroups issue S and dP one after the other; exponentials are computed before the wait for dP, and dP begins at
         # minus its rows' means. Measured: +2 to 5 % at 96 and 128, to -6 % at 64. A softcap leaves no registers for the latter.
         self.in_turns = config.head_dim > 64
         self.fold = self.in_turns and not config.softcap
         self.dims = config.head_dim_v, config.head_dim  # columns of dV and dK
+        self.lift = 15 if config.pair else 0  # P is computed times 2^lift: it passes as fp16, of which small numbers are few
+        self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
     # What a block works on
 
@@ -77,7 +79,7 @@ class BackwardBase(KernelBase):
         q_start, k_start, seqlen_k, first_tile = Int32(0), Int32(0), k_shape[0], Int32(0)
         if self.config.varlen:
             total_q, total_k = q_shape[3] - 1, k_shape[3] - 1
-            sequence, k_start, seqlen_k, n_block = self.locate(cu_k, n_block, self.tile_n, total_k)
+            sequence, k_start, seqlen_k, n_block = self.locate(cu_k, n_block, self.span, total_k)
             if given.used is not None:
                 seqlen_k = cutlass.max(cutlass.min(seqlen_k, given.used[sequence]), 0)
             q_start, seqlen_q = self.bounds(cu_q, sequence, total_q)
@@ -120,7 +122,7 @@ class BackwardBase(KernelBase):
     @cute.jit
     def query_tiles(self, n_block, seqlen_q, seqlen_k, shift, left, right):
         """Query tiles [first, end) that some key of the block sees, and [whole_first, whole_end) that all of them see."""
-        key, past = n_block * self.tile_n, (n_block + 1) * self.tile_n
+        key, past = n_block * self.span, (n_block + 1) * self.span
         first, end = Int32(0), cute.ceil_div(seqlen_q, self.tile_m)
         if const_expr(self.config.left):
             last_row = cutlass.min(past, seqlen_k) - 1 + left - shift

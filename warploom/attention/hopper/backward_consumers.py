@@ -87,7 +87,7 @@ class Consumers(BackwardBase):
         config, shared = self.config, work.shared
         first, whole_first, whole_end, end = work.bounds
         j = work.base
-        if const_expr(not config.persistent):  # noqa: SIM102
+        if const_expr(self.keys_first):  # noqa: SIM102
             if first < end:
                 cute.arch.mbarrier_wait(shared.k_full, 0)
                 cute.arch.mbarrier_wait(shared.v_full, 0)
@@ -278,7 +278,7 @@ class Consumers(BackwardBase):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
             ds_target=ds_target,
-            dq_target=(shared.dq + group * self.piece + own * 4).align(16),
+            dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
             column=own % 4 * 2,
@@ -470,15 +470,13 @@ class Consumers(BackwardBase):
         full = DQ_FULL + r.group
         if const_expr(self.config.deterministic):
             full += (j & 1) * DQ_ODD
-        count = self.piece // (4 * WARPGROUP)
-        for piece in cutlass.range_constexpr(cute.size(r.acc_dq) // (4 * count)):
-            cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
-            for i in cutlass.range_constexpr(count):
-                four = cute.make_tensor(r.acc_dq.iterator + 4 * (piece * count + i), cute.make_layout(4))
-                target = cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4))
-                cute.autovec_copy(four, target)
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)
+        cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
+        for i in cutlass.range_constexpr(cute.size(r.acc_dq) // 4):
+            four = cute.make_tensor(r.acc_dq.iterator + 4 * i, cute.make_layout(4))
+            target = cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4))
+            cute.autovec_copy(four, target)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)
 
     @cute.jit
     def release_last(self, r, j, barrier):

@@ -249,7 +249,7 @@ class Producer(BackwardBase):
         Where blocks claim tiles, the first at one stores; others wait until that is there, for as long as a store takes.
         """
         shared = work.shared
-        source = shared.dq + group * self.piece
+        source = shared.dq + group * self.part
         steps = self.steps_of(work)
         if steps > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
@@ -260,19 +260,16 @@ class Producer(BackwardBase):
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     found = load_acquire(turns.iterator + part)  # its latency hides under the wait for dQ
-            for piece in cutlass.range_constexpr(self.config.pieces):
-                cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
-                if cute.arch.lane_idx() == 0:
-                    if const_expr(self.config.claims):
-                        first = claim(turns.iterator + part, found)
-                        self.leave(first, sums.iterator + part * self.part, source)
-                    else:
-                        bulk_add(sums.iterator + (part * self.part + piece * self.piece), source, 4 * self.piece)
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
-                if const_expr(piece + 1 < self.config.pieces):
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+            if cute.arch.lane_idx() == 0:
+                if const_expr(self.config.claims):
+                    first = claim(turns.iterator + part, found)
+                    self.leave(first, sums.iterator + part * self.part, source, 4 * self.part)
+                else:
+                    bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
             if j + 1 < steps:
                 cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if const_expr(self.config.claims):
@@ -284,12 +281,12 @@ class Producer(BackwardBase):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def leave(self, first, target, source):
-        """A part of dQ: stored where nothing is yet, else added to what is there."""
+    def leave(self, first, target, source, size):
+        """Bytes of dQ: stored where nothing is yet, else added to what is there."""
         if first == 1:
-            bulk_store(target, source, 4 * self.part)
+            bulk_store(target, source, size)
         else:
-            bulk_add(target, source, 4 * self.part)
+            bulk_add(target, source, size)
 
     @cute.jit
     def write_in_turn(self, work, sums, turns, parity, left, right):
@@ -307,21 +304,20 @@ class Producer(BackwardBase):
         for j in cutlass.range(ahead, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
             turn = turns.iterator + Int64(tile) * WARPGROUPS
-            for piece in cutlass.range_constexpr(self.config.pieces):
-                for group in cutlass.range_constexpr(WARPGROUPS):
-                    cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
-                    if cute.arch.lane_idx() == 0:
-                        if const_expr(group == 0 and piece == 0):
-                            wait_for(turn, self.rank(work, m, left, right))
-                        target = sums.iterator + ((Int64(tile) * WARPGROUPS + group) * self.part + piece * self.piece)
-                        bulk_add(target, shared.dq + group * self.piece, 4 * self.piece)
-                        cute.arch.cp_async_bulk_commit_group()
-                for group in cutlass.range_constexpr(WARPGROUPS):
-                    if cute.arch.lane_idx() == 0:
-                        cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
-                    cute.arch.sync_warp()
-                    if piece + 1 < self.config.pieces or j + 1 < steps:
-                        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
+                if cute.arch.lane_idx() == 0:
+                    if const_expr(group == 0):
+                        wait_for(turn, self.rank(work, m, left, right))
+                    target = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
+                    bulk_add(target, shared.dq + group * self.part, 4 * self.part)
+                    cute.arch.cp_async_bulk_commit_group()
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
+                cute.arch.sync_warp()
+                if j + 1 < steps:
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 pass_on(turn)
@@ -330,11 +326,12 @@ class Producer(BackwardBase):
     @cute.jit
     def rank(self, work, m, left, right):
         """How many key blocks add to a query tile before this one: those before it, or where tiles rise those after it."""
-        rank = work.n_block
+        n_block = work.n_block // (self.span // self.tile_n)
+        rank = n_block
         if const_expr(self.config.left):
-            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.tile_n
+            rank -= cutlass.max(m * self.tile_m + work.shift - left, 0) // self.span
         if const_expr(self.mixed):
-            last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.tile_n
-            last = cutlass.min(last, (work.seqlen_k - 1) // self.tile_n)
-            rank = self.choose(work.rising == 1, last - work.n_block, rank)
+            last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.span
+            last = cutlass.min(last, (work.seqlen_k - 1) // self.span)
+            rank = self.choose(work.rising == 1, last - n_block, rank)
         return rank

@@ -37,9 +37,6 @@ class RolesBackward(HopperBackward):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.keys_each = config.tile_n // WARPGROUPS
-        # Each leaves at once, while the next is computed. 160 registers of dK or dV leave 16 for dQ beside the next S.
-        self.parts = config.pieces
-        self.dq_columns = self.columns // self.parts
         # Of VALUES and KEYS; less than 504 with the producer's, which is what the block starts with.
         self.registers_each = (224, 256) if config.head_dim_v < config.head_dim else (240, 240)
         self.width = box_columns(config.tile_n)  # of a swizzled row of P and dS
@@ -49,7 +46,7 @@ class RolesBackward(HopperBackward):
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, self.keys_each, 16), smem, by_k, by_k)
         gradient = self.mma((64, self.config.tile_n, 16), smem, by_mn, by_mn)
-        return scores, gradient, gradient, self.mma((64, self.dq_columns, 16), smem, by_k, by_mn)
+        return scores, gradient, gradient, self.mma((64, self.columns, 16), smem, by_k, by_mn)
 
     @cute.jit
     def compute(self, work, dk, dv, products, scale, softcap, left, right):
@@ -66,12 +63,6 @@ class RolesBackward(HopperBackward):
         r = self.registers(work, products, scale, softcap, role)
         self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
-        if const_expr(self.config.ahead):  # noqa: SIM102
-            if r.steps > 0:
-                cute.arch.mbarrier_wait(work.shared.k_full, 0)
-                cute.arch.mbarrier_wait(work.shared.q_full, 0)
-                self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, 0], r.k, False)
-                warpgroup.wait_group(0)
         self.steps(r, work)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)  # nobody reads K and V any more
@@ -120,22 +111,17 @@ class RolesBackward(HopperBackward):
             left=mma_gradient.make_fragment_A(gradient.partition_A(left_turned)),
             tile=mma_gradient.make_fragment_B(gradient.partition_B(tiles_turned))[None, None, None, slot],
             dq_a=self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)[None, None, None, DS_SLOT],
-            dq_b=[
-                self.part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), role * self.parts + i)[
-                    None, None, None, 0
-                ]
-                for i in range(self.parts)
-            ],
+            dq_b=self.part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), role)[None, None, None, 0],
             acc_s=acc_s,
             acc_dp=acc_dp,
-            acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.dq_columns))),
+            acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.columns))),
             acc=mma_gradient.make_fragment_C(gradient.partition_shape_C((self.dims[role], self.config.tile_n))),
             rows_s=cute.make_tensor(acc_s.iterator, self.row_view(self.keys_each)),
             rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(self.keys_each)),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
             targets=self.targets(shared.ds_start, own // 32, lane, role),
-            dq_target=(shared.dq + role * self.piece + own * 4).align(16),
+            dq_target=(shared.dq + role * self.part + own * 4).align(16),
             row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
             column=own % 4 * 2,
         )
@@ -157,15 +143,12 @@ class RolesBackward(HopperBackward):
     def step(self, r, m, j, masked):
         """One query tile. P and dS have one slot each. Who writes P knows that dV has read the last one, because dO is there,
         which has one stage; who writes dS has met the other warpgroup after all that read the last dS.
-
-        dQ is computed in parts, each of which leaves while the next one runs, and parts of dK behind it.
         """
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
-        if const_expr(not self.config.ahead):
-            cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-            self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
+        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
         level, mean = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
@@ -189,47 +172,18 @@ class RolesBackward(HopperBackward):
         self.share(r, r.acc_dp, DS_SLOT)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
-        last = self.parts - 1
-        for i in cutlass.range_constexpr(self.parts):
-            self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[i], False)
-            behind = 0  # products issued after dQ's
-            if const_expr(r.role == VALUES and i == 0):
-                warpgroup.wait_group(1)
-                self.release(shared.do_empty + dout_stage)
-            if const_expr(r.role == KEYS):
-                self.part_of_keys(r, i, r.left[None, None, None, stage])
-                behind += 1
-            if const_expr(self.config.ahead and i == last):
-                following, phase = schedule.ring(j + 1, self.stages)
-                if j + 1 < r.steps:
-                    cute.arch.mbarrier_wait(shared.q_full + following, phase)
-                # Of the last step nobody reads it.
-                self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, following], r.k, False)
-                behind += 1
-            warpgroup.wait_group(behind)
-            self.hand_over(r, j)
-        # ptxas would serialise all products were these running where such loops begin anew: S, and dK where key blocks queue.
-        if const_expr(self.config.ahead or (self.config.deterministic and r.role == KEYS)):
+        self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b, False)
+        if const_expr(r.role == VALUES):
+            warpgroup.wait_group(1)
+            self.release(shared.do_empty + dout_stage)
             warpgroup.wait_group(0)
-
-    @cute.jit
-    def part_of_keys(self, r, part, left):
-        """A part of dK += dSᵀ Q: as many of its tiles of 64 head dims."""
-        atom = cute.make_mma_atom(r.mma_gradient.op)
-        warpgroup.fence()
-        each = cute.size(r.acc, mode=[1]) // self.parts
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        for i in cutlass.range_constexpr(cute.size(r.tile, mode=[2])):
-            for t in cutlass.range_constexpr(part * each, part * each + each):
-                own = self.one(r.acc, t)
-                cute.gemm(atom, own, self.one(left, t)[None, None, i], r.tile[None, None, i], own)
-        warpgroup.commit_group()
-
-    def one(self, operand: Any, index: int) -> Any:
-        """An operand's or accumulator's tile of 64 rows, its mode kept."""
-        own = operand[None, index, None]
-        shape, stride = own.shape, own.stride
-        return cute.make_tensor(own.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1])))
+        else:
+            self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, stage], r.tile, True)
+            warpgroup.wait_group(1)
+        self.hand_over(r, j)
+        # ptxas would serialise all products were dK running where such loops begin anew.
+        if const_expr(self.config.deterministic and r.role == KEYS):
+            warpgroup.wait_group(0)
 
     @cute.jit
     def statistics(self, r, stage, which):

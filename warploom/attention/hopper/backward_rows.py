@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import BackwardBase
 from warploom.attention.hopper.base import LOG2_E, WARPGROUP
 from warploom.attention.hopper.primitives import store_matrices
 from warploom.runtime.instructions import pack16, transpose_quad
@@ -64,9 +64,9 @@ class RowKernels(BackwardBase):
                 first = thread if const_expr(self.config.parted) else past - 1 + thread
                 for i in cutlass.range(first, past, ROW_THREADS, unroll=1):
                     turns[i] = Int32(0)  # type: ignore[index]
-        if const_expr(self.config.deterministic or self.config.claims):  # noqa: SIM102
-            if thread < WARPGROUPS:
-                turns[Int64(index) * WARPGROUPS + thread] = Int32(0)  # type: ignore[index]
+        if const_expr(self.config.states > 0):  # noqa: SIM102
+            if thread < self.config.states:
+                turns[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
         for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
             in_tile = thread // lanes + i * (ROW_THREADS // lanes)
@@ -84,7 +84,7 @@ class RowKernels(BackwardBase):
                     found = lse[at]
                     if const_expr(dlse is not None):
                         total -= dlse[at]  # type: ignore[index]
-                    level = Float32.inf if found == -Float32.inf else found * LOG2_E
+                    level = Float32.inf if found == -Float32.inf else found * LOG2_E - self.lift
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level

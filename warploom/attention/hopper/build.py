@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.base import DTYPES
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
@@ -83,7 +84,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
         for present in (variant.varlen, variant.varlen, variant.used)
     ]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *vectors, *scalars]
-    kernel = (RolesBackward if variant.roles else HopperBackward)(variant)
+    kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
     return {**_compile(kernel, arguments, name, library), "shared": variant.shared_bytes}
 
 

@@ -12,7 +12,8 @@ _HERE = "attention/hopper"
 _COMMON = (*(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "primitives", "schedule")), "runtime/instructions.py")
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
 SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _FORWARD))
-_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles")))
+_PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
+_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles", *_PAIR)))
 BACKWARD_SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _BACKWARD))
 
 
@@ -116,10 +117,9 @@ class BackwardConfig:
     tile_n: int = 128  # keys a block: 64 a warpgroup, or fewer, of which one warpgroup keeps dV, the other dK
     stages: int = 2  # of the Q ring
     dout_stages: int = 2  # of the dO ring
-    pieces: int = 1  # in which a warpgroup's dQ of a step leaves through shared memory
-    ahead: bool = False  # S of the next step is issued before dQ leaves
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
-    persistent: bool = False  # a block a processor, which takes key block after key block; of 128 keys
+    persistent: bool = False  # a block a processor, which takes key block after key block
+    pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("ahead", "claims", "persistent") if getattr(self, feature)]
+        parts += [feature for feature in ("claims", "persistent", "pair") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -147,8 +147,11 @@ class BackwardConfig:
 
     @property
     def states(self) -> int:
-        """Counters of a tile: one for each consumer warpgroup's part of dQ, where key blocks queue for it or claim it."""
-        return 2 * (self.deterministic or self.claims)
+        """Counters of a tile: one for each part of dQ that comes from one warpgroup, where key blocks queue for it or claim it.
+
+        A pair of blocks brings four such parts, but queues once a block.
+        """
+        return (4 if self.pair and self.claims else 2) * (self.deterministic or self.claims)
 
     def turns(self, tiles: int, split: int = 0) -> int:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks."""
@@ -164,13 +167,13 @@ class BackwardConfig:
 
     @property
     def roles(self) -> bool:
-        """Whether one warpgroup keeps the block's dV and the other its dK."""
-        return self.tile_n < 128
+        """Whether one warpgroup keeps the block's dV and the other its dK, and both compute S and dP."""
+        return self.tile_n < 128 and not self.pair
 
     @property
     def parted(self) -> bool:
         """Whether the steps of a call's last key blocks may be shared out: where all blocks have the same steps."""
-        return self.persistent and not (self.roles or self.right or self.left or self.varlen)
+        return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen)
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:
@@ -190,6 +193,9 @@ class BackwardConfig:
         """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, or with roles one of P and one
         of dS, and dQ on its way out.
         """
-        dims = self.head_dim + self.head_dim_v
+        keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
-        return 2 * self.tile_n * dims + rings + 4 * self.tile_m * self.tile_n + 4 * self.tile_m * self.head_dim // self.pieces
+        tile = 2 * self.tile_m * self.tile_n
+        if self.pair:  # P, dS of both blocks, half of the other's K, three eighths of dQ
+            return keys + rings + 3 * tile + self.tile_n * self.head_dim + 12 * self.tile_m * self.head_dim // 8
+        return keys + rings + 2 * tile + 4 * self.tile_m * self.head_dim

@@ -153,23 +153,23 @@ def named_set() -> list[ForwardConfig]:
     return list(found)
 
 
-# Of the backward by (head_dim, head_dim_v) of its tile: queries a step, keys a block, stages of the dO ring, pieces in which
-# dQ leaves. Smaller head dims run in the next larger tile by TMA bounds. Past 128 a warpgroup keeps dV and the other dK, of as
-# many keys as registers hold.
+# Of the backward by (head_dim, head_dim_v) of its tile: queries a step, keys a block, stages of the dO ring. Smaller head dims
+# run in the next larger tile by TMA bounds. Past 128 a warpgroup keeps dV and the other dK, of as many keys as registers hold.
 BACKWARD_TILES = {
-    (64, 64): (128, 128, 2, 1),
-    (96, 96): (64, 128, 2, 1),  # 4096 keys: 522 TFLOP/s; in the tile of 128 452
-    (128, 128): (80, 128, 2, 1),  # 16384 keys causal: 632 TFLOP/s; 64 queries 601
-    (192, 128): (64, 112, 1, 1),  # 8192 keys full: 557; 96 keys 518, 64 354
-    (192, 192): (64, 96, 1, 1),  # 16384 keys: 562, in two pieces and with two stages 486; 64 keys 392
-    (256, 256): (64, 80, 1, 4),  # 16384 keys: 474; in two parts of two pieces 398
+    (64, 64): (128, 128, 2),
+    (96, 96): (64, 128, 2),  # 4096 keys: 522 TFLOP/s; in the tile of 128 452
+    (128, 128): (80, 128, 2),  # 16384 keys causal: 632 TFLOP/s; 64 queries 601
+    (192, 128): (64, 112, 1),  # 8192 keys full: 557; 96 keys 518, 64 354
+    (192, 192): (64, 96, 1),  # 16384 keys: 562, dQ in two pieces and two stages 486; 64 keys 392
+    (256, 256): (64, 64, 1),  # 16384 keys: 531; 80 keys, not in pairs of blocks, 474
 }
-# Where S of the next step is issued early, as BackwardConfig has it. 16384 keys causal: 481 TFLOP/s, without 459.
-AHEAD = {(256, 256)}
+# Where blocks come in pairs, as BackwardConfig has it.
+PAIRS = {(256, 256)}
 
 # Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros: 1024 keys,
-# head_dim 64 306 TFLOP/s and 286, 128 324 and 303; where blocks begin with the same tile they would wait for each other.
-SHORT = 1536
+# head_dim 64 306 TFLOP/s and 286, 128 324 and 303; 4096 keys, 128 562 and 552; 16384 keys 655 and 686. Where blocks begin with
+# the same tile they would wait for each other.
+SHORT = 4096
 
 
 @cache
@@ -188,7 +188,7 @@ def backward_config(
 ) -> BackwardConfig:
     """The variant for head dims of a call and its features; ``short``: it has no more than ``SHORT`` queries."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
-    tile_m, tile_n, dout_stages, pieces = BACKWARD_TILES[dims]
+    tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     if softcap or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
     if softcap and tile_n == 112:
@@ -201,11 +201,12 @@ def backward_config(
         *features,
         tile_n,
         dout_stages=dout_stages,
-        pieces=pieces,
-        ahead=dims in AHEAD,
-        claims=short and right and not left and tile_n == 128 and not deterministic and not varlen,
-        # With a softcap, or a packed window at head_dim 64, its loop would spill.
-        persistent=tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))),
+        claims=short and right and not left and (tile_n == 128 or dims in PAIRS) and not deterministic and not varlen,
+        # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
+        # order of pairs to the hardware.
+        persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
+        or (dims in PAIRS and not (deterministic or softcap or varlen)),
+        pair=dims in PAIRS,
     )
 
 

@@ -38,6 +38,13 @@ def negative(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def from_half(word: Int32, which: int, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The first or second fp16 of a 32-bit word."""
+    text = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $1; cvt.f32.f16 $0, {'ab'[which]}; }}"
+    return Float32(assembly(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
+
+
+@dsl_user_op
 def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *, loc: Any = None, ip: Any = None) -> None:
     """stmatrix of two or four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
@@ -53,6 +60,21 @@ def bulk_load(target: Any, source: Any, size: int, barrier: Any, *, loc: Any = N
     pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
     values = [*pointers, Int32(size).ir_value(loc=loc, ip=ip), barrier.to_llvm_ptr(loc=loc, ip=ip)]
     assembly(None, values, text, "r,l,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def bulk_send(target: Any, source: Any, size: int, barrier: Any, block: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """One thread copies ``size`` bytes to another block of its cluster, whose barrier counts them as they land.
+
+    ``target`` and ``barrier`` are where they would be in its own shared memory.
+    """
+    text = (
+        "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, $0, $4; mapa.shared::cluster.u32 b, $3, $4; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [$1], $2, [b]; }"
+    )
+    pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
+    values = [*pointers, Int32(size).ir_value(loc=loc, ip=ip), barrier.to_llvm_ptr(loc=loc, ip=ip)]
+    assembly(None, [*values, Int32(block).ir_value(loc=loc, ip=ip)], text, "r,r,r,r,r,~{memory}", side_effects=True)
 
 
 @dsl_user_op

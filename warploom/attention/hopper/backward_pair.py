@@ -1,0 +1,269 @@
+"""The backward of head_dim 256: two blocks of a cluster, of 64 keys each, exchange dS; each adds half of dQ's columns.
+
+L2 takes only so many fp32 adds a second. A block that has dS of 128 keys, its own 64 and the other block's, adds half of
+what two blocks of 64 would; for that it keeps half of the columns of the other's K beside its own. Q and dO, which both
+blocks read, arrive by multicast, half of the columns from each.
+
+One warpgroup computes S, P and dV, the other dP, dS and dK; each a quarter of dQ. Scores are kept transposed, keys down and
+queries across, so that P and dS go from registers into dV and dK. P passes to the other warpgroup by way of shared memory,
+as fp16, whose eleven bits are more than dS keeps.
+
+Here: the launch, shared memory and which warp does what.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from warploom.attention.hopper.backward import HopperBackward
+from warploom.attention.hopper.backward_base import (
+    CONSUMER_REGISTERS,
+    LOADER,
+    PRODUCER_REGISTERS,
+    SCHEDULER,
+    WARPGROUPS,
+    WRITERS,
+)
+from warploom.attention.hopper.backward_pair_base import PAIR, PARTS
+from warploom.attention.hopper.backward_pair_consumers import PairConsumers
+from warploom.attention.hopper.backward_pair_producer import PairProducer
+from warploom.attention.hopper.backward_rows import ROW_THREADS
+from warploom.attention.hopper.base import WARPGROUP, Names
+from warploom.attention.hopper.config import box_columns
+
+
+class PairBackward(PairProducer, PairConsumers, HopperBackward):
+    """As ``HopperBackward``, for 64 queries by 64 keys of each of two blocks."""
+
+    @cute.jit
+    def __call__(
+        self, q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, cu_q, cu_k, used,
+        scale: Float32, softcap: Float32, left: Int32, right: Int32, section: Int32, blocks: Int32,
+        split: Int32, each: Int32, stream: Any,
+    ):  # fmt: skip
+        """As ``HopperBackward``; ``blocks`` persistent ones where neither lengths differ nor blocks wait for each other."""
+        config, varlen = self.config, const_expr(self.config.varlen)
+        batch, seqlen_q = Int32(1), Int32(0)
+        if const_expr(varlen):
+            heads_q, total_q = lse.shape
+            sequences = cu_q.shape[0] - 1
+            m_blocks = total_q // self.tile_m + sequences
+            pairs = k.shape[0] // self.span + sequences
+        else:
+            batch, heads_q, seqlen_q = lse.shape
+            m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+            pairs = cute.ceil_div(k.shape[1], self.span)
+        rows = m_blocks * heads_q * batch
+        stats, turns, _ = self.workspace(sums, dq, rows, split)
+        cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
+        self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
+            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )
+        modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
+        tq, tk, tv, tdo = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
+        if const_expr(varlen):
+            tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
+        heads_kv = tk.shape[2]
+        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, 64)
+        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, 64)
+        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, 64)
+        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, 64)
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), 2, box_columns(self.tile_n))
+        half = self.tile_layout((self.tile_m, self.half), 1, 64)  # of a tile of Q, dO or K: 64 rows all
+        tile = (self.tile_m, self.half)
+        tma_q, tq = self.multicast(tq, half, tile)
+        tma_do, tdo = self.multicast(tdo, half, tile)
+        tma_k, tk = self.tma(tk, half, tile)
+        tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
+        clusters = pairs * heads_kv * batch
+        if const_expr(config.persistent):
+            clusters = cutlass.min(cutlass.max(blocks // PAIR, 1), clusters)
+        self.kernel(
+            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, *self.products(),
+            layout_q, layout_do, layout_k, layout_v, layout_ds,
+            cu_q, cu_k, used, seqlen_q, m_blocks, pairs, batch, scale, softcap, left, right, section,
+        ).launch(
+            grid=[PAIR * clusters, 1, 1],
+            block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
+            cluster=[PAIR, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        unseen = self.unseen(seqlen_q, k, right)
+        self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
+
+    def multicast(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
+        """As ``tma``, for both blocks."""
+        one_stage = cute.select(layout, mode=[0, 1])
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), tensor, one_stage, tile)
+
+    def products(self) -> tuple[Any, ...]:
+        """Sᵀ and dPᵀ, dV or dK, a quarter of dQ."""
+        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
+        scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
+        gradient = self.mma((64, self.config.head_dim, 16), rmem, by_k, by_mn)
+        return scores, gradient, self.mma((64, self.half // WARPGROUPS, 16), smem, by_k, by_mn)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        sums: cute.Tensor,
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_do: cute.CopyAtom,
+        mma_scores: cute.TiledMma,
+        mma_gradient: cute.TiledMma,
+        mma_queries: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_do: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+        layout_ds: cute.ComposedLayout,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used: cute.Tensor | None,
+        seqlen_q: Int32,
+        m_blocks: Int32,
+        pairs: Int32,
+        batches: Int32,
+        scale: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        section: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOADER:
+            for atom in (tma_q, tma_k, tma_v, tma_do):
+                cpasync.prefetch_descriptor(atom)
+        stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
+        half = self.tile_layout((tile_m, self.half), 1, 64)
+        halves = self.tile_layout((tile_m, self.half), 2, 64)
+        halves_q = self.tile_layout((tile_m, self.half), 2 * stages, 64)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 8]
+            index: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
+            dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+            other: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(half)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[Int32, tile_m * self.tile_n // 2], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.quarter // PARTS[0] + self.quarter // PARTS[1]], 128]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        barriers = storage.barriers.data_ptr()
+        single = barriers + 2 * (stages + dout_stages)
+        shared = Names(
+            q_full=barriers,
+            q_empty=barriers + stages,
+            do_full=barriers + 2 * stages,
+            do_empty=barriers + 2 * stages + dout_stages,
+            k_full=single,
+            v_full=single + 1,
+            came=single + 2,  # the other block's dS is here
+            taken=single + 3,  # this block's dS has been used by the other one and by VALUES
+            k_empty=single + 4,
+            v_empty=single + 5,
+            block_full=single + 6,
+            block_empty=single + 7,
+            index=storage.index.data_ptr(),
+            stats=storage.stats.data_ptr(),
+            p=storage.p.data_ptr(),
+            ds_start=storage.ds.data_ptr(),
+            dq=storage.dq.data_ptr(),
+            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            dout=storage.dout.get_tensor(layout_do.outer, swizzle=layout_do.inner),
+            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
+            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
+            ds=storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner),
+            other=storage.other.get_tensor(half.outer, swizzle=half.inner),
+            halves_q=storage.q.get_tensor(halves_q.outer, swizzle=halves_q.inner),
+            halves_do=storage.dout.get_tensor(halves.outer, swizzle=halves.inner),
+            halves_k=storage.k.get_tensor(halves.outer, swizzle=halves.inner),
+        )
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                for full, empty, count in (
+                    (shared.q_full, shared.q_empty, stages),
+                    (shared.do_full, shared.do_empty, dout_stages),
+                ):
+                    for i in cutlass.range_constexpr(count):
+                        cute.arch.mbarrier_init(full + i, 1)
+                        cute.arch.mbarrier_init(empty + i, PAIR * 4 * WARPGROUPS)
+                for barrier in (shared.k_full, shared.v_full, shared.came):
+                    cute.arch.mbarrier_init(barrier, 1)
+                cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
+                cute.arch.mbarrier_init(shared.v_empty, 4)
+                cute.arch.mbarrier_init(shared.block_full, 1)
+                cute.arch.mbarrier_init(shared.block_empty, PAIR * 32 * (1 + len(WRITERS) + 4 * WARPGROUPS))  # lanes
+                cute.arch.mbarrier_init(shared.taken, 4 * (WARPGROUPS + 1))
+            cute.arch.mbarrier_init_fence()
+        self.meet()
+
+        given = Names(
+            shared=shared,
+            q_shape=q.shape,
+            k_shape=k.shape,
+            cu_q=cu_q,
+            cu_k=cu_k,
+            used=used,
+            seqlen_q=seqlen_q,
+            m_blocks=m_blocks,
+            n_blocks=pairs,
+            slices=k.shape[2] * batches,
+            section=section,
+            left=left,
+            right=right,
+        )
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        given = given.but(rank=rank)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOADER:
+                self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write_blocks(given, sums, turns, i)
+            if const_expr(self.config.persistent):  # noqa: SIM102
+                if warp == SCHEDULER and rank == 0:
+                    self.hand_out(given, turns)
+            if const_expr(self.config.varlen):  # noqa: SIM102
+                if warp == SCHEDULER:
+                    work = self.share_of(given, self.next_pair(given, Int32(0)), Int32(0), Int32(0))
+                    self.clear_hidden(work, dk, dv)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            products = (mma_scores, mma_gradient, mma_queries)
+            if warp < 8:
+                self.play_values(given, dv, products, scale, softcap, left, right)
+            else:
+                self.play_keys(given, dk, products, scale, softcap)
+        self.meet()  # the other block may still come to this one's barriers
+
+    @cute.jit
+    def meet(self):
+        """Both blocks are here."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()

@@ -1,0 +1,292 @@
+"""The consumer warpgroups of the backward in pairs of blocks: one computes S, P and dV, the other dP, dS and dK.
+
+Each adds a quarter of dQ, that of VALUES in the next step, where it runs under the exponentials.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, DS_READY, WARPGROUPS
+from warploom.attention.hopper.backward_consumers import Consumers
+from warploom.attention.hopper.backward_pair_base import (
+    BOTH,
+    DS_WRITTEN,
+    KEYS,
+    OTHER,
+    OWN,
+    P_READY,
+    P_TAKEN,
+    PARTS,
+    VALUES,
+    PairBase,
+)  # fmt: skip
+from warploom.attention.hopper.base import WARPGROUP, Names
+from warploom.attention.hopper.primitives import bulk_send, from_half
+from warploom.runtime.instructions import pack16
+
+
+class PairConsumers(PairBase, Consumers):
+    """What the consumer warpgroups run."""
+
+    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> Names:
+        """Descriptors, accumulators and constants of one warpgroup."""
+        mma_scores, mma_gradient, mma_queries = products
+        scores, gradient, queries = (m.get_slice(0) for m in (mma_scores, mma_gradient, mma_queries))
+        shared = work.shared
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        lane = own % 32
+        left, right = (shared.k, shared.q) if role == VALUES else (shared.v, shared.dout)
+        operand = shared.dout if role == VALUES else shared.q
+        operand_turned, k_turned, other_turned = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (operand, shared.k, shared.other)
+        )
+        acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.tile_m)))
+        multiplier, cap_in = self.multipliers(scale, softcap)
+        ds = self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)
+        own_k = mma_queries.make_fragment_B(queries.partition_B(k_turned))
+        other_k = mma_queries.make_fragment_B(queries.partition_B(other_turned))
+        weights = mma_gradient.make_fragment_A(gradient.partition_shape_A((64, self.tile_m)))
+        chunk = own // 32 * 2 + lane // 8 % 2
+        rows = cute.make_tensor(acc_s.iterator, self.row_view(self.tile_m))
+        return Names(
+            role=role,
+            rank=work.rank,
+            shared=shared,
+            group=role,
+            multiplier=multiplier,
+            cap_in=cap_in,
+            mma_scores=mma_scores,
+            mma_gradient=mma_gradient,
+            mma_queries=mma_queries,
+            left=mma_scores.make_fragment_A(scores.partition_A(left))[None, None, None, 0],
+            right=mma_scores.make_fragment_B(scores.partition_B(right)),
+            operand=mma_gradient.make_fragment_B(gradient.partition_B(operand_turned)),
+            p=weights,  # or dS
+            ds=weights,
+            own_ds=ds[None, None, None, OWN],
+            other_ds=ds[None, None, None, OTHER],
+            own_k=self.part_of(own_k, work.rank * WARPGROUPS + role)[None, None, None, 0],
+            other_k=self.part_of(other_k, role)[None, None, None, 0],
+            acc_s=acc_s,  # or dP
+            acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.half // WARPGROUPS))),
+            acc=mma_gradient.make_fragment_C(gradient.partition_shape_C((64, self.config.head_dim))),
+            rows_s=rows,
+            rows_dp=rows,
+            limits=cute.make_rmem_tensor((2, 2), Int32),
+            hidden=cute.make_rmem_tensor(2, Float32),
+            ds_target=shared.ds_start + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8,
+            p_target=shared.p + own * 4,
+            dq_target=(shared.dq + role * (self.quarter // PARTS[VALUES]) + own * 4).align(16),
+            stats=(shared.stats + own % 4 * 2).align(8),
+            row=own // 32 * 16 + lane // 4,  # key of the block, and that + 8
+            column=own % 4 * 2,
+        )
+
+    @cute.jit
+    def play_values(self, given, dv, products, scale, softcap, left, right):
+        """All pairs' steps of the warpgroup of S, P and dV."""
+        r = self.registers(given, products, scale, softcap, VALUES)
+        turn, base, loads = Int32(0), Int32(0), Int32(0)
+        total = given.n_blocks * given.slices
+        index = self.next_pair(given, turn)
+        while index < total:
+            work = self.share_of(given, index, base, loads)
+            self.take(given)
+            self.block_values(r, work, dv, left, right)
+            base += self.steps_of(work)
+            loads += self.choose(self.steps_of(work) > 0, 1, 0)
+            turn += 1
+            index = self.next_pair(given, turn)
+
+    @cute.jit
+    def block_values(self, r, work, dv, left, right):
+        """The warpgroup's part of a pair."""
+        shared, base = work.shared, work.base
+        past = base + self.steps_of(work)
+        r = r.but(begin=base, past=past)
+        self.set_limits(r, work, left, right)
+        r.acc.fill(0.0)
+        if base < past:
+            stage, phase = schedule.ring(base, self.stages)
+            cute.arch.mbarrier_wait(shared.k_full, work.loads & 1)
+            cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+            self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
+            warpgroup.wait_group(0)
+        self.steps(r, work)
+        if base < past:
+            self.wait_for_ds(r, past - 1)
+            self.gemm_dq(r)
+            warpgroup.wait_group(0)
+            self.release(shared.k_empty)
+            self.pass_dq(r, past - 1)
+        self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(2.0**-self.lift))
+
+    @cute.jit
+    def step(self, r, m, j, masked):
+        """One query tile of the warpgroup of dV, and dQ of the one before: that runs under the exponentials."""
+        shared = r.shared
+        stage, _ = schedule.ring(j, self.stages)
+        dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
+        level = self.statistics(r, stage, 0)
+        if j > r.begin:
+            self.wait_for_ds(r, j - 1)
+        self.gemm_dq(r)  # in the first step nobody reads it
+        self.probabilities(r, m, level, masked)
+        cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        self.release_both(shared.q_empty + stage)  # all lanes have read the row statistics
+        for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
+            four = cute.make_rmem_tensor(4, Int32)
+            for n in cutlass.range_constexpr(4):
+                at = 8 * i + 2 * n
+                four[n] = pack16(r.acc_s[at], r.acc_s[at + 1], Float16)
+            cute.autovec_copy(four, cute.make_tensor((r.p_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4)))
+        cute.arch.barrier_arrive(barrier_id=P_READY, number_of_threads=BOTH)
+        cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
+        self.gemm(r.mma_gradient, r.acc, r.p, r.operand[None, None, None, dout_stage], True)
+        warpgroup.wait_group(1)
+        if j > r.begin:
+            self.pass_dq(r, j - 1)
+        following, phase = schedule.ring(j + 1, self.stages)
+        if j + 1 < r.past:
+            cute.arch.mbarrier_wait(shared.q_full + following, phase)
+        self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, following], False)
+        warpgroup.wait_group(1)
+        self.release_both(shared.do_empty + dout_stage)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def wait_for_ds(self, r, j):
+        """dS of both blocks is there."""
+        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
+        cute.arch.mbarrier_wait(r.shared.came, j & 1)
+
+    @cute.jit
+    def gemm_dq(self, r):
+        """A quarter of dQ, one group."""
+        atom = cute.make_mma_atom(r.mma_queries.op)
+        warpgroup.fence()
+        for n, (a, b) in enumerate(((r.own_ds, r.own_k), (r.other_ds, r.other_k))):
+            for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
+                atom.set(warpgroup.Field.ACCUMULATE, n + i > 0)
+                cute.gemm(atom, r.acc_dq, a[None, None, i], b[None, None, i], r.acc_dq)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def pass_dq(self, r, j):
+        """dQ of VALUES has ended: it may be handed over, and dS overwritten."""
+        self.release_both(r.shared.taken)
+        self.hand_over(r, j)
+
+    @cute.jit
+    def play_keys(self, given, dk, products, scale, softcap):
+        """All pairs' steps of the warpgroup of dP, dS and dK."""
+        r = self.registers(given, products, scale, softcap, KEYS)
+        turn, base, loads = Int32(0), Int32(0), Int32(0)
+        total = given.n_blocks * given.slices
+        index = self.next_pair(given, turn)
+        cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        while index < total:
+            work = self.share_of(given, index, base, loads)
+            self.take(given)
+            self.block_keys(r, work, dk, scale)
+            base += self.steps_of(work)
+            loads += self.choose(self.steps_of(work) > 0, 1, 0)
+            turn += 1
+            index = self.next_pair(given, turn)
+
+    @cute.jit
+    def block_keys(self, r, work, dk, scale):
+        """The warpgroup's part of a pair."""
+        shared, base = work.shared, work.base
+        past = base + self.steps_of(work)
+        r = r.but(past=past)
+        r.acc.fill(0.0)
+        if base < past:
+            stage, phase = schedule.ring(base, self.dout_stages)
+            cute.arch.mbarrier_wait(shared.v_full, work.loads & 1)
+            cute.arch.mbarrier_wait(shared.do_full + stage, phase)
+            self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
+            warpgroup.wait_group(0)
+            self.release_both(shared.do_empty + stage)
+            cute.arch.mbarrier_wait(shared.k_full, work.loads & 1)
+        for j in cutlass.range(base, past, unroll=1):
+            self.step_keys(r, j)
+        if base < past:
+            self.release(shared.k_empty)
+        self.epilogue(r.acc, dk, work, work.n_block * self.tile_n + r.row, 0, scale)
+
+    @cute.jit
+    def step_keys(self, r, j):
+        """One query tile of the warpgroup of dK, and dP of the next one."""
+        shared = r.shared
+        stage, phase = schedule.ring(j, self.stages)
+        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        mean = self.statistics(r, stage, 1)
+        for at in cutlass.range_constexpr(cute.size(r.acc_s)):  # pairs of columns, rows, groups of 8 columns
+            r.acc_s[at] = (r.acc_s[at] - mean[at // 4 * 2 + at % 2]) * 2.0**-self.lift
+        cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
+        for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
+            four = cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(cute.make_tensor((r.p_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4)), four)
+            for n in cutlass.range_constexpr(8):
+                r.acc_s[8 * i + n] = from_half(four[n // 2], n % 2) * r.acc_s[8 * i + n]
+        if j + 1 == r.past:  # dP has been computed for the last time
+            self.release(shared.v_empty)
+        cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        self.pack(r.acc_s, r.ds)
+        if j > 0:
+            cute.arch.mbarrier_wait(shared.taken, (j & 1) ^ 1)
+        self.share(r, OWN)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_WRITTEN, number_of_threads=WARPGROUP)
+        cute.arch.barrier_arrive(barrier_id=DS_READY, number_of_threads=BOTH)
+        self.send(r)
+        self.gemm(r.mma_gradient, r.acc, r.ds, r.operand[None, None, None, stage], True)
+        self.gemm(r.mma_queries, r.acc_dq, r.own_ds, r.own_k, False)
+        cute.arch.mbarrier_wait(shared.came, j & 1)
+        self.gemm(r.mma_queries, r.acc_dq, r.other_ds, r.other_k, True)
+        warpgroup.wait_group(0)
+        self.release_other(r, shared.taken)
+        self.release_both(shared.q_empty + stage)
+        self.hand_over(r, j)  # before the wait for dO, which may be long
+        dout_stage, dout_phase = schedule.ring(j + 1, self.dout_stages)
+        if j + 1 < r.past:
+            cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
+        self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, dout_stage], False)
+        warpgroup.wait_group(0)
+        if j + 1 < r.past:
+            self.release_both(shared.do_empty + dout_stage)
+
+    @cute.jit
+    def send(self, r):
+        """This block's dS to the other one, whose own is expected here."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 8:
+            tile = self.tile_m * self.tile_n
+            start = r.shared.ds_start
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(r.shared.came, 2 * tile)
+                bulk_send(start + OTHER * tile, start + OWN * tile, 2 * tile, r.shared.came, r.rank ^ 1)
+
+    @cute.jit
+    def hand_over(self, r, j=0):
+        """A quarter of dQ to the writer warp, in accumulator order, as much at a time as its buffer holds."""
+        count = cute.size(r.acc_dq) // (4 * PARTS[r.role])
+        full = DQ_FULL + r.role
+        if const_expr(self.config.deterministic):
+            full += (j & 1) * DQ_ODD
+        for part in cutlass.range_constexpr(PARTS[r.role]):
+            cute.arch.barrier(barrier_id=DQ_EMPTY + r.role, number_of_threads=WARPGROUP + 32)
+            for i in cutlass.range_constexpr(count):
+                four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))
+                cute.autovec_copy(four, cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4)))
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)
