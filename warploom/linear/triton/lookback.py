@@ -1,7 +1,7 @@
 """States before a segment inside the kernel that needs them: each program sums its own keys, then those of programs before it.
 
 A decoupled look-back (Merrill and Garland, 2016, "Single-pass Parallel Prefix Scan with Decoupled Look-back") over states: one
-launch in place of three, and a segment's keys and values are read again while they are still in L2. A program takes its place
+launch in place of three, though a segment's keys and values come from memory twice as there. A program takes its place
 from a ticket, so it waits only for programs that started before it, the first for none: no order of starting and no number of
 resident programs can lock them.
 
@@ -40,7 +40,7 @@ def own_sums(
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """S^T (BM, BE) and z (BE,) of tokens first to stop, from the last chunk on: the next to be read is then still in L2."""
+    """S^T (BM, BE) and z (BE,) of tokens first to stop, from the last chunk on: what is read again first may still be in L2."""
     n = tl.arange(0, C)
     rows = n.to(tl.int64) if WIDE else n
     dtype = v_base.dtype.element_ty
