@@ -118,5 +118,8 @@ def test_kernels(
         assert len(waits) == len(set(waits)), name
         # It keeps a buffer too few of a tile that a product reads and registers do too.
         assert not overwritten(ttgir), name
-        for loop in ttgir.split("scf.for")[1:]:
-            assert "tt.load" not in loop.partition("scf.yield")[0], f"{name} loads synchronously"
+        bodies = [loop.partition("scf.yield")[0] for loop in ttgir.split("scf.for")[1:]]
+        products = [body for body in bodies if "ttng.warp_group_dot " in body]
+        assert products, name
+        # The loop over the states before a segment has no product, and loads several at once.
+        assert not any("tt.load" in body for body in products), f"{name} loads synchronously"

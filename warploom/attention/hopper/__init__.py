@@ -15,11 +15,11 @@ import torch
 from warploom.attention.fallback import fallback, following
 from warploom.attention.hopper.plan import (
     LONG,
-    SHORT,
     backward_config,
     backward_config_for,
     config,
     config_for,
+    is_short,
     workspace,
 )
 from warploom.runtime import modules
@@ -116,7 +116,7 @@ def _module_refusal(
 def _no_backward(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
     short = False
-    if problem.seqlen_q <= SHORT:  # a branch, for tracers too
+    if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
     return _backward_module_refusal(
         problem.dtype,

@@ -166,9 +166,15 @@ BACKWARD_TILES = {
 # Where blocks come in pairs, as BackwardConfig has it.
 PAIRS = {(256, 256)}
 
-# Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros: 1024 keys,
-# head_dim 64 306 TFLOP/s and 286, 128 324 and 303; where blocks begin with the same tile they would wait for each other.
-SHORT = 1536
+# Up to so many queries, key blocks of a causal call store their first dQ of a tile in place of adding it to zeros; where blocks
+# begin with the same tile they would wait for each other. Keys of 1024, head_dim 64 313 TFLOP/s and 303, 128 341 and 305; 4096,
+# 506 and 502, 562 and 551; 8192, 32 heads over 8, 555 and 606: grouped heads up to fewer.
+SHORT, SHORT_GROUPED = 4096, 1536
+
+
+def is_short(seqlen_q: int, grouped: bool) -> bool:
+    """Whether a call has few queries, which differs where heads are grouped."""
+    return seqlen_q <= (SHORT_GROUPED if grouped else SHORT)
 
 
 @cache
@@ -185,7 +191,7 @@ def backward_config(
     used: bool = False,
     short: bool = False,
 ) -> BackwardConfig:
-    """The variant for head dims of a call and its features; ``short``: it has no more than ``SHORT`` queries."""
+    """The variant for head dims of a call and its features; ``short`` as ``is_short`` has it."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     if softcap or (left and tile_m == 80):  # registers leave no room for more
@@ -222,7 +228,7 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: boo
         problem.deterministic,
         problem.layout == "varlen",
         used,
-        problem.seqlen_q <= SHORT,
+        is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv),
     )
 
 

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import SHORT, backward_config, workspace_floats
+from warploom.attention.hopper.plan import backward_config, is_short, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
-# Key heads of short causal calls in flight together: 1024 keys, head_dim 128 340 TFLOP/s, of 32 heads 325; 64 322, of 64 312.
-CLAIMING_HEADS = 4
+CLAIMING_HEADS = 8  # of short causal calls at the most: 1024 keys, head_dim 64 321 TFLOP/s, 16 heads 313, 64 heads 312
 PACKED_HEADS = 4  # key heads of packed sequences in flight together: enough of a head's blocks share what they read
 
 
@@ -51,6 +50,9 @@ def backward(
     together = 1
     if args.deterministic or right is not None:
         shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
+        if variant.claims or (variant.pair and not args.deterministic):
+            # A section is one wave: blocks that claim tiles wait less, and of pairs 515 TFLOP/s (4096 keys) were 493 in two.
+            shared = max(shared, schedule.L2_BYTES)
         together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
         if variant.claims:
             together = min(together, CLAIMING_HEADS)
@@ -178,7 +180,7 @@ def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
         args.deterministic,
         args.cu_seqlens_q is not None,
         args.seqused_k is not None,
-        args.q.shape[1] <= SHORT,
+        is_short(args.q.shape[1], args.q.shape[-2] > args.k.shape[-2]),
     )
 
 

@@ -106,7 +106,7 @@ def dq_kernel(
 
     The state is held transposed, (M, E): both its products then take v and dO as they were loaded. z is held in C equal rows,
     which the products that give it add to, or in sixteen equal COLUMNS: fewer registers, more barriers. With flags_ptr segments
-    look back for the states that they start from, as in the forward kernel.
+    look back for the states that they start from, as in the forward kernel; there is then no denominator.
     """
     pid = tl.program_id(0)
     if flags_ptr is not None:
@@ -145,14 +145,15 @@ def dq_kernel(
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
         before_z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
     if flags_ptr is not None:
+        tl.static_assert(not NORMALIZE)
         last = at.first + segment >= at.rows_q
         own_s, own_z = own_sums(
             k_base, v_base, at.first, tl.where(last, 0, tl.minimum(at.len_k, stop)), e, m, stride_ks * UNIT, stride_vs * UNIT,
-            E, M, BE, DM, C, MAP_K, NORMALIZE, WIDE, STAGES,
+            E, M, BE, DM, C, MAP_K, False, WIDE, STAGES,
         )  # fmt: skip
         s, before_z = sums_before(
             flags_ptr + 1, own_ptr, own_s, own_z, s, before_z, slot, at.first // segment, head * blocks + block,
-            heads * blocks, BE, DM, 3 if DM * BE <= 4096 else 2,
+            heads * blocks, BE, DM, 4 if DM * BE <= 4096 else 2,
         )  # fmt: skip
     if COLUMNS:
         z = tl.zeros([BE, 16], tl.float32) + before_z[:, None]

@@ -141,7 +141,7 @@ def forward_kernel(
         )  # fmt: skip
         s, before_z = sums_before(
             flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 1) / 16, slot, at.first // segment, head * blocks + block,
-            heads * blocks, DE, BM, 3 if BM * DE <= 4096 else 2,
+            heads * blocks, DE, BM, 4 if BM * DE <= 4096 else 2,
         )  # fmt: skip
         z = tl.zeros([DE, 16], tl.float32) + before_z[:, None]
     if not CAUSAL:

@@ -72,7 +72,7 @@ def sums_before(
     heads,
     BE: tl.constexpr,
     BM: tl.constexpr,
-    STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Publish a segment's own sums s (BM, BE) and z (BE,); those of all segments before it.
 
@@ -82,6 +82,7 @@ def sums_before(
         first_s, first_z: what the sequence starts from.
         place: which segment of its sequence the slot is.
         head, heads: this program's state of a slot, and how many a slot has.
+        AT_ONCE: two or four states are loaded before they are added: each waits for memory as long as all of them.
     """
     m, e = tl.arange(0, BM), tl.arange(0, BE)
     SIZE: tl.constexpr = (BM + 1) * BE
@@ -108,16 +109,39 @@ def sums_before(
     if place >= GROUP:
         # The sum up to the group before holds it.
         before_s, before_z = tl.zeros_like(first_s), tl.zeros_like(first_z)
-    for j in tl.range(0, count, num_stages=STAGES):
+    for j in range(0, count, AT_ONCE):
         at = own - (count - j).to(tl.int64) * heads * SIZE
-        before_s += tl.load(at + offsets)
-        before_z += tl.load(at + BM * BE + e)
+        if AT_ONCE == 4:
+            before_s += _four(at + offsets, heads, SIZE, count - j)
+            before_z += _four(at + BM * BE + e, heads, SIZE, count - j)
+        else:
+            before_s += _two(at + offsets, heads, SIZE, count - j)
+            before_z += _two(at + BM * BE + e, heads, SIZE, count - j)
     if last:
         tl.store(own + offsets, tl.load(own + offsets) + before_s)
         tl.store(own + BM * BE + e, tl.load(own + BM * BE + e) + before_z)
         tl.debug_barrier()
         tl.atomic_xchg(flag, 1, sem="release")
     return before_s, before_z
+
+
+@triton.jit
+def _two(pointers, heads, SIZE: tl.constexpr, left):
+    """The sum of a state and of the next slot's, of which `left` remain."""
+    step = tl.cast(heads, tl.int64) * SIZE
+    first = tl.load(pointers, mask=left > 0, other=0.0)
+    return first + tl.load(pointers + step, mask=left > 1, other=0.0)
+
+
+@triton.jit
+def _four(pointers, heads, SIZE: tl.constexpr, left):
+    """The sum of the states of four slots, of which `left` remain."""
+    step = tl.cast(heads, tl.int64) * SIZE
+    first = tl.load(pointers, mask=left > 0, other=0.0)
+    second = tl.load(pointers + step, mask=left > 1, other=0.0)
+    third = tl.load(pointers + 2 * step, mask=left > 2, other=0.0)
+    fourth = tl.load(pointers + 3 * step, mask=left > 3, other=0.0)
+    return (first + second) + (third + fourth)
 
 
 @triton.jit

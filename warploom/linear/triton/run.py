@@ -195,8 +195,8 @@ def _dq(call: Call, dq: Tensor, norm: Tensor | None) -> Tensor | None:
     variant, tiling = call.variant, call.config.dq
     blocks = -(-variant.e // block_of(variant.e, tiling.block))
     room: States = (None, None)
-    # With several blocks and a denominator dQ takes two launches, which share the states.
-    if call.looks_back(blocks * call.heads) and (blocks == 1 or not variant.normalize):
+    # With a denominator too many registers hold what waits: 98 against 116 us at 16 heads of 16384 tokens, D64.
+    if call.looks_back(blocks * call.heads) and not variant.normalize:
         cut, first, per_slot = call.looking_back(blocks * call.heads), (call.s, call.z), False
         room = _room(call, cut, call.heads * blocks, block_of(variant.e, tiling.block), padded(variant.m))
     else:

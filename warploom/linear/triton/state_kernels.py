@@ -96,8 +96,10 @@ def state_kernel(
         # tile Triton 3.6 keeps a buffer too few: the next one lands in it while the product for S still reads.
         z = tl.zeros([DE, 16], tl.float32)
         ones = tl.full([C, 16], 1.0, dtype)
-    for i in tl.range(0, tl.cdiv(tokens, C) * GROUP, num_stages=STAGES):
-        t = at.first + i // GROUP * C
+    chunks = tl.cdiv(tokens, C)
+    for i in tl.range(0, chunks * GROUP, num_stages=STAGES):
+        # Towards where who reads them next begins: dK and dV at a segment's end, out and dQ at its start.
+        t = at.first + (i // GROUP if BACKWARD else chunks - 1 - i // GROUP) * C
         head = head_kv * GROUP + i % GROUP
         x_base = head_base(x_ptr, at, head, stride_xb, stride_xs, stride_xh, UNIT)
         y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
