@@ -178,12 +178,30 @@ class RolesBackward(HopperBackward):
             self.release(shared.do_empty + dout_stage)
             warpgroup.wait_group(0)
         else:
-            self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, stage], r.tile, True)
+            self.gemm_keys(r, r.left[None, None, None, stage])
             warpgroup.wait_group(1)
         self.hand_over(r, j)
         # ptxas would serialise all products were dK running where such loops begin anew.
         if const_expr(self.config.deterministic and r.role == KEYS):
             warpgroup.wait_group(0)
+
+    @cute.jit
+    def gemm_keys(self, r, left):
+        """dK += dSᵀ Q: for each 16 queries all tiles of 64 head dims."""
+        atom = cute.make_mma_atom(r.mma_gradient.op)
+        warpgroup.fence()
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for i in cutlass.range_constexpr(cute.size(r.tile, mode=[2])):
+            for t in cutlass.range_constexpr(cute.size(r.acc, mode=[1])):
+                own = self.one(r.acc, t)
+                cute.gemm(atom, own, self.one(left, t)[None, None, i], r.tile[None, None, i], own)
+        warpgroup.commit_group()
+
+    def one(self, operand: Any, index: int) -> Any:
+        """An operand's or accumulator's tile of 64 rows, its mode kept."""
+        own = operand[None, index, None]
+        shape, stride = own.shape, own.stride
+        return cute.make_tensor(own.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1])))
 
     @cute.jit
     def statistics(self, r, stage, which):
