@@ -56,11 +56,10 @@ class PairBase(BackwardBase):
         return work.but(n_block=PAIR * work.n_block + given.rank, rank=given.rank, base=base, loads=loads)
 
     @cute.jit
-    def release_both(self, barrier):
-        """As ``release``, to both blocks."""
-        lane = cute.arch.lane_idx()
-        if lane < PAIR:
-            cute.arch.mbarrier_arrive(barrier, lane)
+    def release_both(self, r, barrier):
+        """As ``release``, to both blocks; to this one by an arrival within the block, which tools can follow."""
+        self.release(barrier)
+        self.release_other(r, barrier)
 
     @cute.jit
     def release_other(self, r, barrier):

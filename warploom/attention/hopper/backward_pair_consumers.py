@@ -142,7 +142,7 @@ class PairConsumers(PairBase, Consumers):
         self.gemm_dq(r)  # in the first step nobody reads it
         self.probabilities(r, m, level, masked)
         cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
-        self.release_both(shared.q_empty + stage)  # all lanes have read the row statistics
+        self.release_both(r, shared.q_empty + stage)  # all lanes have read the row statistics
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)
             for n in cutlass.range_constexpr(4):
@@ -160,7 +160,7 @@ class PairConsumers(PairBase, Consumers):
             cute.arch.mbarrier_wait(shared.q_full + following, phase)
         self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, following], False)
         warpgroup.wait_group(1)
-        self.release_both(shared.do_empty + dout_stage)
+        self.release_both(r, shared.do_empty + dout_stage)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -183,7 +183,7 @@ class PairConsumers(PairBase, Consumers):
     @cute.jit
     def pass_dq(self, r, j):
         """dQ of VALUES has ended: it may be handed over, and dS overwritten."""
-        self.release_both(r.shared.taken)
+        self.release_both(r, r.shared.taken)
         self.hand_over(r, j)
 
     @cute.jit
@@ -216,7 +216,7 @@ class PairConsumers(PairBase, Consumers):
             cute.arch.mbarrier_wait(shared.do_full + stage, phase)
             self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
             warpgroup.wait_group(0)
-            self.release_both(shared.do_empty + stage)
+            self.release_both(r, shared.do_empty + stage)
             cute.arch.mbarrier_wait(shared.k_full, work.loads & 1)
         for j in cutlass.range(base, past, unroll=1):
             self.step_keys(r, j)
@@ -256,7 +256,7 @@ class PairConsumers(PairBase, Consumers):
         self.gemm(r.mma_queries, r.acc_dq, r.other_ds, r.other_k, True)
         warpgroup.wait_group(0)
         self.release_other(r, shared.taken)
-        self.release_both(shared.q_empty + stage)
+        self.release_both(r, shared.q_empty + stage)
         self.hand_over(r, j)  # before the wait for dO, which may be long
         dout_stage, dout_phase = schedule.ring(j + 1, self.dout_stages)
         if j + 1 < r.past:
@@ -264,7 +264,7 @@ class PairConsumers(PairBase, Consumers):
         self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, dout_stage], False)
         warpgroup.wait_group(0)
         if j + 1 < r.past:
-            self.release_both(shared.do_empty + dout_stage)
+            self.release_both(r, shared.do_empty + dout_stage)
 
     @cute.jit
     def send(self, r):
