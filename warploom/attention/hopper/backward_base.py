@@ -56,8 +56,8 @@ class BackwardBase(KernelBase):
         self.in_turns = config.head_dim > 64
         self.fold = self.in_turns and not config.softcap
         self.dims = config.head_dim_v, config.head_dim  # columns of dV and dK
-        # P is computed times 2^lift: it passes as fp16, which has eleven bits between 2^-14 and 2^16. It may exceed 1 where scores
-        # are so large that they differ by rounding from those that lse was computed from.
+        # P is computed times 2^lift: it passes as fp16, which has eleven bits between 2^-14 and 2^16. It may exceed 1 where
+        # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
