@@ -15,7 +15,7 @@ from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
 from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
-from warploom.attention.hopper import run_backward
+from warploom.attention.hopper import schedule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -281,7 +281,7 @@ def test_sections_add_in_either_order(heads: tuple[int, int]) -> None:
     def gradients(width: int) -> tuple[Tensor, ...]:
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_backward, "section", lambda *_: width)
+            patch.setattr(schedule, "section", lambda *_: width)
             return torch.autograd.grad(attend(*leaves, causal=True, deterministic=True), leaves, dout)
 
     whole = gradients(2 * heads[1])
