@@ -288,8 +288,9 @@ def test_sections_add_in_either_order(heads: tuple[int, int]) -> None:
     for width in (1, 4, heads[1]):
         found, again = gradients(width), gradients(width)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-        assert torch.equal(found[1], whole[1]) and torch.equal(found[2], whole[2])
-        assert ((found[0].float() - whole[0].float()).norm() / whole[0].float().norm()).item() < 3e-3
+        # Bits may differ from those of one section: a block sums up its tiles from the other end.
+        for ours, theirs in zip(found, whole, strict=True):
+            assert ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item() < 3e-3
 
 
 def test_compiles_whole() -> None:
