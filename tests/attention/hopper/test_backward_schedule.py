@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from itertools import product
 
 import pytest
 
-from warploom.attention.hopper.schedule import PIECES, handed_out, section, sections, shares
+from warploom.attention.hopper.schedule import (
+    L2_BYTES,
+    PIECES,
+    handed_out,
+    rising,
+    section,
+    sections,
+    shares,
+    wave,
+)
 
 
 def choose(condition: bool, a: int, b: int) -> int:
@@ -85,3 +95,52 @@ def test_shares_of_the_last_round_end_together(blocks: int, steps: int) -> None:
     even = blocks * (steps + 2) / 132
     assert makespan(split, each) <= makespan(0, 1)
     assert makespan(split, each) - even <= 14 or blocks < 132
+
+
+@pytest.mark.parametrize(
+    ("blocks", "found"), [(128, 128), (132, 132), (160, 160), (256, 128), (250, 125), (96, 0), (190, 0), (400, 0)]
+)
+def test_a_wave_is_what_processors_do_at_a_time(blocks: int, found: int) -> None:
+    assert wave(blocks) == found
+
+
+@pytest.mark.parametrize(("n_blocks", "heads", "group"), [(32, 16, 4), (64, 8, 4), (64, 4, 8), (128, 3, 4), (256, 1, 3)])
+def test_tiles_of_waves_stay_in_cache(n_blocks: int, heads: int, group: int) -> None:
+    """Causal blocks handed out to 132 processors of one speed: how often a step's Q, dO and dQ are not among the last 400 that
+    steps used, 32 MB of head_dim 128, though they were used before.
+    """
+    width = section(heads, n_blocks, L2_BYTES)
+    size = wave(width * n_blocks)
+
+    def missed(size: int) -> float:
+        recent: OrderedDict[tuple[int, int, int], None] = OrderedDict()
+        seen, misses, steps = set(), 0, 0
+        running = [(0.0, p, iter(())) for p in range(132)]
+        index = 0
+        while running:
+            now, p, walking = heapq.heappop(running)
+            tile = next(walking, None)
+            if tile is None:
+                if index < n_blocks * heads:
+                    n, head = sections(index, n_blocks, heads, width, choose)
+                    tiles = range(2 * n, 2 * n_blocks)
+                    order = list(product(range(group), tiles))
+                    if size:
+                        order = [(h, m) for m in (tiles if rising(index, size) else reversed(tiles)) for h in range(group)]
+                    walking = iter([(head, *step) for step in order])
+                    heapq.heappush(running, (now + 2, p, walking))
+                    index += 1
+                continue
+            steps += 1
+            misses += tile not in recent and tile in seen
+            seen.add(tile)
+            recent[tile] = None
+            recent.move_to_end(tile)
+            if len(recent) > 400:
+                recent.popitem(last=False)
+            heapq.heappush(running, (now + 1, p, walking))
+        return misses / steps
+
+    assert size
+    assert missed(size) < 0.02
+    assert missed(0) > 0.05

@@ -58,7 +58,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         section: Int32,  # key heads whose blocks are in flight together
         blocks: Int32,  # persistent ones
         split: Int32,  # key blocks at the end of the call whose steps are dealt out,
-        each: Int32,  # so many a share
+        each: Int32,  # so many a share; or key blocks of a wave
         stream: Any,
     ):
         """Count tiles and blocks, find room for the workspaces and launch the three kernels."""
@@ -127,6 +127,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(config.parted):
             steps = heads_q // heads_kv * m_blocks
             items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
+        if const_expr(config.waves):
+            deal = (total, Int32(0), each, Int32(1))
         self.kernel(
             tq, tk, tv, tdo, *targets, tma_q, tma_k, tma_v, tma_do, *products,
             layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band, items, *deal,

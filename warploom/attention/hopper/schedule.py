@@ -145,6 +145,16 @@ def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -
     return n_block, at * section + inside - n_block * width
 
 
+def rising(index: Any, wave: Any) -> Any:
+    """1 if a causal backward block walks its query tiles from the diagonal on, 0 if from the last one back, by its number.
+
+    The blocks of a wave, the longest first, begin together, and are at one tile at a time if they begin with the last one.
+    Those of the next wave begin when these end, the longest after the shortest: they end together, and are at one tile if
+    they end with it.
+    """
+    return index // wave % 2
+
+
 BLOCKS_IN_FLIGHT = 120  # about the processors of a device
 L2_BYTES = 32 << 20  # of the cache, for what the blocks of a section share
 
@@ -160,6 +170,17 @@ def section(heads: int, n_blocks: int, shared: int) -> int:
     while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
         width *= 2
     return width
+
+
+def wave(blocks: int) -> int:
+    """How many key blocks a wave of a causal call has, whose sections have so many ``blocks``: a section's, or half of those if
+    it takes two rounds. 0: neither is about what processors do at a time, and a wave's would not begin or end together.
+    """
+    for rounds in (1, 2):
+        size = -(-blocks // rounds)
+        if 0.9 * BLOCKS_IN_FLIGHT <= size <= 1.4 * BLOCKS_IN_FLIGHT:
+            return size
+    return 0
 
 
 PIECES = 3  # of blocks in a share at the most: it has fewer than two blocks' steps
