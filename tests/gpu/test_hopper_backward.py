@@ -293,23 +293,23 @@ def test_sections_add_in_either_order(heads: tuple[int, int]) -> None:
             assert ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item() < 3e-3
 
 
-@pytest.mark.parametrize("order", [(1, 1), (2, 7), (4, 40)], ids=str)
+@pytest.mark.parametrize("order", [(1, 1), (3, 2), (4, 5)], ids=str)
 @pytest.mark.parametrize("lengths", [(1100, 1100), (700, 1333), (1333, 700)], ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_waves(
     dims: tuple[int, int], lengths: tuple[int, int], order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles fall or rise and heads of a group go abreast, whatever the wave: gradients are those of one head after another."""
+    """Tiles fall or rise and heads of a group go abreast, whatever the waves: gradients are those of one head after another."""
     shapes = (lengths[0], 14, dims[0]), (lengths[1], 2, dims[0]), (lengths[1], 2, dims[1])
     leaves = [torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     monkeypatch.setattr(plan, "SHORT_GROUPED", 0)
 
     def gradients(chosen: tuple[int, int]) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(run_backward, "in_waves", lambda *_: chosen)
+        monkeypatch.setattr(run_backward, "waves", lambda *_: chosen)
         out = attend(*leaves, causal=True, deterministic=False)
         return torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach())
 
-    for ours, theirs in zip(gradients(order), gradients((2, 0)), strict=True):
+    for ours, theirs in zip(gradients(order), gradients((0, 0)), strict=True):
         assert ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item() < 3e-3
 
 

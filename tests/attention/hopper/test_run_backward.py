@@ -246,14 +246,16 @@ def test_what_a_call_allocates(seqlen: int, options: dict[str, Any], monkeypatch
         assert inside == (sink is None) or seqlen < variant.tile_m or dim < 40
 
 
-GROUPED = {  # batch, queries, keys, heads, of keys, head_dim: section, wave
-    (2, 8192, 8192, 32, 8, 128): (2, 128),
-    (4, 4096, 4096, 32, 8, 128): (4, 128),
-    (1, 32768, 32768, 32, 4, 128): (1, 128),
-    (2, 8192, 8192, 16, 4, 256): (1, 64),
+GROUPED = {  # batch, queries, keys, heads, of keys, head_dim: sections, waves
+    (2, 8192, 8192, 32, 8, 128): (8, 1),
+    (4, 4096, 4096, 32, 8, 128): (8, 1),
+    (1, 32768, 32768, 32, 4, 128): (4, 2),
+    (2, 8192, 8192, 16, 4, 256): (8, 1),
     (2, 8192, 8192, 32, 32, 128): None,  # heads of their own
-    (2, 8192, 8192, 16, 8, 128): None,  # a section's fit into L2
-    (2, 6400, 6400, 32, 8, 128): None,  # neither a section nor half of one is what processors do at a time
+    (2, 6400, 6400, 32, 8, 128): (3, 2),
+    (2, 8192, 8192, 16, 8, 128): None,  # those in flight fit into L2
+    (2, 8192, 8192, 64, 8, 64): None,
+    (1, 8192, 8192, 8, 1, 128): None,  # fewer blocks than processors
     (8, 1024, 1024, 64, 8, 128): None,  # blocks claim tiles
 }
 
@@ -281,13 +283,13 @@ def test_which_calls_go_in_waves(shape: tuple[int, ...], monkeypatch: pytest.Mon
         assert names == [backward_config_for(AttentionProblem.from_args(args, True)).name]
         assert names[0].endswith("_waves") == (want is not None)
         if want is not None:
-            section, _, split, wave = given
-            assert (section, split, wave) == (want[0], 0, want[1])
+            sections, _, split, each = given
+            assert (sections, split, each) == (want[0], 0, want[1])
 
 
 def test_without_its_module_a_call_goes_head_after_head(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr(run_backward, "in_waves", lambda *_: (1, 1))
+    monkeypatch.setattr(run_backward, "waves", lambda *_: (1, 1))
     monkeypatch.setattr(modules, "cannot_come", lambda spec: spec.name.endswith("_waves"))
     monkeypatch.setattr(modules, "load", lambda spec: names.append(spec.name) or kernel(spec))
     q, k = torch.randn(1, 2000, 2, 16).half(), torch.randn(1, 20, 1, 16).half()

@@ -55,10 +55,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
         softcap: Float32,
         left: Int32,
         right: Int32,
-        section: Int32,  # key heads whose blocks are in flight together
+        section: Int32,  # key heads whose blocks are in flight together; or how many sections there are
         blocks: Int32,  # persistent ones
         split: Int32,  # key blocks at the end of the call whose steps are dealt out,
-        each: Int32,  # so many a share; or key blocks of a wave
+        each: Int32,  # so many a share; or waves of a section
         stream: Any,
     ):
         """Count tiles and blocks, find room for the workspaces and launch the three kernels."""

@@ -83,11 +83,11 @@ class BackwardBase(KernelBase):
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
         if self.config.parted:  # a section is one head
             n_block, slice_ = index % n_blocks, index // n_blocks
-        else:
+        elif not self.config.waves:
             n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
         rising = Int32(0)
         if self.config.waves:
-            rising = schedule.rising(index, given.deal[2])
+            n_block, slice_, rising = schedule.in_waves(index, n_blocks, given.slices, given.section, given.deal[2])
         if self.mixed:
             rising = self.choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
             n_block = self.choose(rising == 1, n_blocks - 1 - n_block, n_block)

@@ -131,7 +131,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         left: Int32,
         right: Int32,
         section: Int32,
-        wave: Int32 | None,
+        waves: Int32 | None,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
@@ -213,7 +213,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             n_blocks=pairs,
             slices=k.shape[2] * batches,
             section=section,
-            deal=(None, None, wave, None),
+            deal=(None, None, waves, None),
             left=left,
             right=right,
             rank=rank,

@@ -120,7 +120,7 @@ class BackwardConfig:
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
-    waves: bool = False  # the heads of a group pass a query tile together; tiles fall and rise by turns, wave by wave of blocks
+    waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import backward_config, in_waves, is_short, shared_bytes, workspace_floats
+from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
@@ -46,8 +46,8 @@ def backward(
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
     batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
-    together, wave = _waves(args, dlse is not None)
-    function, variant = _function(args, dlse is not None, wave > 0)
+    together, each = _waves(args, dlse is not None)
+    function, variant = _function(args, dlse is not None, each > 0)
     if not variant.waves and (args.deterministic or right is not None):
         shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
@@ -58,7 +58,7 @@ def backward(
             together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
-    parts = 0, wave * variant.tile_n // variant.span if variant.waves else 1
+    parts = 0, max(each, 1)
     if variant.parted and args.sink is None:
         blocks = batch * heads_kv * -(-k.shape[1] // variant.tile_n)
         parts = schedule.shares(
@@ -74,13 +74,13 @@ def backward(
 
 
 def _waves(args: AttentionArgs, dlse: bool) -> tuple[int, int]:
-    """As ``in_waves``, of a dense call."""
+    """Sections of a dense call, and waves of each; 0: not in waves."""
     q, k, v = args.q, args.k, args.v
     group = q.shape[2] // k.shape[2]
     if group == 1 or args.right is None:
         return 1, 0
     shared = shared_bytes(q.shape[1], group, q.shape[3], v.shape[3])
-    return in_waves(backward_config(*_key(args, dlse)), q.shape[0] * k.shape[2], k.shape[1], shared)
+    return waves(backward_config(*_key(args, dlse)), q.shape[0] * k.shape[2], k.shape[1], shared)
 
 
 def warm(args: AttentionArgs) -> None:
@@ -195,13 +195,13 @@ def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
     )
 
 
-def _function(args: AttentionArgs, dlse: bool, waves: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
-    key = (*_key(args, dlse), waves)
+def _function(args: AttentionArgs, dlse: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
+    key = (*_key(args, dlse), several)
     ready = _ready.get(key)
     if ready is None:
         variant = backward_config(*key)
         capturing = torch.cuda.is_current_stream_capturing()
-        if waves and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+        if several and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
             return _function(args, dlse)  # takes longer, but its module may be here
         if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
