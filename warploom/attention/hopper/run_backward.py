@@ -169,6 +169,8 @@ def is_ready(args: AttentionArgs, dlse: bool) -> bool:
 
 def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
     """What the variant depends on, in the order of ``backward_config``'s parameters."""
+    packed = args.cu_seqlens_q is not None
+    longest = args.max_seqlen_q if packed else args.q.shape[1]
     return (
         DTYPES[args.q.dtype],
         args.q.shape[-1],
@@ -178,9 +180,9 @@ def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
         args.softcap != 0.0,
         dlse,
         args.deterministic,
-        args.cu_seqlens_q is not None,
+        packed,
         args.seqused_k is not None,
-        is_short(args.q.shape[1], args.q.shape[-2] > args.k.shape[-2]),
+        is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2]),
     )
 
 
