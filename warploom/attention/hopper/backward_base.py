@@ -231,14 +231,20 @@ class BackwardBase(KernelBase):
 
     @cute.jit
     def locate(self, cu, tile, size, total):
-        """Number, start and length of the packed sequence that a tile belongs to, and the tile's number in it."""
-        lower, upper = Int32(0), Int32(cu.shape[0] - 2)
-        while lower < upper:
-            middle = (lower + upper + 1) // 2
-            if self.first_tile(cu, middle, size, total) <= tile:
-                lower = middle
-            else:
-                upper = middle - 1
+        """Number, start and length of the packed sequence that a tile belongs to, and the tile's number in it.
+
+        The lanes of a warp look at 32 sequences at a time, evenly spread: of up to 1024 a tile's is found by two loads.
+        """
+        last = Int32(cu.shape[0] - 2)
+        lower, count = Int32(0), last + 1
+        while count > 1:
+            apart = (count + 31) // 32
+            probe = lower + cute.arch.lane_idx() * apart
+            begins = self.first_tile(cu, cutlass.min(probe, last), size, total) <= tile
+            before = cute.arch.popc(cute.arch.vote_ballot_sync(begins and probe < lower + count))
+            found = lower + cutlass.max(before - 1, 0) * apart
+            count = cutlass.min(apart, lower + count - found)
+            lower = found
         start, length = self.bounds(cu, lower, total)
         block = tile - self.first_tile(cu, lower, size, total)
         return lower, start, length, self.choose(block < 0, length // size + 1, block)

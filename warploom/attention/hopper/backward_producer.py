@@ -119,12 +119,14 @@ class Producer(BackwardBase):
     def clear_hidden(self, work, dk, dv):
         """Zeros in a packed sequence's rows of the block that are not keys its queries see."""
         first, past, start = work.hidden, work.hidden + work.seqlen_k, work.k_start - work.hidden
-        end = cutlass.min((work.n_block + 1) * self.tile_n, work.whole)
-        for row in cutlass.range(work.n_block * self.tile_n, end, unroll=1):
-            if row < first or row >= past:
-                for t in (dk, dv):
-                    for i in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
-                        self.store_words(self.element(t, 0, start + row, work.head, i * 8), [Int32(0)] * 4)
+        begin = work.n_block * self.tile_n
+        end = cutlass.min(begin + self.tile_n, work.whole)
+        before, after = cutlass.max(cutlass.min(end, first) - begin, 0), cutlass.max(past, begin)
+        for i in cutlass.range(before + cutlass.max(end - after, 0), unroll=1):
+            row = self.choose(i < before, begin + i, after + i - before)
+            for t in (dk, dv):
+                for at in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
+                    self.store_words(self.element(t, 0, start + row, work.head, at * 8), [Int32(0)] * 4)
 
     # The loader warp
 

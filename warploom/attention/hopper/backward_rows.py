@@ -133,18 +133,15 @@ class RowKernels(BackwardBase):
         self,
         dq: cute.Tensor,
         sums: cute.Tensor,
-        unseen: Int32 | None,
+        unseen: Int32 | tuple[cute.Tensor, Int32, Int32] | None,
         cu_q: cute.Tensor | None,
-        cu_k: cute.Tensor | None,
-        total_k: Int32 | None,
-        right: Int32 | None,
         m_blocks: Int32,
         scale: Float32,
     ):
         """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers.
 
-        Query tiles before the ``unseen``-th have none; of packed sequences, those that ``cu_k`` and ``right`` leave without keys.
-        Nothing else is read, since the row statistics may have stood in ``dq``.
+        Query tiles before the ``unseen``-th have none; of packed sequences it depends on their keys: cu_k, all keys and the right
+        limit. Nothing else is read, since the row statistics may have stood in ``dq``.
         """
         config, tile_m = self.config, self.tile_m
         if const_expr(config.varlen):
@@ -158,9 +155,10 @@ class RowKernels(BackwardBase):
         for i in cutlass.range_constexpr(count):
             four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
             cute.autovec_copy(four, values[None, i])
-        if const_expr(cu_k is not None):
-            unseen = self.unseen_tiles(index % m_blocks, seqlen_q, cu_q, dq.shape[0], cu_k, total_k, right)
-        if const_expr(unseen is not None):  # noqa: SIM102
+        if const_expr(isinstance(unseen, tuple)):
+            if m_block < self.unseen_tiles(index % m_blocks, seqlen_q, cu_q, dq.shape[0], *unseen):
+                values.fill(0.0)
+        elif const_expr(unseen is not None):
             if m_block < unseen:
                 values.fill(0.0)
         if const_expr(self.swapped):
