@@ -56,16 +56,15 @@ class Producer(BackwardBase):
     def hand_out(self, given, turns, dk, dv):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
-        It asks once the loader is done with the block before, which leaves that one's last two steps; of packed sequences,
-        which take longer to find, one block ahead. Blocks of theirs that do not exist, counted generously, are left out.
+        It asks once the loader is done with the block before, which leaves that one's last two steps. Blocks of packed
+        sequences that do not exist, counted generously, are left out.
         """
         shared, varlen = given.shared, const_expr(self.config.varlen)
         counter = turns.iterator + (turns.shape[0] - 1)
         total = given.n_blocks * given.slices
         turn, index = Int32(0), Int32(0)
         while index < total:
-            if const_expr(not varlen):
-                cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+            cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
@@ -74,13 +73,12 @@ class Producer(BackwardBase):
             words = [n_block, work.head, work.batch, *work.bounds, work.rising]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
-                if index < total:
-                    self.clear_hidden(work, dk, dv)
             if n_block * self.tile_n < work.seqlen_k:
-                if const_expr(varlen):
-                    cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
                 self.publish(shared.words, 0, words, shared.block_full)
                 turn += 1
+            if const_expr(varlen):  # noqa: SIM102
+                if index < total:
+                    self.clear_hidden(work, dk, dv)
 
     @cute.jit
     def deal_out(self, given, turns):
