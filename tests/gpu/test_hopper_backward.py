@@ -15,7 +15,7 @@ from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
 from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
-from warploom.attention.hopper import schedule
+from warploom.attention.hopper import plan, run_backward, schedule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -310,6 +310,26 @@ def test_sections_add_in_either_order(heads: tuple[int, int]) -> None:
         # Bits may differ from those of one section: a block sums up its tiles from the other end.
         for ours, theirs in zip(found, whole, strict=True):
             assert ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item() < 3e-3
+
+
+@pytest.mark.parametrize("order", [(1, 1), (3, 2), (4, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(1100, 1100), (700, 1333), (1333, 700)], ids=str)
+@pytest.mark.parametrize("dims", [dims for dims in DIMS if dims[0] >= 128], ids=str)
+def test_waves(
+    dims: tuple[int, int], lengths: tuple[int, int], order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles fall or rise and heads of a group go abreast, whatever the waves: gradients are those of one head after another."""
+    shapes = (lengths[0], 14, dims[0]), (lengths[1], 2, dims[0]), (lengths[1], 2, dims[1])
+    leaves = [torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    monkeypatch.setattr(plan, "SHORT_GROUPED", 0)
+
+    def gradients(chosen: tuple[int, int]) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(run_backward, "waves", lambda *_: chosen)
+        out = attend(*leaves, causal=True, deterministic=False)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach())
+
+    for ours, theirs in zip(gradients(order), gradients((0, 0)), strict=True):
+        assert ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item() < 3e-3
 
 
 def test_compiles_whole() -> None:

@@ -73,6 +73,7 @@ BACKWARD = {
     "head_dim 128, causal, deterministic": backward_config("bfloat16", 128, 128, True, False, deterministic=True),
     "head_dim 64": backward_config("bfloat16", 64, 64, False, False),
     "head_dim 128, causal, short": backward_config("float16", 128, 128, True, False, short=True),
+    "head_dim 128, causal, waves": backward_config("bfloat16", 128, 128, True, False, waves=True),
     "head_dim 256, causal": backward_config("bfloat16", 256, 256, True, False),
     "head_dim 192 and 128, packed, window, deterministic": backward_config(
         "float16", 192, 128, True, True, deterministic=True, varlen=True, used=True
@@ -102,7 +103,7 @@ def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dic
         pytest.skip("nvdisasm is not here")
     listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
-    loops = 3 if variant.left or (variant.deterministic and variant.right) else 2
+    loops = 3 if variant.left or (variant.deterministic and variant.right) or variant.waves else 2
     if variant.pair:
         # dQ, the gradient and S or dP: of dV in each loop, of dK in one; S, dP and a dQ apart.
         steps, first = (variant.tile_n + variant.tile_n + variant.tile_m + variant.head_dim) // 16, 2 * variant.head_dim // 16

@@ -55,10 +55,10 @@ class HopperBackward(RowKernels, Producer, Consumers):
         softcap: Float32,
         left: Int32,
         right: Int32,
-        section: Int32,  # key heads whose blocks are in flight together
+        section: Int32,  # key heads whose blocks are in flight together; or how many sections there are
         blocks: Int32,  # persistent ones
         split: Int32,  # key blocks at the end of the call whose steps are dealt out,
-        each: Int32,  # so many a share
+        each: Int32,  # so many a share; or waves of a section
         stream: Any,
     ):
         """Count tiles and blocks, find room for the workspaces and launch the three kernels."""
@@ -129,6 +129,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(config.parted):
             steps = heads_q // heads_kv * m_blocks
             items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
+        if const_expr(config.waves):
+            deal = (total, Int32(0), each, Int32(1))
         self.kernel(
             tq, tk, tv, tdo, *targets, tma_q, tma_k, tma_v, tma_do, *products,
             layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band, items, *deal,

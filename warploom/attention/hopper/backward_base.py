@@ -41,7 +41,7 @@ class BackwardBase(KernelBase):
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.span = config.tile_n * (2 if config.pair else 1)  # keys of blocks that walk the same query tiles
+        self.span = config.span
         self.stages, self.dout_stages = config.stages, config.dout_stages
         self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.
@@ -50,6 +50,8 @@ class BackwardBase(KernelBase):
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
         self.mixed = config.deterministic and config.right  # sections but the last begin with the last key block
+        self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
+        self.both_ways = self.mixed or config.waves  # tiles rise or fall
         self.slots = 2  # tiles of dS
         # Warpgroups issue S and dP one after the other, and dP begins at minus its rows' means. Measured: +2 to 5 % at 96 and
         # 128, to -6 % at 64. A softcap leaves no registers for the latter.
@@ -84,9 +86,11 @@ class BackwardBase(KernelBase):
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
         if self.config.parted:  # a section is one head
             n_block, slice_ = index % n_blocks, index // n_blocks
-        else:
+        elif not self.config.waves:
             n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
         rising = Int32(0)
+        if self.config.waves:
+            n_block, slice_, rising = schedule.in_waves(index, n_blocks, given.slices, given.section, given.deal[2])
         if self.mixed:
             rising = self.choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
             n_block = self.choose(rising == 1, n_blocks - 1 - n_block, n_block)

@@ -94,9 +94,9 @@ class Consumers(BackwardBase):
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
-        if const_expr(self.config.deterministic):
+        if const_expr(self.abreast):
             lengths = [(upper - lower, masked) for lower, upper, masked in reversed(parts)]
-            if const_expr(self.mixed):
+            if const_expr(self.both_ways):
                 begins, ends = whole_first - first, end - whole_end
                 rising = work.rising == 1
                 lengths = [
@@ -105,7 +105,7 @@ class Consumers(BackwardBase):
                     (self.choose(rising, ends, begins), True),
                 ]
             m, onward, member = end - 1, Int32(-1), Int32(0)
-            if const_expr(self.mixed):
+            if const_expr(self.both_ways):
                 m, onward = self.choose(rising, first, m), self.choose(rising, 1, -1)
             for length, masked in lengths:
                 for _ in cutlass.range(length * work.group_size, unroll=1):

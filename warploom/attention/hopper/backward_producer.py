@@ -37,9 +37,11 @@ class Producer(BackwardBase):
         the start, by more than a turn takes. But its longest block starts last, so the call's last section does not.
         """
         first, _, _, end = work.bounds
-        if const_expr(self.config.deterministic):
+        if const_expr(self.abreast):
             i = j // work.group_size
             member = j - i * work.group_size
+            if const_expr(self.config.waves):  # blocks that come to a tile together begin with other heads
+                member = (member + work.n_block // (self.span // self.tile_n)) % work.group_size
             m = self.choose(work.rising == 1, first + i, end - 1 - i)
         elif const_expr(self.config.parted):
             member = (first + j) // work.m_blocks

@@ -120,6 +120,7 @@ class BackwardConfig:
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
+    waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
     def name(self) -> str:
@@ -128,7 +129,7 @@ class BackwardConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
-        parts += [feature for feature in ("claims", "persistent", "pair") if getattr(self, feature)]
+        parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -169,6 +170,11 @@ class BackwardConfig:
     def roles(self) -> bool:
         """Whether one warpgroup keeps the block's dV and the other its dK, and both compute S and dP."""
         return self.tile_n < 128 and not self.pair
+
+    @property
+    def span(self) -> int:
+        """Keys of the blocks that walk the same query tiles."""
+        return self.tile_n * (2 if self.pair else 1)
 
     @property
     def parted(self) -> bool:

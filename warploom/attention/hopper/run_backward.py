@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.attention.hopper.plan import backward_config, is_short, workspace_floats
+from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
@@ -47,24 +47,24 @@ def backward(
             gradients = (dq, *keys)
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
-    function, variant = _function(args, dlse is not None)
-    batch, heads = q.shape[0], q.shape[2]
-    together = 1
-    if args.deterministic or right is not None:
-        shared = seqlen_q * (heads // k.shape[2]) * 4 * (q.shape[3] + v.shape[3])
+    batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
+    together, each = _waves(args, dlse is not None)
+    function, variant = _function(args, dlse is not None, each > 0)
+    if not variant.waves and (args.deterministic or right is not None):
+        shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
             # A section is one wave: blocks that claim tiles wait less, and of pairs 515 TFLOP/s (4096 keys) were 493 in two.
             shared = max(shared, schedule.L2_BYTES)
-        together = schedule.section(batch * k.shape[2], -(-k.shape[1] // variant.tile_n), shared)
+        together = schedule.section(batch * heads_kv, -(-k.shape[1] // variant.tile_n), shared)
         if variant.claims:
             together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
-    parts = 0, 1
+    parts = 0, max(each, 1)
     if variant.parted and args.sink is None:
-        blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
+        blocks = batch * heads_kv * -(-k.shape[1] // variant.tile_n)
         parts = schedule.shares(
-            blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
+            blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
         )
     inputs = (q, k, v, out, dout, lse, dlse)
     workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
@@ -75,12 +75,22 @@ def backward(
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
 
 
+def _waves(args: AttentionArgs, dlse: bool) -> tuple[int, int]:
+    """Sections of a dense call, and waves of each; 0: not in waves."""
+    q, k, v = args.q, args.k, args.v
+    group = q.shape[2] // k.shape[2]
+    if group == 1 or args.right is None:
+        return 1, 0
+    shared = shared_bytes(q.shape[1], group, q.shape[3], v.shape[3])
+    return waves(backward_config(*_key(args, dlse)), q.shape[0] * k.shape[2], k.shape[1], shared)
+
+
 def warm(args: AttentionArgs) -> None:
     """Load or build the module of a call's backward pass, and launch it on one token."""
     packed = args.cu_seqlens_q is not None
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
-    function, variant = _function(args, False)
+    function, variant = _function(args, False, not packed and _waves(args, False)[1] > 0)
     starts: tuple[Tensor | None, ...] = (None, None, None)
     if args.cu_seqlens_q is not None:
         ends = args.cu_seqlens_q.new_tensor([0, 1])
@@ -167,7 +177,8 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
 
 def is_ready(args: AttentionArgs, dlse: bool) -> bool:
     """Whether such a call has run before."""
-    return _key(args, dlse) in _ready
+    key = _key(args, dlse)
+    return (*key, False) in _ready or (*key, True) in _ready
 
 
 def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
@@ -189,12 +200,15 @@ def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
     )
 
 
-def _function(args: AttentionArgs, dlse: bool) -> tuple[Callable[..., None], BackwardConfig]:
-    key = _key(args, dlse)
+def _function(args: AttentionArgs, dlse: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
+    key = (*_key(args, dlse), several)
     ready = _ready.get(key)
     if ready is None:
         variant = backward_config(*key)
-        if modules.loaded(variant.spec) is None and torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        if several and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+            return _function(args, dlse)  # takes longer, but its module may be here
+        if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
         ready = _ready[key] = modules.load(variant.spec), variant
     return ready

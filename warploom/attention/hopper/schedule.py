@@ -145,6 +145,22 @@ def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -
     return n_block, at * section + inside - n_block * width
 
 
+def in_waves(index: Any, n_blocks: Any, heads: Any, sections: Any, waves: Any) -> tuple[Any, Any, Any]:
+    """(n_block, head, rising) of a causal backward block: so many ``sections`` of heads, as even as may be, one after another,
+    inside of which key blocks come in order, each for all heads, in so many ``waves``.
+
+    rising: 1 if it walks its query tiles from the diagonal on, 0 if from the last one back. The blocks of a wave, the longest
+    first, begin together, and are at one tile at a time if they begin with the last one. Those of the next wave begin when
+    these end, the longest after the shortest: they end together, and are at one tile if they end with it.
+    """
+    at = index // n_blocks * sections // heads
+    first = (at * heads + sections - 1) // sections
+    width = ((at + 1) * heads + sections - 1) // sections - first
+    inside = index - first * n_blocks
+    n_block = inside // width
+    return n_block, first + inside - n_block * width, (at * waves + inside * waves // (width * n_blocks)) % 2
+
+
 BLOCKS_IN_FLIGHT = 120  # about the processors of a device
 L2_BYTES = 32 << 20  # of the cache, for what the blocks of a section share
 
@@ -160,6 +176,25 @@ def section(heads: int, n_blocks: int, shared: int) -> int:
     while heads % (2 * width) == 0 and 2 * width * shared <= L2_BYTES:
         width *= 2
     return width
+
+
+WAVE = range(112, 161)  # blocks that are about what processors do at a time
+MOST_WAVES = 6
+
+
+@lru_cache(maxsize=1024)
+def waves(heads: int, n_blocks: int) -> tuple[int, int]:
+    """Sections of ``in_waves``, and waves of each, the fewest whose blocks are those of ``WAVE``. (0, 0): none are."""
+    for count in range(1, MOST_WAVES + 1):
+        found = []
+        for width in range(1, min(heads, WAVE[-1] * count // n_blocks) + 1):
+            for sections in (heads // width, -(-heads // width)):
+                least, most = heads // sections * n_blocks // count, -(-heads // sections) * n_blocks // count
+                if least in WAVE and most in WAVE and (heads + 1) * (sections + 1) < 2**31:
+                    found.append((abs(heads * n_blocks // (sections * count) - 128), sections))
+        if found:
+            return min(found)[1], count
+    return 0, 0
 
 
 PIECES = 3  # of blocks in a share at the most: it has fewer than two blocks' steps
