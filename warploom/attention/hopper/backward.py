@@ -90,7 +90,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
             (scale, softcap, left, right, section), heads_q, (blocks, split, each), stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
-        unseen = cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if const_expr(self.config.claims) else None
+        unseen = None
+        if const_expr(self.config.claims):
+            unseen = (cu_k, k.shape[0], right) if varlen else cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m
         self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip

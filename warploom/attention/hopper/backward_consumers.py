@@ -330,9 +330,8 @@ class Consumers(BackwardBase):
         mean = None
         if const_expr(not config.softcap and not self.fold):
             mean = self.statistics(r, stage, 1)
-        if const_expr(self.fold):
-            for i in cutlass.range_constexpr(cute.size(r.acc_s) // 4):
-                hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
+        for i in cutlass.range_constexpr(self.held):
+            hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)

@@ -58,16 +58,15 @@ class Producer(BackwardBase):
     def hand_out(self, given, turns, dk, dv):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
-        It asks once the loader is done with the block before, which leaves that one's last two steps; of packed sequences,
-        which take longer to find, one block ahead. Blocks of theirs that do not exist, counted generously, are left out.
+        It asks once the loader is done with the block before, which leaves that one's last two steps. Blocks of packed
+        sequences that do not exist, counted generously, are left out.
         """
         shared, varlen = given.shared, const_expr(self.config.varlen)
         counter = turns.iterator + (turns.shape[0] - 1)
         total = given.n_blocks * given.slices
         turn, index = Int32(0), Int32(0)
         while index < total:
-            if const_expr(not varlen):
-                cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
+            cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
@@ -76,13 +75,12 @@ class Producer(BackwardBase):
             words = [n_block, work.head, work.batch, *work.bounds, work.rising]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
-                if index < total:
-                    self.clear_hidden(work, dk, dv)
             if n_block * self.tile_n < work.seqlen_k:
-                if const_expr(varlen):
-                    cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
                 self.publish(shared.words, 0, words, shared.block_full)
                 turn += 1
+            if const_expr(varlen):  # noqa: SIM102
+                if index < total:
+                    self.clear_hidden(work, dk, dv)
 
     @cute.jit
     def deal_out(self, given, turns):
@@ -121,12 +119,14 @@ class Producer(BackwardBase):
     def clear_hidden(self, work, dk, dv):
         """Zeros in a packed sequence's rows of the block that are not keys its queries see."""
         first, past, start = work.hidden, work.hidden + work.seqlen_k, work.k_start - work.hidden
-        end = cutlass.min((work.n_block + 1) * self.tile_n, work.whole)
-        for row in cutlass.range(work.n_block * self.tile_n, end, unroll=1):
-            if row < first or row >= past:
-                for t in (dk, dv):
-                    for i in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
-                        self.store_words(self.element(t, 0, start + row, work.head, i * 8), [Int32(0)] * 4)
+        begin = work.n_block * self.tile_n
+        end = cutlass.min(begin + self.tile_n, work.whole)
+        before, after = cutlass.max(cutlass.min(end, first) - begin, 0), cutlass.max(past, begin)
+        for i in cutlass.range(before + cutlass.max(end - after, 0), unroll=1):
+            row = self.choose(i < before, begin + i, after + i - before)
+            for t in (dk, dv):
+                for at in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
+                    self.store_words(self.element(t, 0, start + row, work.head, at * 8), [Int32(0)] * 4)
 
     # The loader warp
 

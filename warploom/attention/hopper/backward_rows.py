@@ -113,6 +113,15 @@ class RowKernels(BackwardBase):
         heads = rows.shape[2]
         return slice_ // heads, slice_ % heads, Int32(0), rows.shape[1], m_block
 
+    @cute.jit
+    def unseen_tiles(self, tile, seqlen_q, cu_q, total_q, keys):
+        """Query tiles before the first that a key sees, or all, of the packed sequence that a tile belongs to."""
+        cu_k, total_k, right = keys
+        sequence, _, _, _ = self.locate(cu_q, tile, self.tile_m, total_q)
+        _, seqlen_k = self.bounds(cu_k, sequence, total_k)
+        first = cutlass.max(seqlen_q - seqlen_k - right, 0) // self.tile_m
+        return self.choose(cutlass.min(seqlen_k, seqlen_k + right) > 0, first, seqlen_q // self.tile_m + 1)
+
     def eight(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
         """Eight elements of a row in registers, by one load."""
         source = cute.make_tensor(self.element(t, batch, row, head, column), cute.make_layout(8))
@@ -125,14 +134,15 @@ class RowKernels(BackwardBase):
         self,
         dq: cute.Tensor,
         sums: cute.Tensor,
-        unseen: Int32 | None,
+        unseen: Int32 | tuple[cute.Tensor, Int32, Int32] | None,
         cu_q: cute.Tensor | None,
         m_blocks: Int32,
         scale: Float32,
     ):
         """Scale, round and store dQ of a query tile: threads read what they, as consumers, had in registers.
 
-        Query tiles before the ``unseen``-th have none. Nothing else is read, since the row statistics may have stood in ``dq``.
+        Query tiles before the ``unseen``-th have none; of packed sequences that follows from cu_k, the number of all keys and
+        the right limit. Nothing else is read, since the row statistics may have stood in ``dq``.
         """
         config, tile_m = self.config, self.tile_m
         if const_expr(config.varlen):
@@ -146,6 +156,8 @@ class RowKernels(BackwardBase):
         for i in cutlass.range_constexpr(count):
             four = cute.make_tensor((source + i * 4 * WARPGROUP).align(16), cute.make_layout(4))
             cute.autovec_copy(four, values[None, i])
+        if const_expr(isinstance(unseen, tuple)):
+            unseen = self.unseen_tiles(index % m_blocks, seqlen_q, cu_q, dq.shape[0], unseen)
         if const_expr(unseen is not None):  # noqa: SIM102
             if m_block < unseen:
                 values.fill(0.0)

@@ -211,7 +211,7 @@ def backward_config(
         *features,
         tile_n,
         dout_stages=dout_stages,
-        claims=short and right and not left and (tile_n == 128 or dims in PAIRS) and not deterministic and not varlen,
+        claims=short and right and not (left or deterministic or used) and (tile_n == 128 or (dims in PAIRS and not varlen)),
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
         persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
@@ -286,7 +286,13 @@ def backward_set() -> list[BackwardConfig]:
 
     Others are compiled when first called for.
     """
-    extras: tuple[dict[str, bool], ...] = ({}, {"short": True}, {"deterministic": True}, {"varlen": True})
+    extras: tuple[dict[str, bool], ...] = (
+        {},
+        {"short": True},
+        {"deterministic": True},
+        {"varlen": True},
+        {"varlen": True, "short": True},
+    )
     found = {
         backward_config(dtype, *dims, *band, **extra): None
         for extra, dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
