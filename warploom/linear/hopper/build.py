@@ -18,7 +18,8 @@ from warploom.linear.hopper.walk import Walk
 def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
     """Write ``library``, which exports ``name``; returns registers, stack and shared bytes."""
     variant = WalkConfig(**config)
-    tensors = [_view(DTYPES[variant.dtype], 3) for _ in range(4)]
+    tensors = [_view(DTYPES[variant.dtype], 3) for _ in range(3)]
+    tensors.append(_view(Float32 if variant.wide else DTYPES[variant.dtype], 3))
     weights = None
     if variant.weighted:
         sizes = tuple(cute.sym_int() for _ in range(3))

@@ -19,20 +19,27 @@ SOURCES = (*_SHARED, *(f"{_HERE}/{file}.py" for file in ("build", "config", "wal
 class WalkConfig:
     """What is fixed when a walk is compiled; lengths, strides and the scale are not.
 
-    ``head_dim`` is of a and b, ``head_dim_v`` of c and out, both of the tile: smaller ones run in the same module by TMA bounds.
+    ``head_dim`` is of a and b, ``head_dim_v`` of c and out, both of the tile: smaller ones run in the same module by TMA
+    bounds.
     """
 
-    dtype: str  # "float16" or "bfloat16"
+    dtype: str  # "bfloat16"
     head_dim: int  # 192 or 256
     head_dim_v: int  # a multiple of 64
     reverse: bool = False  # out of a token sums over itself and later ones
     weighted: bool = False  # each token's c counts as often as its weight says
+    wide: bool = False  # out is fp32
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
     cluster: int = 4  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
     slices: int = 4  # of 16 head dims of the state, rounded together
-    values: str = "shared"
+    values: str = ""
     probe: str = ""
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether c comes to its products through registers."""
+        return self.weighted or self.values == "r"
 
     @property
     def blocks(self) -> int:
@@ -42,8 +49,8 @@ class WalkConfig:
     @property
     def name(self) -> str:
         """File name and symbol."""
-        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}", f"k{self.slices}{self.values[0]}{self.probe}"]
-        parts += [feature for feature in ("reverse", "weighted") if getattr(self, feature)]
+        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}", f"k{self.slices}{self.values}{self.probe}"]
+        parts += [feature for feature in ("reverse", "weighted", "wide") if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 
     @cached_property

@@ -48,12 +48,14 @@ class Walk(Producer, Consumers):
         tma_a, a = cpasync.make_tiled_tma_atom(shared_op, a, one, tile)
         tma_b, b = cpasync.make_tiled_tma_atom(shared_op, b, one, tile)
         tma_c, c = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), c, one, tile)
-        tma_out, out = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, one, tile)
+        tma_out = None
+        if const_expr(not config.wide):
+            tma_out, out = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, one, tile)
         smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, config.chunk, 16), smem, by_k, by_k)
         inter = self.mma((64, config.chunk, 16), rmem, by_k, by_k)
-        source, major = (smem, by_mn) if const_expr(config.values == "shared") else (rmem, by_k)
+        source, major = (rmem, by_k) if const_expr(config.in_registers) else (smem, by_mn)
         intra = self.mma((64, config.chunk, 16), source, major, by_k)
         update = self.mma((64, config.head_dim, 16), source, major, by_mn)
         blocks = config.head_dim_v // COLUMNS
@@ -87,7 +89,7 @@ class Walk(Producer, Consumers):
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
         tma_c: cute.CopyAtom,
-        tma_out: cute.CopyAtom,
+        tma_out: cute.CopyAtom | None,
         mma_scores: cute.TiledMma,
         mma_inter: cute.TiledMma,
         mma_intra: cute.TiledMma,
@@ -102,7 +104,7 @@ class Walk(Producer, Consumers):
         stages = config.stages
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
-            for atom in (tma_a, tma_b, tma_c, tma_out):
+            for atom in (tma_a, tma_b, tma_c, *(() if const_expr(config.wide) else (tma_out,))):
                 cpasync.prefetch_descriptor(atom)
 
         @cute.struct
