@@ -7,11 +7,12 @@ from functools import cached_property
 
 from warploom.runtime.modules import ModuleSpec
 
-COLUMNS = 64  # of c and out that a block owns
+COLUMNS = 64  # of c and out that a block owns, and of a TMA box
+C_STAGES = 2  # of the ring of c
 _HERE = "linear/hopper"
-_SHARED = (*(f"attention/hopper/{file}.py" for file in ("base", "primitives")), "runtime/instructions.py")
+_SHARED = (*(f"attention/hopper/{file}.py" for file in ("base", "build", "primitives")), "runtime/instructions.py")
 # What the compiled code is made from.
-SOURCES = (*_SHARED, *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk")))
+SOURCES = (*_SHARED, *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")))
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,16 @@ class WalkConfig:
     weighted: bool = False  # each token's c counts as often as its weight says
     wide: bool = False  # out is fp32
     chunk: int = 64  # tokens of a step
-    stages: int = 2  # of the rings of a and b
-    cluster: int = 4  # blocks that share what they load of a and b; a divisor of ``blocks``
+    stages: int = 3  # of the rings of a and b
+    cluster: int = 4  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
+    slices: int = 4  # of 16 head dims of the state, rounded together
+    values: str = ""
+    probe: str = ""
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether c comes to its products through registers."""
+        return self.weighted or self.values == "r"
 
     @property
     def blocks(self) -> int:
@@ -40,7 +49,7 @@ class WalkConfig:
     @property
     def name(self) -> str:
         """File name and symbol."""
-        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}"]
+        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}", f"k{self.slices}{self.values}{self.probe}"]
         parts += [feature for feature in ("reverse", "weighted", "wide") if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 
@@ -52,6 +61,6 @@ class WalkConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the rings of a and b and of c, of two tiles of scores, and of out on its way."""
-        inputs = self.stages * self.chunk * (2 * self.head_dim + COLUMNS)
-        return 2 * (inputs + 2 * self.chunk * self.chunk + (2 if self.wide else 1) * self.chunk * COLUMNS)
+        """Shared memory of the rings of a and b and of c, of a tile of scores, and of out on its way."""
+        inputs = self.chunk * (2 * self.stages * self.head_dim + C_STAGES * COLUMNS)
+        return 2 * (inputs + self.chunk * (self.chunk + COLUMNS))
