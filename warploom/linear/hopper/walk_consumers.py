@@ -72,9 +72,7 @@ class Consumers(WalkBase):
         inter, intra, update = (m.get_slice(0) for m in products)
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane, warp = own % 32, own // 32
-        c_turned, b_turned = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (shared.c, shared.b)
-        )
+        c_turned, b_turned = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (shared.c, shared.b))
         queries = mma_inter.make_fragment_B(inter.partition_B(shared.a))
         if const_expr(config.in_registers):
             values = mma_intra.make_fragment_A(intra.partition_shape_A((COLUMNS, config.chunk)))
@@ -117,13 +115,15 @@ class Consumers(WalkBase):
             warpgroup.commit_group()
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             if const_expr(config.probe != "noupdate"):
-              self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
+                self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
             self.release_all(shared.a_empty + stage)
             if const_expr(config.wide):
-                self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, given.block * COLUMNS + warp * 16 + lane // 4, scale)
+                self.store_wide(
+                    acc, rows, n * config.chunk + lane % 4 * 2, given.block * COLUMNS + warp * 16 + lane // 4, scale
+                )
             elif const_expr(config.probe != "nostore"):
                 self.store(acc, target, out_ring, warp, n, scale)
             warpgroup.wait_group(0)
