@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too narrow a head": ({"v": (4, 16, 8, 56)}, r"takes M \(the values' dim\) from 64 to 256 in steps of 8, not 56"),
     "odd": ({"q": (4, 16, 8, 250), "k": (4, 16, 8, 250)}, r"takes E \(the keys' dim\) .* not 250"),
     "bidirectional": ({"causal": False}, "is causal only"),
-    "a map": ({"map_q": "elu+1"}, r"takes mapped queries and keys \(feature_map='identity'\), not 'elu\+1' and 'identity'"),
+    "a map alone": ({"map_q": "elu+1"}, r"takes maps with a denominator only \(normalize=True\), not 'elu\+1' and 'identity'"),
     "a state": ({"s": torch.zeros(1), "z": torch.zeros(1)}, "takes no initial state"),
     "lengths": ({"lengths": torch.zeros(4, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "packed": ({"cu_seqlens": torch.zeros(2, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
@@ -66,11 +66,11 @@ def test_what_it_refuses_in_words(name: str, machine: None) -> None:
         dispatch.choose(call(**changes), "hopper", "linear")
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"normalize": True}, {"normalize": True, "map_q": "elu+1", "map_k": "relu"}], ids=str)
 @pytest.mark.parametrize("dims", [(256, 256), (136, 136), (64, 200), (256, 128)])
-def test_what_it_takes(dims: tuple[int, int], normalize: bool, machine: None) -> None:
+def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: None) -> None:
     e, m = dims
-    found = call(q=(4, 16384, 20, e), k=(4, 16384, 20, e), v=(4, 16384, 20, m), normalize=normalize)
+    found = call(q=(4, 16384, 20, e), k=(4, 16384, 20, e), v=(4, 16384, 20, m), **changes)
     assert dispatch.choose(found, None, "linear") == "hopper"
 
 
@@ -127,16 +127,22 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
     assert len(set(names)) == len(names) < 30
-    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s2_c3"
+    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s3_c3_k4"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
         assert WalkConfig(**asdict(variant)) == variant and dict(variant.spec.config) == asdict(variant)
         assert variant.blocks % variant.cluster == 0 and variant.shared_bytes <= 227 * 1024
-    assert config(256, True, True).name.endswith("_reverse_weighted")
+    assert config(256, True, True, False).name.endswith("_reverse_weighted")
 
 
 def test_named_set_has_every_variant_of_a_call() -> None:
     for dims in ((136, 64), (192, 192), (200, 64), (64, 256)):
         for normalize in (False, True):
             assert set(configs(width(*dims), normalize)) <= set(named_set())
+
+
+def test_sources_are_there() -> None:
+    package = Path(modules.__file__).parents[1]
+    for source in config(256, False, False).spec.sources:
+        assert (package / source).is_file(), source

@@ -1,4 +1,7 @@
-"""What the host does before a launch, with a walk in Python in the kernel's place: operands, views, weights, what goes on."""
+"""What the host does before a launch, with a walk in Python in the kernel's place: operands, views, weights, what goes on.
+
+The passes over rows around it are in Python too; `tests/linear/interpreted/test_rows.py` has Triton's.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from tests.linear.triton_cases import Case
 from tests.linear.triton_model import Results, results
 from warploom.linear import hopper
+from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import run
 from warploom.linear.problem import LinearCall
 from warploom.runtime import modules
@@ -30,11 +34,11 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
 
     def call(a: Tensor, b: Tensor, c: Tensor, out: Tensor, weights: Tensor | None, scale: float) -> None:
         for t in (a, b, c, out):
-            assert t.dtype == torch.bfloat16 and t.stride(-1) == 1 and not t.data_ptr() % 16
-            assert all(s % 8 == 0 for s in t.stride()[:-1])
+            assert t is out or t.dtype == torch.bfloat16
+            readable(t)
         assert a.shape == b.shape and c.shape == out.shape and a.shape[:3] == c.shape[:3]
         assert a.shape[3] <= variant["head_dim"] and c.shape[3] <= variant["head_dim_v"]
-        assert (weights is not None) == variant["weighted"]
+        assert (weights is not None) == variant["weighted"] and (out.dtype == torch.float32) == variant["wide"]
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
         scores = scores.triu() if variant["reverse"] else scores.tril()
         if weights is not None:
@@ -45,8 +49,47 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
     return call
 
 
+def mapped(x: Tensor, name: str) -> Tensor:
+    readable(x)
+    return x if name == "identity" else NAMED[name](x.float()).to(x.dtype)
+
+
+def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    found = mapped(x, name)
+    return found, found.double().cumsum(1)  # what is made of them is rows.py's own
+
+
+def divide(q: Tensor, k: Tensor, sums: Tensor, out: Tensor, scale: float, eps: float) -> Tensor:
+    norm = scale * (q.double() * sums).sum(-1).transpose(1, 2) + eps
+    out.div_(norm.transpose(1, 2)[..., None])
+    return norm.float()
+
+
+def slope(t: Tensor, name: str) -> Tensor:
+    return {"identity": torch.ones_like(t), "elu+1": t.clamp_max(1.0), "relu": (t > 0).to(t.dtype)}[name]
+
+
+def queries_gradient(
+    q: Tensor, k: Tensor, sums: Tensor, x: Tensor, norm: Tensor, scale: float, name: str
+) -> tuple[Tensor, Tensor]:
+    weight = 1 / norm.double().transpose(1, 2)[..., None]
+    delta = scale * weight**2 * (q * x.double()).sum(-1, keepdim=True)
+    return ((weight * x - delta * sums) * slope(q, name)).to(q.dtype), delta[..., 0].transpose(1, 2)
+
+
+def keys_gradient(q: Tensor, k: Tensor, delta: Tensor, dk: Tensor, name: str) -> None:
+    later = (q * delta.transpose(1, 2)[..., None]).flip(1).cumsum(1).flip(1)
+    dk.copy_((dk - later) * slope(k, name))
+
+
+def readable(t: Tensor) -> None:
+    assert t.stride(-1) == 1 and not t.data_ptr() % 16 and all(s % 8 == 0 for s in t.stride()[:-1])
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (mapped, mapped_and_sums, divide, queries_gradient, keys_gradient):
+        monkeypatch.setattr(run, function.__name__, function)
     monkeypatch.setattr(modules, "loaded", lambda spec: None)
     monkeypatch.setattr(modules, "load", walk)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -54,7 +97,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
     out, norm, *states = hopper.forward(call, False)
-    assert states == [None, None]
+    assert states == [None, None] and (norm is None) == (not call.normalize)
     dq, dk, dv, *states = hopper.backward(call, dout, norm, None, None)
     assert states == [None, None]
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
@@ -73,35 +116,32 @@ def test_plain(dims: tuple[int, int]) -> None:
     assert_near(computed(call, dout), results(call, dout, None, None, exact=True))
 
 
+MAPS = [("identity", "identity"), ("elu+1", "elu+1"), ("relu", "elu+1"), ("elu+1", "identity")]
+
+
+@pytest.mark.parametrize("maps", MAPS, ids=str)
+@pytest.mark.parametrize("dims", [(200, 136), (64, 256)])
+def test_denominators(dims: tuple[int, int], maps: tuple[str, str]) -> None:
+    options = {**PLAIN, "normalize": True, "scale": 0.3, "map_q": maps[0], "map_k": maps[1]}
+    call, dout, *_ = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], **options).call()
+    if maps[1] == "identity":
+        call = replace(call, k=call.k.abs())
+    want = results(call, dout, None, None, exact=True)
+    assert_near(computed(call, dout), want)
+    torch.testing.assert_close(hopper.forward(call, False)[1], want.norm.float(), rtol=1e-2, atol=1e-2)
+
+
 class Beside:
-    """The next implementation, exactly."""
+    """The next implementation."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, ...]:
+    def forward(self, call: LinearCall, return_state: bool) -> None:
         self.asked.append(f"forward {return_state}")
-        found = results(call, torch.zeros_like(call.v), None, None, exact=True)
-        return found.out.to(call.v.dtype), found.norm.float(), found.s, found.z
 
     def backward(self, call: LinearCall, dout: Tensor, norm: Tensor, *states: Tensor | None) -> None:
         self.asked.append(f"backward {[t is not None for t in states]}")
-
-    def backward_without_dv(self, call: LinearCall, dout: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        self.asked.append("without dv")
-        found = results(call, dout, None, None, exact=True)
-        return found.dq.to(dout.dtype), found.dk.to(dout.dtype)
-
-
-def test_denominators(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = Beside()
-    monkeypatch.setattr(hopper, "_beside", lambda call: beside)
-    options = {**PLAIN, "normalize": True, "scale": 0.3}
-    call, dout, *_ = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=3, e=200, m=136, **options).call()
-    out, norm, *_ = hopper.forward(call, False)
-    dq, dk, dv, *_ = hopper.backward(call, dout, norm, None, None)
-    assert beside.asked == ["forward False", "without dv"]
-    assert_near({"out": out, "dq": dq, "dk": dk, "dv": dv}, results(call, dout, None, None, exact=True))
 
 
 def test_states_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +183,7 @@ def test_a_loaded_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(modules, "loaded", walk)
     call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
-    out = run.forward(call)
+    out, _ = run.forward(call)
     assert torch.isfinite(out).all()
 
 

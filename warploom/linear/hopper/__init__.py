@@ -2,7 +2,7 @@
 
 One kernel, the walk, sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients are such sums. A block walks a
 sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by `warploom build`, or once at
-first use. What has no walk (a state asked for, the denominators and their gradients) goes to the next implementation.
+first use. Maps and denominators are passes over rows in Triton. A state that is asked for goes to the next implementation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def available() -> str | None:
 def _examine() -> str | None:
     """Why this machine cannot run it."""
     if find_spec("triton") is None:
-        return "takes turns with Triton's kernels, and the triton package is not installed (pip install 'warploom[triton]')"
+        return "its passes over rows are Triton's, and the triton package is not installed (pip install 'warploom[triton]')"
     return modules.cannot_run()
 
 
@@ -50,8 +50,8 @@ def supports(call: LinearCall) -> str | None:
         return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
     if not call.causal:
         return "is causal only"
-    if call.map_q != "identity" or call.map_k != "identity":
-        return f"takes mapped queries and keys (feature_map='identity'), not {call.map_q!r} and {call.map_k!r}"
+    if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
+        return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
     if call.s is not None:
         return "takes no initial state"
     if call.lengths is not None or call.cu_seqlens is not None:
@@ -100,11 +100,11 @@ for _function in (_examine, _module_refusal, _processors):
 
 def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Out, norm, s and z; see `warploom.linear.problem`."""
-    if call.normalize or return_state:
+    if return_state:
         return _beside(call).forward(call, return_state)  # type: ignore[no-any-return]
     from warploom.linear.hopper.run import forward as run
 
-    return run(call), None, None, None
+    return *run(call), None, None
 
 
 def backward(
@@ -113,16 +113,14 @@ def backward(
     """dq, dk and dv; no state came in, so none has a gradient."""
     if ds is not None or dz is not None:
         return _beside(call).backward(call, dout, norm, ds, dz)  # type: ignore[no-any-return]
-    from warploom.linear.hopper import run
+    from warploom.linear.hopper.run import backward as run
 
-    if norm is None:
-        return *run.backward(call, dout), None, None
-    dq, dk = _beside(call).backward_without_dv(call, dout, norm)
-    return dq, dk, run.values_gradient(call, dout, norm), None, None
+    return *run(call, dout, norm), None, None
 
 
 def _beside(call: LinearCall) -> Any:
-    """Triton's kernels, which take all that this takes."""
+    """The next implementation that takes the call."""
     found = dispatch.following(NAME, call, "linear")
-    assert found is not None and found.name == "triton"
+    if found is None:
+        raise NotImplementedError("no other implementation takes this call")
     return found.module

@@ -20,9 +20,9 @@ def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     variant = WalkConfig(**config)
     tensors = [_view(DTYPES[variant.dtype], 3) for _ in range(3)]
     tensors.append(_view(Float32 if variant.wide else DTYPES[variant.dtype], 3))
-    weights = None
-    if variant.weighted:
-        sizes = tuple(cute.sym_int() for _ in range(3))
-        weights = make_fake_tensor(Float32, sizes, stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-    arguments = [*tensors, weights, Float32(1.0), make_fake_stream(use_tvm_ffi_env_stream=True)]
+    for present in (variant.weighted, variant.biased):
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        rows = make_fake_tensor(Float32, tuple(cute.sym_int() for _ in range(3)), stride=strides, assumed_align=4)
+        tensors.append(rows if present else None)
+    arguments = [*tensors, Float32(1.0), make_fake_stream(use_tvm_ffi_env_stream=True)]
     return {**_compile(Walk(variant), arguments, name, library), "shared": variant.shared_bytes}

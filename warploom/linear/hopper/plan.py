@@ -30,19 +30,18 @@ def blocks(head_dim: int, head_dim_v: int) -> int:
 
 
 @cache
-def config(width: int, reverse: bool, weighted: bool) -> WalkConfig:
+def config(width: int, reverse: bool, weighted: bool, wide: bool) -> WalkConfig:
     """The variant of a tile: all blocks of a head share what they load."""
-    return WalkConfig("bfloat16", width, width, reverse, weighted, cluster=width // COLUMNS)
+    return WalkConfig("bfloat16", width, width, reverse, weighted, wide, cluster=width // COLUMNS)
 
 
 @cache
 def configs(width: int, normalize: bool) -> tuple[WalkConfig, ...]:
     """All that a call may need, forward and backward."""
-    if normalize:
-        return (config(width, True, True),)
-    return config(width, False, False), config(width, True, False)
+    forward, plain = config(width, False, False, False), config(width, True, False, False)
+    return (forward, config(width, True, True, False), config(width, False, False, True)) if normalize else (forward, plain)
 
 
 def named_set() -> list[WalkConfig]:
     """The variants that `warploom build` prepares: all there are."""
-    return [variant for width, normalize in product(WIDTHS, (False, True)) for variant in configs(width, normalize)]
+    return list(dict.fromkeys(v for width, normalize in product(WIDTHS, (False, True)) for v in configs(width, normalize)))

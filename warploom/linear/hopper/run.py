@@ -1,4 +1,4 @@
-"""Running a call: a walk for its output, and one for each gradient."""
+"""Running a call: a walk for its output, and one for each gradient; maps and denominators around them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from warploom.attention.views import aligned
 from warploom.linear.hopper.config import WalkConfig
 from warploom.linear.hopper.plan import config, width
+from warploom.linear.hopper.rows import divide, keys_gradient, mapped, mapped_and_sums, queries_gradient
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
@@ -18,31 +19,49 @@ if TYPE_CHECKING:
     from warploom.linear.problem import LinearCall
 
 
-def forward(call: LinearCall) -> Tensor:
-    """The numerator of every query, (batch, seqlen, heads, M)."""
-    return _walk(call, False, None, call.q, call.k, call.v)
-
-
-def backward(call: LinearCall, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of a call without a denominator."""
+def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
+    """Out, and the denominators, (batch, heads, seqlen)."""
     q, k, v = (aligned(t) for t in (call.q, call.k, call.v))
-    dout = aligned(dout)
-    dq = _walk(call, False, None, dout, v, k)
-    dk = _walk(call, True, None, v, dout, q)
-    return dq, dk, _walk(call, True, None, k, q, dout)
+    with on_device(q):
+        if not call.normalize:
+            return _walk(call, q, k, v), None
+        q = mapped(q, call.map_q)
+        k, sums = mapped_and_sums(k, call.map_k)
+        out = _walk(call, q, k, v)
+        return out, divide(q, k, sums, out, call.scale, call.eps)
 
 
-def values_gradient(call: LinearCall, dout: Tensor, norm: Tensor) -> Tensor:
-    """dv of a call with denominators ``norm``, (batch, heads, seqlen), which divide the upstream gradient's rows."""
-    return _walk(call, True, norm.reciprocal(), call.k, call.q, dout)
+def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
+    with on_device(q):
+        if norm is None:
+            dq, dk = _walk(call, dout, v, k), _walk(call, v, dout, q, reverse=True)
+            return dq, dk, _walk(call, k, q, dout, reverse=True)
+        q = mapped(q, call.map_q)
+        k, sums = mapped_and_sums(k, call.map_k)
+        norm = norm.contiguous()
+        weights = norm.reciprocal()
+        dq, delta = queries_gradient(q, k, sums, _walk(call, dout, v, k, wide=True), norm, call.scale, call.map_q)
+        dk = _walk(call, v, dout, q, weights, reverse=True)
+        keys_gradient(q, k, delta, dk, call.map_k)
+        return dq, dk, _walk(call, k, q, dout, weights, reverse=True)
 
 
-def _walk(call: LinearCall, reverse: bool, weights: Tensor | None, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def _walk(
+    call: LinearCall,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    weights: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    wide: bool = False,
+) -> Tensor:
     """scale · Σ (a_i · b_j) w_j c_j over j <= i, in reverse over j >= i; all (batch, seqlen, heads, ·), weights one a row."""
-    out = torch.empty(c.shape, dtype=c.dtype, device=c.device)
-    function = _function(config(width(call.q.shape[3], call.v.shape[3]), reverse, weights is not None))
-    with on_device(a):
-        function(aligned(a), aligned(b), aligned(c), out, weights, call.scale)
+    out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
+    variant = config(width(call.q.shape[3], call.v.shape[3]), reverse, weights is not None, wide)
+    _function(variant)(a, b, c, out, weights, call.scale)
     return out
 
 

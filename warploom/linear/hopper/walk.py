@@ -1,4 +1,12 @@
-"""A walk of causal linear attention past head_dim 128, on Hopper: out_i = scale * sum over j <= i of (a_i . b_j) w_j c_j.
+"""A walk of causal linear attention past head_dim 128: out_i = scale * sum over j <= i of (a_i . b_j) c_j, in reverse j >= i.
+
+The output and each gradient are such a sum. A block has 64 columns of c and out of one head and walks its tokens in chunks of
+64. One warpgroup keeps the state, transposed, 64 columns of c by all of b, as accumulators: rounded in registers they are the
+left factor of what a chunk takes from the chunks before. Another computes the chunk's own products, one chunk ahead. Blocks of
+a head that form a cluster load a and b for each other.
+
+Here: the launch, shared memory and which warp does what. The loader is in ``walk_producer``, the warpgroups in
+``walk_consumers``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -31,7 +39,8 @@ class Walk(Producer, Consumers):
         b: cute.Tensor,
         c: cute.Tensor,  # (batch, seqlen, heads, head_dim_v)
         out: cute.Tensor,
-        weights: cute.Tensor | None,  # (batch, heads, seqlen) fp32
+        weights: cute.Tensor | None,  # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out
+        bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
         scale: Float32,
         stream: Any,
     ):
@@ -55,12 +64,12 @@ class Walk(Producer, Consumers):
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, config.chunk, 16), smem, by_k, by_k)
         inter = self.mma((64, config.chunk, 16), rmem, by_k, by_k)
-        source, major = (rmem, by_k) if const_expr(config.in_registers) else (smem, by_mn)
+        source, major = (rmem, by_k) if const_expr(config.weighs_rows) else (smem, by_mn)
         intra = self.mma((64, config.chunk, 16), source, major, by_k)
         update = self.mma((64, config.head_dim, 16), source, major, by_mn)
         blocks = config.head_dim_v // COLUMNS
         self.kernel(
-            a, b, c, out, weights, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
+            a, b, c, out, weights, bias, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
             layout_ab, self.tile_layout(tile, config.stages * self.boxes), self.tile_layout(tile, C_STAGES), box, scale,
         ).launch(
             grid=[blocks * out.shape[2] * out.shape[3], 1, 1],
@@ -86,6 +95,7 @@ class Walk(Producer, Consumers):
         c: cute.Tensor,
         out: cute.Tensor,
         weights: cute.Tensor | None,
+        bias: cute.Tensor | None,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
         tma_c: cute.CopyAtom,
@@ -171,10 +181,10 @@ class Walk(Producer, Consumers):
                 self.load(given, a, b, c, tma_a, tma_b, tma_c)
         elif warp < 8:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            self.play_state(given, out, tma_out, (mma_inter, mma_intra, mma_update), weights, scale)
+            self.play_state(given, out, tma_out, (mma_inter, mma_intra, mma_update), weights, bias, scale)
         else:
             cute.arch.setmaxregister_decrease(SCORE_REGISTERS)
-            self.play_scores(given, mma_scores)
+            self.play_scores(given, mma_scores, bias)
         self.meet()  # other blocks may still come to this one's barriers
 
     @cute.jit

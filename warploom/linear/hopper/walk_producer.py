@@ -28,12 +28,8 @@ class Producer(WalkBase):
             n = self.chunk_at(t, given.chunks)
             for ring, full, empty in ((ring_a, shared.a_full, shared.a_empty), (ring_b, shared.b_full, shared.b_empty)):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                if const_expr(config.probe == "noload"):
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(full + stage)
-                else:
-                    self.expect(full + stage, size)
-                for i in cutlass.range_constexpr(self.boxes // config.cluster if config.probe != "noload" else 0):
+                self.expect(full + stage, size)
+                for i in cutlass.range_constexpr(self.boxes // config.cluster):
                     box = given.rank + i * config.cluster
                     source, target = ring.out_of[None, n, box], ring.into[None, stage * self.boxes + box]
                     if const_expr(config.cluster > 1):
@@ -44,7 +40,10 @@ class Producer(WalkBase):
             cute.arch.mbarrier_wait(shared.c_empty + c_stage, c_phase)
             self.expect(shared.c_full + c_stage, 2 * config.chunk * COLUMNS)
             cute.copy(
-                ring_c.atom, ring_c.out_of[None, n, given.block], ring_c.into[None, c_stage], tma_bar_ptr=shared.c_full + c_stage
+                ring_c.atom,
+                ring_c.out_of[None, n, given.block],
+                ring_c.into[None, c_stage],
+                tma_bar_ptr=shared.c_full + c_stage,
             )
             stage, phase = self.advance(stage, phase, config.stages)
             c_stage, c_phase = self.advance(c_stage, c_phase, C_STAGES)

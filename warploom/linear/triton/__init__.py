@@ -61,13 +61,6 @@ def backward(
     return run(call, dout, norm, ds, dz)
 
 
-def backward_without_dv(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq and dk of a call without a state."""
-    from warploom.linear.triton.run import backward_without_dv as run
-
-    return run(call, dout, norm)
-
-
 def step(
     q: Tensor,
     k: Tensor,

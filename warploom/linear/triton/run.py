@@ -58,30 +58,15 @@ def backward(
     c: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, and ds0 and dz0 where the call has a state."""
-    dv = torch.empty(c.v.shape, dtype=c.v.dtype, device=c.v.device)
-    dq, dk, ds0, dz0 = _backward(c, dout, norm, ds, dz, dv)
-    return dq, dk, dv, ds0, dz0
-
-
-def backward_without_dv(c: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq and dk of a call without a state."""
-    dq, dk, _, _ = _backward(c, dout, norm, None, None, None)
-    return dq, dk
-
-
-def _backward(
-    c: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None, dv: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, ds0 and dz0; writes dv unless None."""
     call = Call.of(c, dout, (ds is not None, dz is not None))
-    dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (c.q, c.k))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (c.q, c.k, c.v))
     ds, dz = (None if t is None else t.contiguous() for t in (ds, dz))
     norm = None if norm is None else norm.contiguous()
     first: States = call.states(call.sequences) if call.s is not None else (None, None)
     with on_device(call.q):
         delta = _dq(call, dq, norm)
         _dkdv(call, dk, dv, norm, delta, (ds, dz), first)
-    return dq, dk, *first
+    return dq, dk, dv, *first
 
 
 def step(
@@ -236,14 +221,10 @@ def _dq(call: Call, dq: Tensor, norm: Tensor | None) -> Tensor | None:
     return delta
 
 
-def _dkdv(
-    call: Call, dk: Tensor, dv: Tensor | None, norm: Tensor | None, delta: Tensor | None, last: States, first: States
-) -> None:
+def _dkdv(call: Call, dk: Tensor, dv: Tensor, norm: Tensor | None, delta: Tensor | None, last: States, first: States) -> None:
     """Write dk, dv and the gradients of the initial states, unless None."""
     variant, config = call.variant, call.config
-    parts = [("k", config.dk), ("v", config.dv)][: 1 if dv is None else 2]
-    if dv is not None and config.dkdv is not None:
-        parts = [("kv", config.dkdv)]
+    parts = [("kv", config.dkdv)] if config.dkdv is not None else [("k", config.dk), ("v", config.dv)]
     # Programs of a segment and key head, or pairs of them: the two of a pair share a multiprocessor.
     blocks = {"kv": 1, "k": -(-variant.e // config.dk.block), "v": -(-variant.m // config.dv.block)}
     if config.dkdv is not None and config.paired:
