@@ -12,10 +12,7 @@ C_STAGES = 2  # of the ring of c
 _HERE = "linear/hopper"
 _SHARED = (*(f"attention/hopper/{file}.py" for file in ("base", "build", "primitives")), "runtime/instructions.py")
 # What the compiled code is made from.
-SOURCES = (
-    *_SHARED,
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")),
-)
+SOURCES = (*_SHARED, *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")))
 
 
 @dataclass(frozen=True)
@@ -52,14 +49,7 @@ class WalkConfig:
     @property
     def name(self) -> str:
         """File name and symbol."""
-        parts = [
-            self.dtype,
-            f"d{self.head_dim}",
-            f"v{self.head_dim_v}",
-            f"{self.chunk}s{self.stages}",
-            f"c{self.cluster}",
-            f"k{self.slices}{self.values}{self.probe}",
-        ]
+        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}", f"k{self.slices}{self.values}{self.probe}"]
         parts += [feature for feature in ("reverse", "weighted", "wide") if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 

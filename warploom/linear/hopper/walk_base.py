@@ -42,6 +42,7 @@ class WalkBase(KernelBase):
         """The chunk of step ``t``."""
         return chunks - 1 - t if self.config.reverse else t
 
+
     def ring(self, atom: Any, shared: Any, tiles: Any) -> Names:
         """Shared and global boxes as the TMA copy takes them."""
         into, out_of = cpasync.tma_partition(

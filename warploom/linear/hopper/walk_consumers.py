@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.base import WARPGROUP, Names
+from warploom.attention.hopper.base import WARPGROUP
 from warploom.attention.hopper.primitives import store_matrices
 from warploom.linear.hopper.config import C_STAGES, COLUMNS
 from warploom.linear.hopper.walk_base import WalkBase, from_bfloat16
@@ -39,7 +39,7 @@ class Consumers(WalkBase):
         matrix = lane // 8
         line = warp * 16 + matrix % 2 * 8 + lane % 8
         stage, phase = Int32(0), Int32(0)
-        for t in cutlass.range(given.chunks, unroll=1):
+        for _ in cutlass.range(given.chunks, unroll=1):
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             if const_expr(config.probe != "noscore"):
@@ -72,7 +72,9 @@ class Consumers(WalkBase):
         inter, intra, update = (m.get_slice(0) for m in products)
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane, warp = own % 32, own // 32
-        c_turned, b_turned = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (shared.c, shared.b))
+        c_turned, b_turned = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (shared.c, shared.b)
+        )
         queries = mma_inter.make_fragment_B(inter.partition_B(shared.a))
         if const_expr(config.in_registers):
             values = mma_intra.make_fragment_A(intra.partition_shape_A((COLUMNS, config.chunk)))
@@ -84,6 +86,7 @@ class Consumers(WalkBase):
         acc = mma_intra.make_fragment_C(intra.partition_shape_C((COLUMNS, config.chunk)))
         operand = mma_inter.make_fragment_A(inter.partition_shape_A((COLUMNS, config.head_dim)))
         words = self.words(operand)
+        column = given.block * COLUMNS + warp * 16 + lane // 4  # of out, and that + 8
         matrix = lane // 8
         # Where this lane's row of the first four 8 x 8 tiles of this warp lies, in c and in out: tokens down, columns across.
         tiles = (matrix // 2 * 8 + lane % 8) * 64 + ((warp * 2 + matrix % 2) ^ lane % 8) * 8
@@ -115,15 +118,13 @@ class Consumers(WalkBase):
             warpgroup.commit_group()
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             if const_expr(config.probe != "noupdate"):
-                self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
+              self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
             self.release_all(shared.a_empty + stage)
             if const_expr(config.wide):
-                self.store_wide(
-                    acc, rows, n * config.chunk + lane % 4 * 2, given.block * COLUMNS + warp * 16 + lane // 4, scale
-                )
+                self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column, scale)
             elif const_expr(config.probe != "nostore"):
                 self.store(acc, target, out_ring, warp, n, scale)
             warpgroup.wait_group(0)
@@ -202,11 +203,15 @@ class Consumers(WalkBase):
     def store_wide(self, acc, rows, token, column, scale):
         """As ``store``, in fp32: eight lanes write 32 bytes of a token."""
         base = rows.iterator + (Int64(token) * rows.stride[0] + column)
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            after, across = i // 4 * 8 + i % 2, i // 2 % 2 * 8
-            if token + after < rows.shape[0] and column + across < rows.shape[1]:
-                target = base + (after * rows.stride[0] + across)
-                target.store(acc[i] * scale)
+        last = self.config.chunk - 8 + 2
+        if token + last <= rows.shape[0] and column + 8 < rows.shape[1]:
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                (base + (i // 4 * 8 + i % 2) * rows.stride[0] + i // 2 % 2 * 8).store(acc[i] * scale)
+        else:
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                after, across = i // 4 * 8 + i % 2, i // 2 % 2 * 8
+                if token + after < rows.shape[0] and column + across < rows.shape[1]:
+                    (base + after * rows.stride[0] + across).store(acc[i] * scale)
 
     # For both
 

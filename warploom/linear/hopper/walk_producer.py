@@ -44,10 +44,7 @@ class Producer(WalkBase):
             cute.arch.mbarrier_wait(shared.c_empty + c_stage, c_phase)
             self.expect(shared.c_full + c_stage, 2 * config.chunk * COLUMNS)
             cute.copy(
-                ring_c.atom,
-                ring_c.out_of[None, n, given.block],
-                ring_c.into[None, c_stage],
-                tma_bar_ptr=shared.c_full + c_stage,
+                ring_c.atom, ring_c.out_of[None, n, given.block], ring_c.into[None, c_stage], tma_bar_ptr=shared.c_full + c_stage
             )
             stage, phase = self.advance(stage, phase, config.stages)
             c_stage, c_phase = self.advance(c_stage, c_phase, C_STAGES)
