@@ -32,7 +32,7 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
     """The sum by its definition, held to the kernel's signature and to what it can read."""
     variant = dict(spec.config)
 
-    def call(a: Tensor, b: Tensor, c: Tensor, out: Tensor, weights: Tensor | None, scale: float) -> None:
+    def call(a: Tensor, b: Tensor, c: Tensor, out: Tensor, weights: Tensor | None, bias: Tensor | None, scale: float) -> None:
         for t in (a, b, c, out):
             assert t is out or t.dtype == torch.bfloat16
             readable(t)
@@ -41,6 +41,7 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         assert (weights is not None) == variant["weighted"] and (out.dtype == torch.float32) == variant["wide"]
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
         scores = scores.triu() if variant["reverse"] else scores.tril()
+        assert bias is None and not variant["biased"]
         if weights is not None:
             assert weights.is_contiguous() and weights.dtype == torch.float32 and weights.shape == scores.shape[:3]
             scores = scores * weights[:, :, None]

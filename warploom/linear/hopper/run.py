@@ -61,7 +61,7 @@ def _walk(
     """scale · Σ (a_i · b_j) w_j c_j over j <= i, in reverse over j >= i; all (batch, seqlen, heads, ·), weights one a row."""
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     variant = config(width(call.q.shape[3], call.v.shape[3]), reverse, weights is not None, wide)
-    _function(variant)(a, b, c, out, weights, call.scale)
+    _function(variant)(a, b, c, out, weights, None, call.scale)
     return out
 
 
