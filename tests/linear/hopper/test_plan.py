@@ -127,7 +127,7 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
     assert len(set(names)) == len(names) < 30
-    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s3_c1_k4"
+    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s4_c1"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
