@@ -25,7 +25,7 @@ from warploom.linear.hopper.config import C_STAGES, COLUMNS
 from warploom.linear.hopper.walk_consumers import Consumers
 from warploom.linear.hopper.walk_producer import Producer
 
-STATE_REGISTERS, SCORE_REGISTERS, PRODUCER_REGISTERS = 240, 160, 96
+STATE_REGISTERS, SCORE_REGISTERS, PRODUCER_REGISTERS = 256, 152, 96
 LOADER = 0
 
 
@@ -64,8 +64,8 @@ class Walk(Producer, Consumers):
         by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
         scores = self.mma((64, config.chunk, 16), smem, by_k, by_k)
         inter = self.mma((64, config.chunk, 16), rmem, by_k, by_k)
+        intra = self.mma((64, config.chunk, 16), smem, by_mn, by_k)
         source, major = (rmem, by_k) if const_expr(config.weighs_rows) else (smem, by_mn)
-        intra = self.mma((64, config.chunk, 16), source, major, by_k)
         update = self.mma((64, config.head_dim, 16), source, major, by_mn)
         blocks = config.head_dim_v // COLUMNS
         self.kernel(
@@ -184,7 +184,7 @@ class Walk(Producer, Consumers):
             self.play_state(given, out, tma_out, (mma_inter, mma_intra, mma_update), weights, bias, scale)
         else:
             cute.arch.setmaxregister_decrease(SCORE_REGISTERS)
-            self.play_scores(given, mma_scores, bias)
+            self.play_scores(given, mma_scores, weights, bias)
         self.meet()  # other blocks may still come to this one's barriers
 
     @cute.jit
