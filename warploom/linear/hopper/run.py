@@ -11,7 +11,7 @@ from torch import Tensor
 from warploom.attention.views import aligned
 from warploom.linear.hopper.config import WalkConfig
 from warploom.linear.hopper.plan import config, width
-from warploom.linear.hopper.rows import divide, keys_gradient, mapped, mapped_and_sums, queries_gradient
+from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
@@ -27,8 +27,8 @@ def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
             return _walk(call, q, k, v), None
         q = mapped(q, call.map_q)
         k, sums = mapped_and_sums(k, call.map_k)
-        out = _walk(call, q, k, v)
-        return out, divide(q, k, sums, out, call.scale, call.eps)
+        norm, weights = denominators(q, k, sums, call.scale, call.eps)
+        return _walk(call, q, k, v, weights), norm
 
 
 def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,12 +40,11 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
             return dq, dk, _walk(call, k, q, dout, reverse=True)
         q = mapped(q, call.map_q)
         k, sums = mapped_and_sums(k, call.map_k)
-        norm = norm.contiguous()
-        weights = norm.reciprocal()
-        dq, delta = queries_gradient(q, k, sums, _walk(call, dout, v, k, wide=True), norm, call.scale, call.map_q)
-        dk = _walk(call, v, dout, q, weights, reverse=True)
-        keys_gradient(q, k, delta, dk, call.map_k)
-        return dq, dk, _walk(call, k, q, dout, weights, reverse=True)
+        weights = norm.contiguous().reciprocal()
+        x = _walk(call, dout, v, k, wide=True)
+        dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
+        dk = _walk(call, v, dout, q, weights, bias, reverse=True)
+        return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
 
 
 def _walk(
@@ -54,14 +53,19 @@ def _walk(
     b: Tensor,
     c: Tensor,
     weights: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     reverse: bool = False,
     wide: bool = False,
 ) -> Tensor:
-    """scale · Σ (a_i · b_j) w_j c_j over j <= i, in reverse over j >= i; all (batch, seqlen, heads, ·), weights one a row."""
+    """w_i · scale · Σ (a_i · b_j) c_j over j <= i, or in reverse scale · Σ (a_i · b_j - bias_j) w_j c_j over j >= i.
+
+    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None.
+    """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
-    variant = config(width(call.q.shape[3], call.v.shape[3]), reverse, weights is not None, wide)
-    _function(variant)(a, b, c, out, weights, None, call.scale)
+    tile = width(call.q.shape[3], call.v.shape[3])
+    variant = config(tile, reverse, weights is not None, bias is not None, wide)
+    _function(variant)(a, b, c, out, weights, bias, call.scale)
     return out
 
 
