@@ -54,8 +54,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more keys": ({"q": (4, 15, 8, 256)}, "takes as many keys as queries, not 16 and 15"),
     "groups": ({"q": (4, 16, 16, 256)}, "takes as many heads of keys as of queries, not 8 and 16"),
     "long": ({"shape": (4, 16385, 8, 256)}, "takes up to 16384 tokens, not 16385"),
-    "few heads": ({"shape": (4, 16, 4, 256)}, "needs more sequences and heads to fill the device than 4 and 4"),
-    "few blocks": ({"v": (4, 16, 8, 64)}, "needs more sequences and heads to fill the device than 4 and 8"),
+    "few heads": ({"shape": (1, 16, 7, 256)}, "needs more sequences and heads to fill the device than 1 and 7"),
+    "few blocks": (
+        {"q": (4, 16, 7, 256), "k": (4, 16, 7, 256), "v": (4, 16, 7, 64)},
+        "needs more sequences and heads to fill the device than 4 and 7",
+    ),
 }
 
 

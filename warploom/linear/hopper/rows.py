@@ -14,49 +14,59 @@ from warploom.runtime.triton_launch import Launch
 SEGMENT = 256
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2}  # as rows_kernels.py numbers them
 _UNIT = 8  # elements that strides count in
-_STREAMED, _SUMMED = {"C": 16, "num_warps": 4}, {"C": 32, "num_warps": 8}
-TILES = {"sums": _STREAMED, "norm": _SUMMED, "dq": _SUMMED, "through": _STREAMED}
+# Rows at a time and warps, without and with a map: 4 × 8 heads of 4096 tokens, head_dim 256, us. Products of more than 32 rows
+# would be wgmma, of whose operands Triton 3.6 may keep a buffer too few.
+TILES = {
+    "sums": ((32, 4), (16, 8)),  # 37 and 60; the other way round 43 and 90
+    "norm": ((32, 4), (32, 8)),  # 65; of eight warps 77, of 16 rows 173
+    "dq": ((32, 8), (32, 8)),  # 157 and 164; of four warps 155 and 193, of 16 rows 191
+    "through": ((16, 8), (16, 8)),  # 77, as fast as memory allows
+}
 
 
-def mapped(x: Tensor, name: str) -> Tensor:
-    """phi(x) of x (batch, seqlen, heads, E), whose strides are multiples of 16 bytes; without a map x itself."""
-    if name == "identity":
-        return x
-    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _sums(x, found, None, name)
-    return found
+def key_sums(k: Tensor, name: str) -> Tensor:
+    """The sum of phi(k) over each segment, (batch, heads, segments, E) in fp32, of k (batch, seqlen, heads, E).
+
+    Here and below strides are multiples of 16 bytes.
+    """
+    return _sums(k, None, name)
 
 
-def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The same, and its sum over each segment, (batch, heads, segments, E) in fp32."""
-    found = x if name == "identity" else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sums = _room(x)
-    _sums(x, None if found is x else found, sums, name)
-    return found, sums
+def mapped_keys(k: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """phi(k), which without a map is k, and the same sums."""
+    found = _room(k, name)
+    return k if found is None else found, _sums(k, found, name)
 
 
-def denominators(q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor]:
-    """scale · q_i · z_i + eps, z_i the sum of k over rows up to i, and its reciprocals: (batch, heads, seqlen) in fp32."""
+def denominators(
+    q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float, names: tuple[str, str]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """phi(q), phi(k), scale · phi(q_i) · z_i + eps with z_i the sum of phi(k) over rows up to i, and its reciprocals.
+
+    The last two are (batch, heads, seqlen) in fp32.
+    """
     batch, seqlen, heads, e = q.shape
     norm, weights = (torch.empty((batch, heads, seqlen), dtype=torch.float32, device=q.device) for _ in range(2))
-    _launch("norm", q.dtype, e)(
+    rooms = _room(q, names[0]), _room(k, names[1])
+    _launch("norm", q.dtype, e, names)(
         (batch * heads * sums.shape[2], 1),
-        *(q, k, sums, norm, weights, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale, eps),
+        *(q, k, sums, *rooms, norm, weights, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale, eps),
     )
-    return norm, weights
+    return q if rooms[0] is None else rooms[0], k if rooms[1] is None else rooms[1], norm, weights
 
 
 def queries_gradient(
     q: Tensor, k: Tensor, sums: Tensor, x: Tensor, weights: Tensor, scale: float, name: str
-) -> tuple[Tensor, Tensor]:
-    """dq from the walk's fp32 sums x, and dO_i · out_i, (batch, heads, seqlen) in fp32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """phi(q), dq, and dO_i · out_i, (batch, heads, seqlen) in fp32, from mapped k and the walk's fp32 sums x."""
     batch, seqlen, heads, e = q.shape
     dq, bias = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(weights)
-    _launch("dq", q.dtype, e, name)(
+    room = _room(q, name)
+    _launch("dq", q.dtype, e, (name,))(
         (batch * heads * sums.shape[2], 1),
-        *(q, k, sums, x, weights, bias, dq, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale),
+        *(q, k, sums, x, weights, room, bias, dq, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale),
     )
-    return dq, bias
+    return q if room is None else room, dq, bias
 
 
 def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
@@ -65,23 +75,25 @@ def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
         return gradient
     batch, seqlen, heads, e = gradient.shape
     segments = -(-seqlen // SEGMENT)
-    _launch("through", gradient.dtype, e, name)(
+    _launch("through", gradient.dtype, e, (name,))(
         (batch * heads * segments, 1), *(mapped, gradient, *_steps(mapped), seqlen, heads, segments)
     )
     return gradient
 
 
-def _sums(x: Tensor, mapped: Tensor | None, sums: Tensor | None, name: str) -> None:
+def _sums(x: Tensor, mapped: Tensor | None, name: str) -> Tensor:
     batch, seqlen, heads, e = x.shape
     segments = -(-seqlen // SEGMENT)
-    _launch("sums", x.dtype, e, name, (mapped is not None, sums is not None))(
+    sums = torch.empty((batch, heads, segments, e), dtype=torch.float32, device=x.device)
+    _launch("sums", x.dtype, e, (name,), mapped is not None)(
         (batch * heads * segments, 1), *(x, mapped, sums, *_steps(x), seqlen, heads, segments)
     )
+    return sums
 
 
-def _room(x: Tensor) -> Tensor:
-    batch, seqlen, heads, e = x.shape
-    return torch.empty((batch, heads, -(-seqlen // SEGMENT), e), dtype=torch.float32, device=x.device)
+def _room(x: Tensor, name: str) -> Tensor | None:
+    """For phi(x)."""
+    return None if name == "identity" else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _steps(t: Tensor) -> tuple[int, ...]:
@@ -92,8 +104,9 @@ _KERNELS = {"sums": sums_kernel, "norm": norm_kernel, "dq": dq_kernel, "through"
 
 
 @cache
-def _launch(kernel: str, dtype: torch.dtype, e: int, name: str | None = None, present: tuple[bool, ...] = ()) -> Launch:
-    constants: dict[str, Any] = {"E": e, "BE": 1 << (e - 1).bit_length(), "SEGMENT": SEGMENT, **TILES[kernel]}
-    if name is not None:
-        constants["MAP"] = MAPS[name]
-    return Launch(_KERNELS[kernel], constants, direct=True)
+def _launch(kernel: str, dtype: torch.dtype, e: int, names: tuple[str, ...], written: bool = True) -> Launch:
+    """A pass under its maps; ``written``: what they map is written."""
+    rows, warps = TILES[kernel][names != ("identity",) * len(names)]
+    constants: dict[str, Any] = {"E": e, "BE": 1 << (e - 1).bit_length(), "C": rows, "SEGMENT": SEGMENT, "num_warps": warps}
+    numbers = zip(("MAP",) if len(names) == 1 else ("MAP_Q", "MAP_K"), (MAPS[name] for name in names), strict=True)
+    return Launch(_KERNELS[kernel], {**constants, **dict(numbers)}, direct=True)

@@ -43,6 +43,17 @@ def _between(sums_ptr, row, first, end, segments, e, E: tl.constexpr, BE: tl.con
 
 
 @triton.jit
+def _mapped(x, inside, MAP: tl.constexpr):
+    """phi(x), rounded as x is; 0 outside."""
+    if MAP == IDENTITY:
+        return x
+    wide = x.to(tl.float32)
+    if MAP == ELU_PLUS_ONE:
+        return tl.where(inside, tl.where(wide > 0.0, wide + 1.0, tl.exp(wide)), 0.0).to(x.dtype)
+    return tl.where(wide < 0.0, 0.0, wide).to(x.dtype)  # not a maximum: that would turn a NaN into 0
+
+
+@triton.jit
 def _through(gradient, mapped, MAP: tl.constexpr):
     """A gradient behind a feature map, whose slope its value tells."""
     if MAP == IDENTITY:
@@ -70,25 +81,19 @@ def sums_kernel(
     SEGMENT: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """phi(x) of a segment's rows, and its sum, each where there is room for it."""
+    """The sum of phi(x) over a segment's rows, and phi(x) where there is room for it."""
     pid = tl.program_id(0)
     row, first = pid // segments, pid % segments * SEGMENT
     e, n = tl.arange(0, BE), tl.arange(0, C)
     total = tl.zeros([C, BE], tl.float32)
     for t in range(first, tl.minimum(first + SEGMENT, seqlen), C):
         inside = (t + n < seqlen)[:, None] & (e < E)[None, :]
-        x = tl.load(_strided(x_ptr, row, heads, stride_b, stride_s, stride_h, t + n, e), mask=inside, other=0.0).to(tl.float32)
-        if MAP == ELU_PLUS_ONE:
-            x = tl.where(x > 0.0, x + 1.0, tl.exp(x))
-        elif MAP != IDENTITY:
-            x = tl.where(x < 0.0, 0.0, x)  # not a maximum: that would turn a NaN into 0
+        x = tl.load(_strided(x_ptr, row, heads, stride_b, stride_s, stride_h, t + n, e), mask=inside, other=0.0)
+        x = _mapped(x, inside, MAP)
         if mapped_ptr is not None:
-            rounded = x.to(mapped_ptr.dtype.element_ty)
-            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), rounded, mask=inside)
-            x = tl.where(inside, rounded.to(tl.float32), 0.0)
-        total += x
-    if sums_ptr is not None:
-        tl.store(sums_ptr + pid.to(tl.int64) * E + e, tl.sum(total, 0), mask=e < E)
+            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), x, mask=inside)
+        total += x.to(tl.float32)
+    tl.store(sums_ptr + pid.to(tl.int64) * E + e, tl.sum(total, 0), mask=e < E)
 
 
 _NUMBERS = ["seqlen", "heads", "segments"]
@@ -100,6 +105,8 @@ def norm_kernel(
     q_ptr,
     k_ptr,
     sums_ptr,
+    mapped_q_ptr,
+    mapped_k_ptr,
     norm_ptr,
     weights_ptr,
     stride_qb,
@@ -117,8 +124,13 @@ def norm_kernel(
     BE: tl.constexpr,
     C: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
 ):
-    """norm_i = scale * phi(q_i).z_i + eps, z_i the sum of phi(k_j) over j <= i; weights are its reciprocals."""
+    """norm_i = scale * phi(q_i).z_i + eps, z_i the sum of phi(k_j) over j <= i; weights are its reciprocals.
+
+    Writes phi(q) and phi(k) where there is room for them.
+    """
     pid = tl.program_id(0)
     row, segment = pid // segments, pid % segments
     e, n = tl.arange(0, BE), tl.arange(0, C)
@@ -129,6 +141,11 @@ def norm_kernel(
         inside = live[:, None] & (e < E)[None, :]
         k = tl.load(_strided(k_ptr, row, heads, stride_kb, stride_ks, stride_kh, t + n, e), mask=inside, other=0.0)
         q = tl.load(_strided(q_ptr, row, heads, stride_qb, stride_qs, stride_qh, t + n, e), mask=inside, other=0.0)
+        k, q = _mapped(k, inside, MAP_K), _mapped(q, inside, MAP_Q)
+        if mapped_k_ptr is not None:
+            tl.store(_packed(mapped_k_ptr, row, heads, seqlen, t + n, e, E), k, mask=inside)
+        if mapped_q_ptr is not None:
+            tl.store(_packed(mapped_q_ptr, row, heads, seqlen, t + n, e, E), q, mask=inside)
         sums = tl.dot(lower, k) + z[None, :]
         norm = scale * tl.sum(sums * q.to(tl.float32), 1) + eps
         vectors = row.to(tl.int64) * seqlen + t + n
@@ -144,6 +161,7 @@ def dq_kernel(
     sums_ptr,
     x_ptr,
     weights_ptr,
+    mapped_ptr,
     bias_ptr,
     dq_ptr,
     stride_qb,
@@ -164,7 +182,8 @@ def dq_kernel(
 ):
     """dphi(q_i) = w_i (x_i - bias_i scale z_i), from x_i = scale * sum of (dO_i.v_j) phi(k_j) over j <= i, in fp32.
 
-    w_i is 1 / norm_i, and bias_i = w_i phi(q_i).x_i = dO_i.out_i. Writes dq, behind the map, and bias.
+    w_i is 1 / norm_i, and bias_i = w_i phi(q_i).x_i = dO_i.out_i; k is mapped. Writes dq, behind the map, bias, and phi(q)
+    where there is room for it.
     """
     pid = tl.program_id(0)
     row, segment = pid // segments, pid % segments
@@ -179,6 +198,9 @@ def dq_kernel(
         x = tl.load(_packed(x_ptr, row, heads, seqlen, t + n, e, E), mask=inside, other=0.0)
         vectors = row.to(tl.int64) * seqlen + t + n
         weight = tl.load(weights_ptr + vectors, mask=live, other=0.0)
+        q = _mapped(q, inside, MAP)
+        if mapped_ptr is not None:
+            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), q, mask=inside)
         sums = tl.dot(lower, k) + z[None, :]
         bias = weight * tl.sum(x * q.to(tl.float32), 1)
         tl.store(bias_ptr + vectors, bias, mask=live)

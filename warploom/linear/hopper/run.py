@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.views import aligned
-from warploom.linear.hopper.config import WalkConfig
 from warploom.linear.hopper.plan import config, width
-from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, through
+from warploom.linear.hopper.rows import denominators, key_sums, mapped_keys, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
@@ -25,9 +25,8 @@ def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
     with on_device(q):
         if not call.normalize:
             return _walk(call, q, k, v), None
-        q = mapped(q, call.map_q)
-        k, sums = mapped_and_sums(k, call.map_k)
-        norm, weights = denominators(q, k, sums, call.scale, call.eps)
+        maps = call.map_q, call.map_k
+        q, k, norm, weights = denominators(q, k, key_sums(k, call.map_k), call.scale, call.eps, maps)
         return _walk(call, q, k, v, weights), norm
 
 
@@ -38,11 +37,10 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
         if norm is None:
             dq, dk = _walk(call, dout, v, k), _walk(call, v, dout, q, reverse=True)
             return dq, dk, _walk(call, k, q, dout, reverse=True)
-        q = mapped(q, call.map_q)
-        k, sums = mapped_and_sums(k, call.map_k)
+        k, sums = mapped_keys(k, call.map_k)
         weights = norm.contiguous().reciprocal()
         x = _walk(call, dout, v, k, wide=True)
-        dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
+        q, dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
         dk = _walk(call, v, dout, q, weights, bias, reverse=True)
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
 
@@ -64,15 +62,15 @@ def _walk(
     """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
-    variant = config(tile, reverse, weights is not None, bias is not None, wide)
-    _function(variant)(a, b, c, out, weights, bias, call.scale)
+    function = _function(tile, reverse, weights is not None, bias is not None, wide)
+    function(a, b, c, out, weights, bias, call.scale)
     return out
 
 
-def _function(variant: WalkConfig) -> Callable[..., None]:
-    function = modules.loaded(variant.spec)
-    if function is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        function = modules.load(variant.spec)
-    return function
+@cache
+def _function(*variant: Any) -> Callable[..., None]:
+    """The module's function of a variant, named as ``plan.config`` has it."""
+    found = config(*variant)
+    if modules.loaded(found.spec) is None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{found.name} is not loaded, which a capturing stream cannot do: make such a call before")
+    return modules.load(found.spec)
