@@ -16,7 +16,8 @@ from warploom.runtime.module_worker import Worker
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
-VARIANTS = {variant.name: variant for variant in named_set()}
+# Of the narrower tile one: another width changes sizes only.
+VARIANTS = {variant.name: variant for variant in named_set()[-6:] + named_set()[:1]}
 
 
 @pytest.fixture(scope="module")

@@ -38,13 +38,18 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
             readable(t)
         assert a.shape == b.shape and c.shape == out.shape and a.shape[:3] == c.shape[:3]
         assert a.shape[3] <= variant["head_dim"] and c.shape[3] <= variant["head_dim_v"]
-        assert (weights is not None) == variant["weighted"] and (out.dtype == torch.float32) == variant["wide"]
+        assert (out.dtype == torch.float32) == variant["wide"]
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
+        for vector, present in ((weights, variant["weighted"]), (bias, variant["biased"])):
+            assert (vector is not None) == present
+            if vector is not None:
+                assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == scores.shape[:3]
+        if bias is not None:
+            assert variant["reverse"] and variant["weighted"]
+            scores = scores - bias[:, :, None]
         scores = scores.triu() if variant["reverse"] else scores.tril()
-        assert bias is None and not variant["biased"]
         if weights is not None:
-            assert weights.is_contiguous() and weights.dtype == torch.float32 and weights.shape == scores.shape[:3]
-            scores = scores * weights[:, :, None]
+            scores = scores * (weights[:, :, None] if variant["reverse"] else weights[..., None])
         out.copy_(scale * torch.einsum("bhij,bjhm->bihm", scores, c.double()))
 
     return call
@@ -55,32 +60,35 @@ def mapped(x: Tensor, name: str) -> Tensor:
     return x if name == "identity" else NAMED[name](x.float()).to(x.dtype)
 
 
-def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    found = mapped(x, name)
-    return found, found.double().cumsum(1)  # what is made of them is rows.py's own
+def key_sums(k: Tensor, name: str) -> Tensor:
+    return mapped(k, name).double().cumsum(1)  # what is made of them is rows.py's own
 
 
-def divide(q: Tensor, k: Tensor, sums: Tensor, out: Tensor, scale: float, eps: float) -> Tensor:
-    norm = scale * (q.double() * sums).sum(-1).transpose(1, 2) + eps
-    out.div_(norm.transpose(1, 2)[..., None])
-    return norm.float()
+def mapped_keys(k: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return mapped(k, name), key_sums(k, name)
 
 
-def slope(t: Tensor, name: str) -> Tensor:
-    return {"identity": torch.ones_like(t), "elu+1": t.clamp_max(1.0), "relu": (t > 0).to(t.dtype)}[name]
+def denominators(
+    q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float, names: tuple[str, str]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k = mapped(q, names[0]), mapped(k, names[1])
+    norm = (scale * (q.double() * sums).sum(-1).transpose(1, 2) + eps).float().contiguous()
+    return q, k, norm, 1 / norm
+
+
+def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
+    slopes = {"identity": torch.ones_like(mapped), "elu+1": mapped.clamp_max(1.0), "relu": (mapped > 0).to(mapped.dtype)}
+    return gradient.mul_(slopes[name])
 
 
 def queries_gradient(
-    q: Tensor, k: Tensor, sums: Tensor, x: Tensor, norm: Tensor, scale: float, name: str
-) -> tuple[Tensor, Tensor]:
-    weight = 1 / norm.double().transpose(1, 2)[..., None]
-    delta = scale * weight**2 * (q * x.double()).sum(-1, keepdim=True)
-    return ((weight * x - delta * sums) * slope(q, name)).to(q.dtype), delta[..., 0].transpose(1, 2)
-
-
-def keys_gradient(q: Tensor, k: Tensor, delta: Tensor, dk: Tensor, name: str) -> None:
-    later = (q * delta.transpose(1, 2)[..., None]).flip(1).cumsum(1).flip(1)
-    dk.copy_((dk - later) * slope(k, name))
+    q: Tensor, k: Tensor, sums: Tensor, x: Tensor, weights: Tensor, scale: float, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = mapped(q, name)
+    weight = weights.double().transpose(1, 2)[..., None]
+    bias = weight * (q * x.double()).sum(-1, keepdim=True)
+    dq = weight * (x - scale * bias * sums)
+    return q, through(dq, q.double(), name).to(q.dtype), bias[..., 0].transpose(1, 2).float().contiguous()
 
 
 def readable(t: Tensor) -> None:
@@ -89,8 +97,9 @@ def readable(t: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (mapped, mapped_and_sums, divide, queries_gradient, keys_gradient):
+    for function in (key_sums, mapped_keys, denominators, queries_gradient, through):
         monkeypatch.setattr(run, function.__name__, function)
+    run._function.cache_clear()
     monkeypatch.setattr(modules, "loaded", lambda spec: None)
     monkeypatch.setattr(modules, "load", walk)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -19,8 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several segments of several tiles, in one case more than are added up at a time."""
     monkeypatch.setattr(rows, "SEGMENT", SEGMENT)
-    monkeypatch.setattr(rows, "_SUMS", {"C": 16})
-    monkeypatch.setattr(rows, "_TILES", {"C": 16})
+    monkeypatch.setattr(rows, "TILES", {kernel: ((16, 4), (16, 4)) for kernel in rows.TILES})
     rows._launch.cache_clear()
 
 
@@ -33,41 +32,42 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
-CASES = [(70, 24, 40, torch.float32, "elu+1"), (33, 16, 16, torch.float16, "relu"), (560, 8, 8, torch.float32, "identity")]
-CASES += [(1, 8, 8, torch.float32, "elu+1")]
+CASES = [(70, 24, torch.float32, "elu+1"), (33, 16, torch.float16, "relu"), (560, 8, torch.float32, "identity")]
+CASES += [(1, 8, torch.float32, "elu+1")]
 
 
-@pytest.mark.parametrize(("seqlen", "e", "m", "dtype", "name"), CASES, ids=str)
-def test_forward(seqlen: int, e: int, m: int, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(("seqlen", "e", "dtype", "name"), CASES, ids=str)
+def test_forward(seqlen: int, e: int, dtype: torch.dtype, name: str) -> None:
     raw = [draw(dtype, BATCH, HEADS, seqlen, e).transpose(1, 2) for _ in range(2)]
     if name == "identity":
         raw = [t.abs() for t in raw]
-    q, (k, sums) = rows.mapped(raw[0], name), rows.mapped_and_sums(raw[1], name)
+    k, sums = rows.mapped_keys(raw[1], name)
     assert sums.shape == (BATCH, HEADS, -(-seqlen // SEGMENT), e)
+    assert torch.equal(rows.key_sums(raw[1], name), sums)
+    q, again, norm, weights = rows.denominators(*raw, sums, 0.3, 1e-1, (name, name))
+    assert torch.equal(again, k)
     for got, t in ((q, raw[0]), (k, raw[1])):
         assert (got is t) == (name == "identity")
         assert_near(got, NAMED[name](t.double()), dtype)
-    out = draw(dtype, BATCH, seqlen, HEADS, m)
-    numerators, z = out.double(), k.double().cumsum(1)
-    norm = rows.divide(q, k, sums, out, 0.3, 1e-1)
-    want = 0.3 * (q.double() * z).sum(-1).transpose(1, 2) + 1e-1
+    want = 0.3 * (q.double() * k.double().cumsum(1)).sum(-1).transpose(1, 2) + 1e-1
     assert_near(norm, want, torch.float32)
-    assert_near(out, numerators / want.transpose(1, 2)[..., None], dtype)
+    assert_near(weights, 1 / want, torch.float32)
 
 
-@pytest.mark.parametrize(("seqlen", "e", "m", "dtype", "name"), CASES, ids=str)
-def test_backward(seqlen: int, e: int, m: int, dtype: torch.dtype, name: str) -> None:
-    q, k = (rows.mapped(draw(dtype, BATCH, seqlen, HEADS, e), name) for _ in range(2))
-    _, sums = rows.mapped_and_sums(k, "identity")
-    x, dk = draw(torch.float32, BATCH, seqlen, HEADS, e), draw(dtype, BATCH, seqlen, HEADS, e)
-    norm = draw(torch.float32, BATCH, HEADS, seqlen).abs() + 1
-    dq, delta = rows.queries_gradient(q, k, sums, x, norm, 0.3, name)
-    fq, fk, wide, weight = q.double(), k.double(), x.double(), 1 / norm.double().transpose(1, 2)[..., None]
-    want_delta = 0.3 * weight**2 * (fq * wide).sum(-1, keepdim=True)
+@pytest.mark.parametrize(("seqlen", "e", "dtype", "name"), CASES, ids=str)
+def test_backward(seqlen: int, e: int, dtype: torch.dtype, name: str) -> None:
+    raw = draw(dtype, BATCH, seqlen, HEADS, e)
+    k, sums = rows.mapped_keys(draw(dtype, BATCH, seqlen, HEADS, e), name)
+    x, weights = draw(torch.float32, BATCH, seqlen, HEADS, e), 1 / (draw(torch.float32, BATCH, HEADS, seqlen).abs() + 1)
+    q, dq, bias = rows.queries_gradient(raw, k, sums, x, weights, 0.3, name)
+    assert (q is raw) == (name == "identity")
+    assert_near(q, NAMED[name](raw.double()), dtype)
+    fq, fk, wide, weight = q.double(), k.double(), x.double(), weights.double().transpose(1, 2)[..., None]
+    want_bias = weight * (fq * wide).sum(-1, keepdim=True)
     slopes = [{"identity": torch.ones_like(t), "elu+1": t.clamp_max(1), "relu": (t > 0).double()}[name] for t in (fq, fk)]
-    assert_near(delta, want_delta[..., 0].transpose(1, 2), torch.float32)
-    assert_near(dq, slopes[0] * (wide * weight - want_delta * fk.cumsum(1)), dtype)
-    later = (fq * want_delta).flip(1).cumsum(1).flip(1)
-    want = slopes[1] * (dk.double() - later)
-    rows.keys_gradient(q, k, delta, dk, name)
+    assert_near(bias, want_bias[..., 0].transpose(1, 2), torch.float32)
+    assert_near(dq, slopes[0] * weight * (wide - 0.3 * want_bias * fk.cumsum(1)), dtype)
+    dk = draw(dtype, BATCH, seqlen, HEADS, e)
+    want = slopes[1] * dk.double()
+    assert rows.through(dk, k, name) is dk
     assert_near(dk, want, dtype)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
 from warploom.linear.hopper.config import COLUMNS, WalkConfig
 
-# Head dims of the tile, the larger of a call's two, and how many blocks share what they load of it; smaller head dims run in
-# it by TMA bounds. 4 × 8 heads of 4096 tokens, head_dim 256: by two 94 us, by four 161, alone 108; 192: alone 77, by three 78.
-CLUSTERS = {192: 1, 256: 2}
-WIDTHS = tuple(CLUSTERS)
+# (stages, cluster) by the head dim of the tile, the larger of a call's two; smaller ones run in it by TMA bounds. 4 × 8 heads
+# of 4096 tokens: 256 in clusters of two 94 us, of four 161, in single blocks 108; 192 in single blocks 77, in threes 78.
+TILES = {192: (4, 1), 256: (3, 2)}
+WIDTHS = tuple(TILES)
 NARROWEST, LEAST = 136, 64  # of the larger head dim, and of the smaller one: below, Triton holds the whole state
-# Walks are taken from as many blocks as this share of the multiprocessors on; fewer would walk long, and sequences are cut.
-FILL = 0.6
+# Walks are taken from as many blocks as this share of the multiprocessors on, where sequences are cut otherwise: 8 heads, 32
+# blocks, of 4096 tokens 76 us, cut 92; with a denominator 133 and 144, backward 346 and 393. Fewer are not measured.
+FILL = 0.24
 # Tokens up to which a sequence is walked in one pass: tensor cores add by truncation, 5e-9 of a state for each token.
 LONGEST = 16384
 
@@ -32,18 +34,20 @@ def blocks(head_dim: int, head_dim_v: int) -> int:
 
 
 @cache
-def config(width: int, reverse: bool, weighted: bool, wide: bool) -> WalkConfig:
+def config(width: int, reverse: bool = False, weighted: bool = False, biased: bool = False, wide: bool = False) -> WalkConfig:
     """The variant of a tile."""
-    return WalkConfig(
-        "bfloat16", width, width, reverse, weighted, wide, stages=3 if width == 256 else 4, cluster=CLUSTERS[width]
-    )
+    stages, cluster = TILES[width]
+    return WalkConfig("bfloat16", width, width, reverse, weighted, biased, wide, stages=stages, cluster=cluster)
 
 
 @cache
 def configs(width: int, normalize: bool) -> tuple[WalkConfig, ...]:
-    """All that a call may need, forward and backward."""
-    forward, plain = config(width, False, False, False), config(width, True, False, False)
-    return (forward, config(width, True, True, False), config(width, False, False, True)) if normalize else (forward, plain)
+    """All that a call may need: for out, dq, dk and dv."""
+    if not normalize:
+        forward, reverse = config(width), config(width, reverse=True)
+        return forward, forward, reverse, reverse
+    reverse = config(width, reverse=True, weighted=True)
+    return config(width, weighted=True), config(width, wide=True), replace(reverse, biased=True), reverse
 
 
 def named_set() -> list[WalkConfig]:

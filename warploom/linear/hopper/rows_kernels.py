@@ -1,4 +1,4 @@
-"""What surrounds the walks where there are maps or denominators: sums over the rows before or after each row.
+"""What surrounds the walks where there are maps or denominators: sums over the rows up to each row.
 
 Legend: E columns in a tile of BE; C rows at a time; a sequence is cut into segments of SEGMENT rows, a program each, whose own
 sums are taken first. Strided tensors are (batch, seqlen, heads, E), strides in units of UNIT elements; others are contiguous,
@@ -43,6 +43,17 @@ def _between(sums_ptr, row, first, end, segments, e, E: tl.constexpr, BE: tl.con
 
 
 @triton.jit
+def _mapped(x, inside, MAP: tl.constexpr):
+    """phi(x), rounded as x is; 0 outside."""
+    if MAP == IDENTITY:
+        return x
+    wide = x.to(tl.float32)
+    if MAP == ELU_PLUS_ONE:
+        return tl.where(inside, tl.where(wide > 0.0, wide + 1.0, tl.exp(wide)), 0.0).to(x.dtype)
+    return tl.where(wide < 0.0, 0.0, wide).to(x.dtype)  # not a maximum: that would turn a NaN into 0
+
+
+@triton.jit
 def _through(gradient, mapped, MAP: tl.constexpr):
     """A gradient behind a feature map, whose slope its value tells."""
     if MAP == IDENTITY:
@@ -53,10 +64,9 @@ def _through(gradient, mapped, MAP: tl.constexpr):
         return tl.where(mapped > 0.0, gradient, 0.0)
 
 
-@triton.jit(do_not_specialize=["weights_ptr", "stride_b", "stride_s", "stride_h", "seqlen", "heads", "segments"])
+@triton.jit(do_not_specialize=["sums_ptr", "stride_b", "stride_s", "stride_h", "seqlen", "heads", "segments"])
 def sums_kernel(
     x_ptr,
-    weights_ptr,
     mapped_ptr,
     sums_ptr,
     stride_b,
@@ -71,41 +81,34 @@ def sums_kernel(
     SEGMENT: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """phi(x) of a segment's rows, written down, and its sum, rows counted by their weights; each where there is room for it."""
+    """The sum of phi(x) over a segment's rows, and phi(x) where there is room for it."""
     pid = tl.program_id(0)
     row, first = pid // segments, pid % segments * SEGMENT
     e, n = tl.arange(0, BE), tl.arange(0, C)
     total = tl.zeros([C, BE], tl.float32)
     for t in range(first, tl.minimum(first + SEGMENT, seqlen), C):
-        live = t + n < seqlen
-        inside = live[:, None] & (e < E)[None, :]
-        x = tl.load(_strided(x_ptr, row, heads, stride_b, stride_s, stride_h, t + n, e), mask=inside, other=0.0).to(tl.float32)
-        if MAP == ELU_PLUS_ONE:
-            x = tl.where(x > 0.0, x + 1.0, tl.exp(x))
-        elif MAP != IDENTITY:
-            x = tl.where(x < 0.0, 0.0, x)  # not a maximum: that would turn a NaN into 0
+        inside = (t + n < seqlen)[:, None] & (e < E)[None, :]
+        x = tl.load(_strided(x_ptr, row, heads, stride_b, stride_s, stride_h, t + n, e), mask=inside, other=0.0)
+        x = _mapped(x, inside, MAP)
         if mapped_ptr is not None:
-            rounded = x.to(mapped_ptr.dtype.element_ty)
-            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), rounded, mask=inside)
-            x = tl.where(inside, rounded.to(tl.float32), 0.0)
-        if weights_ptr is not None:
-            x *= tl.load(weights_ptr + row.to(tl.int64) * seqlen + t + n, mask=live, other=0.0)[:, None]
-        total += x
-    if sums_ptr is not None:
-        tl.store(sums_ptr + pid.to(tl.int64) * E + e, tl.sum(total, 0), mask=e < E)
+            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), x, mask=inside)
+        total += x.to(tl.float32)
+    tl.store(sums_ptr + pid.to(tl.int64) * E + e, tl.sum(total, 0), mask=e < E)
 
 
-_VECTORS = ["sums_ptr", "norm_ptr", "seqlen", "heads", "segments"]
+_NUMBERS = ["seqlen", "heads", "segments"]
 _STRIDES = [f"stride_{t}{dim}" for t in "qk" for dim in "bsh"]
 
 
-@triton.jit(do_not_specialize=[*_VECTORS, *_STRIDES])
-def out_kernel(
+@triton.jit(do_not_specialize=["sums_ptr", "norm_ptr", "weights_ptr", *_NUMBERS, *_STRIDES])
+def norm_kernel(
     q_ptr,
     k_ptr,
     sums_ptr,
-    out_ptr,
+    mapped_q_ptr,
+    mapped_k_ptr,
     norm_ptr,
+    weights_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -119,15 +122,18 @@ def out_kernel(
     eps,
     E: tl.constexpr,
     BE: tl.constexpr,
-    M: tl.constexpr,
-    BM: tl.constexpr,
     C: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
 ):
-    """norm_i = scale * phi(q_i).z_i + eps, z_i the sum of phi(k_j) over j <= i; out, which holds numerators, over it."""
+    """norm_i = scale * phi(q_i).z_i + eps, z_i the sum of phi(k_j) over j <= i; weights are its reciprocals.
+
+    Writes phi(q) and phi(k) where there is room for them.
+    """
     pid = tl.program_id(0)
     row, segment = pid // segments, pid % segments
-    e, n, m = tl.arange(0, BE), tl.arange(0, C), tl.arange(0, BM)
+    e, n = tl.arange(0, BE), tl.arange(0, C)
     z = _between(sums_ptr, row, 0, segment, segments, e, E, BE)
     lower = (n[:, None] >= n[None, :]).to(k_ptr.dtype.element_ty)
     for t in range(segment * SEGMENT, tl.minimum((segment + 1) * SEGMENT, seqlen), C):
@@ -135,24 +141,28 @@ def out_kernel(
         inside = live[:, None] & (e < E)[None, :]
         k = tl.load(_strided(k_ptr, row, heads, stride_kb, stride_ks, stride_kh, t + n, e), mask=inside, other=0.0)
         q = tl.load(_strided(q_ptr, row, heads, stride_qb, stride_qs, stride_qh, t + n, e), mask=inside, other=0.0)
-        outs = _packed(out_ptr, row, heads, seqlen, t + n, m, M)
-        inside = live[:, None] & (m < M)[None, :]
-        out = tl.load(outs, mask=inside, other=0.0).to(tl.float32)
+        k, q = _mapped(k, inside, MAP_K), _mapped(q, inside, MAP_Q)
+        if mapped_k_ptr is not None:
+            tl.store(_packed(mapped_k_ptr, row, heads, seqlen, t + n, e, E), k, mask=inside)
+        if mapped_q_ptr is not None:
+            tl.store(_packed(mapped_q_ptr, row, heads, seqlen, t + n, e, E), q, mask=inside)
         sums = tl.dot(lower, k) + z[None, :]
         norm = scale * tl.sum(sums * q.to(tl.float32), 1) + eps
-        tl.store(norm_ptr + row.to(tl.int64) * seqlen + t + n, norm, mask=live)
-        tl.store(outs, (out / norm[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+        vectors = row.to(tl.int64) * seqlen + t + n
+        tl.store(norm_ptr + vectors, norm, mask=live)
+        tl.store(weights_ptr + vectors, 1.0 / norm, mask=live)
         z += tl.sum(k.to(tl.float32), 0)
 
 
-@triton.jit(do_not_specialize=[*_VECTORS, "delta_ptr", *_STRIDES])
+@triton.jit(do_not_specialize=["sums_ptr", "weights_ptr", "bias_ptr", *_NUMBERS, *_STRIDES])
 def dq_kernel(
     q_ptr,
     k_ptr,
     sums_ptr,
     x_ptr,
-    norm_ptr,
-    delta_ptr,
+    weights_ptr,
+    mapped_ptr,
+    bias_ptr,
     dq_ptr,
     stride_qb,
     stride_qs,
@@ -170,9 +180,10 @@ def dq_kernel(
     SEGMENT: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """From x_i = scale * sum of (dO_i.v_j) phi(k_j) over j <= i, fp32: dphi(q_i) = x_i / norm_i - delta_i z_i, z_i as above.
+    """dphi(q_i) = w_i (x_i - bias_i scale z_i), from x_i = scale * sum of (dO_i.v_j) phi(k_j) over j <= i, in fp32.
 
-    delta_i = scale * phi(q_i).x_i / norm_i², which is scale * dO_i.out_i / norm_i. Writes dq, behind the map, and delta.
+    w_i is 1 / norm_i, and bias_i = w_i phi(q_i).x_i = dO_i.out_i; k is mapped. Writes dq, behind the map, bias, and phi(q)
+    where there is room for it.
     """
     pid = tl.program_id(0)
     row, segment = pid // segments, pid % segments
@@ -186,28 +197,26 @@ def dq_kernel(
         q = tl.load(_strided(q_ptr, row, heads, stride_qb, stride_qs, stride_qh, t + n, e), mask=inside, other=0.0)
         x = tl.load(_packed(x_ptr, row, heads, seqlen, t + n, e, E), mask=inside, other=0.0)
         vectors = row.to(tl.int64) * seqlen + t + n
-        weight = 1.0 / tl.load(norm_ptr + vectors, mask=live, other=1.0)
+        weight = tl.load(weights_ptr + vectors, mask=live, other=0.0)
+        q = _mapped(q, inside, MAP)
+        if mapped_ptr is not None:
+            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), q, mask=inside)
         sums = tl.dot(lower, k) + z[None, :]
-        delta = scale * weight * weight * tl.sum(x * q.to(tl.float32), 1)
-        tl.store(delta_ptr + vectors, delta, mask=live)
-        dq = _through(x * weight[:, None] - sums * delta[:, None], q.to(tl.float32), MAP)
-        tl.store(_packed(dq_ptr, row, heads, seqlen, t + n, e, E), dq.to(dq_ptr.dtype.element_ty), mask=inside)
+        bias = weight * tl.sum(x * q.to(tl.float32), 1)
+        tl.store(bias_ptr + vectors, bias, mask=live)
+        dq = weight[:, None] * (x - (bias * scale)[:, None] * sums)
+        dq = _through(dq, q.to(tl.float32), MAP).to(dq_ptr.dtype.element_ty)
+        tl.store(_packed(dq_ptr, row, heads, seqlen, t + n, e, E), dq, mask=inside)
         z += tl.sum(k.to(tl.float32), 0)
 
 
-@triton.jit(do_not_specialize=["sums_ptr", "delta_ptr", "seqlen", "heads", "segments", *_STRIDES])
-def dk_kernel(
-    q_ptr,
-    k_ptr,
-    sums_ptr,
-    delta_ptr,
-    dk_ptr,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
+@triton.jit(do_not_specialize=["stride_b", "stride_s", "stride_h", *_NUMBERS])
+def through_kernel(
+    mapped_ptr,
+    gradient_ptr,
+    stride_b,
+    stride_s,
+    stride_h,
     seqlen,
     heads,
     segments,
@@ -217,26 +226,14 @@ def dk_kernel(
     SEGMENT: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """Take the sum of delta_j phi(q_j) over j >= i off dk_i, which holds the walk's, and go behind the map of k."""
+    """The gradient of phi(x) becomes that of x, in place."""
     pid = tl.program_id(0)
-    row, segment = pid // segments, pid % segments
+    row, first = pid // segments, pid % segments * SEGMENT
     e, n = tl.arange(0, BE), tl.arange(0, C)
-    z = _between(sums_ptr, row, segment + 1, segments, segments, e, E, BE)
-    upper = (n[:, None] <= n[None, :]).to(q_ptr.dtype.element_ty)
-    first = segment * SEGMENT
-    count = (tl.minimum(SEGMENT, seqlen - first) + C - 1) // C
-    for i in range(0, count):
-        t = first + (count - 1 - i) * C
-        live = t + n < seqlen
-        inside = live[:, None] & (e < E)[None, :]
-        q = tl.load(_strided(q_ptr, row, heads, stride_qb, stride_qs, stride_qh, t + n, e), mask=inside, other=0.0)
-        delta = tl.load(delta_ptr + row.to(tl.int64) * seqlen + t + n, mask=live, other=0.0)
-        dks = _packed(dk_ptr, row, heads, seqlen, t + n, e, E)
-        dk = tl.load(dks, mask=inside, other=0.0).to(tl.float32)
-        terms = q.to(tl.float32) * delta[:, None]
-        dk -= tl.dot(upper, terms.to(q_ptr.dtype.element_ty)) + z[None, :]
-        if MAP != IDENTITY:
-            k = tl.load(_strided(k_ptr, row, heads, stride_kb, stride_ks, stride_kh, t + n, e), mask=inside, other=0.0)
-            dk = _through(dk, k.to(tl.float32), MAP)
-        tl.store(dks, dk.to(dk_ptr.dtype.element_ty), mask=inside)
-        z += tl.sum(terms, 0)
+    for t in range(first, tl.minimum(first + SEGMENT, seqlen), C):
+        inside = (t + n < seqlen)[:, None] & (e < E)[None, :]
+        source = _strided(mapped_ptr, row, heads, stride_b, stride_s, stride_h, t + n, e)
+        mapped = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        target = _packed(gradient_ptr, row, heads, seqlen, t + n, e, E)
+        gradient = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, _through(gradient, mapped, MAP).to(gradient_ptr.dtype.element_ty), mask=inside)

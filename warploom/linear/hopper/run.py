@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.views import aligned
-from warploom.linear.hopper.config import WalkConfig
 from warploom.linear.hopper.plan import config, width
-from warploom.linear.hopper.rows import divide, keys_gradient, mapped, mapped_and_sums, queries_gradient
+from warploom.linear.hopper.rows import denominators, key_sums, mapped_keys, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
@@ -25,10 +25,9 @@ def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
     with on_device(q):
         if not call.normalize:
             return _walk(call, q, k, v), None
-        q = mapped(q, call.map_q)
-        k, sums = mapped_and_sums(k, call.map_k)
-        out = _walk(call, q, k, v)
-        return out, divide(q, k, sums, out, call.scale, call.eps)
+        maps = call.map_q, call.map_k
+        q, k, norm, weights = denominators(q, k, key_sums(k, call.map_k), call.scale, call.eps, maps)
+        return _walk(call, q, k, v, weights), norm
 
 
 def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,14 +37,12 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
         if norm is None:
             dq, dk = _walk(call, dout, v, k), _walk(call, v, dout, q, reverse=True)
             return dq, dk, _walk(call, k, q, dout, reverse=True)
-        q = mapped(q, call.map_q)
-        k, sums = mapped_and_sums(k, call.map_k)
-        norm = norm.contiguous()
-        weights = norm.reciprocal()
-        dq, delta = queries_gradient(q, k, sums, _walk(call, dout, v, k, wide=True), norm, call.scale, call.map_q)
-        dk = _walk(call, v, dout, q, weights, reverse=True)
-        keys_gradient(q, k, delta, dk, call.map_k)
-        return dq, dk, _walk(call, k, q, dout, weights, reverse=True)
+        k, sums = mapped_keys(k, call.map_k)
+        weights = norm.contiguous().reciprocal()
+        x = _walk(call, dout, v, k, wide=True)
+        q, dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
+        dk = _walk(call, v, dout, q, weights, bias, reverse=True)
+        return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
 
 
 def _walk(
@@ -54,21 +51,26 @@ def _walk(
     b: Tensor,
     c: Tensor,
     weights: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     reverse: bool = False,
     wide: bool = False,
 ) -> Tensor:
-    """scale · Σ (a_i · b_j) w_j c_j over j <= i, in reverse over j >= i; all (batch, seqlen, heads, ·), weights one a row."""
+    """w_i · scale · Σ (a_i · b_j) c_j over j <= i, or in reverse scale · Σ (a_i · b_j - bias_j) w_j c_j over j >= i.
+
+    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None.
+    """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
-    variant = config(width(call.q.shape[3], call.v.shape[3]), reverse, weights is not None, wide)
-    _function(variant)(a, b, c, out, weights, None, call.scale)
+    tile = width(call.q.shape[3], call.v.shape[3])
+    function = _function(tile, reverse, weights is not None, bias is not None, wide)
+    function(a, b, c, out, weights, bias, call.scale)
     return out
 
 
-def _function(variant: WalkConfig) -> Callable[..., None]:
-    function = modules.loaded(variant.spec)
-    if function is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        function = modules.load(variant.spec)
-    return function
+@cache
+def _function(*variant: Any) -> Callable[..., None]:
+    """The module's function of a variant, named as ``plan.config`` has it."""
+    found = config(*variant)
+    if modules.loaded(found.spec) is None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{found.name} is not loaded, which a capturing stream cannot do: make such a call before")
+    return modules.load(found.spec)
