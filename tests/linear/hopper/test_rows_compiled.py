@@ -31,9 +31,9 @@ def launches(e: int, name: str) -> dict[str, tuple[Any, dict[str, Any], tuple[An
     rows._launch.cache_clear()
     try:
         with patch.object(rows, "Launch", Recorder):
-            rows.key_sums(x, name)
-            _, sums = rows.mapped_keys(x, name)
-            rows.denominators(x, x, sums, 1.0, 1e-6, (name, name))
+            rows.mapped(x, name)
+            _, sums = rows.mapped_and_sums(x, name)
+            rows.denominators(x, x, sums, 1.0, 1e-6)
             rows.queries_gradient(x, x, sums, wide, weights, 1.0, name)
             rows.through(x, x, name)
     finally:

@@ -60,20 +60,14 @@ def mapped(x: Tensor, name: str) -> Tensor:
     return x if name == "identity" else NAMED[name](x.float()).to(x.dtype)
 
 
-def key_sums(k: Tensor, name: str) -> Tensor:
-    return mapped(k, name).double().cumsum(1)  # what is made of them is rows.py's own
+def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    found = mapped(x, name)
+    return found, found.double().cumsum(1)  # what is made of them is rows.py's own
 
 
-def mapped_keys(k: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return mapped(k, name), key_sums(k, name)
-
-
-def denominators(
-    q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float, names: tuple[str, str]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k = mapped(q, names[0]), mapped(k, names[1])
+def denominators(q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor]:
     norm = (scale * (q.double() * sums).sum(-1).transpose(1, 2) + eps).float().contiguous()
-    return q, k, norm, 1 / norm
+    return norm, 1 / norm
 
 
 def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
@@ -83,12 +77,11 @@ def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
 
 def queries_gradient(
     q: Tensor, k: Tensor, sums: Tensor, x: Tensor, weights: Tensor, scale: float, name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    q = mapped(q, name)
+) -> tuple[Tensor, Tensor]:
     weight = weights.double().transpose(1, 2)[..., None]
     bias = weight * (q * x.double()).sum(-1, keepdim=True)
     dq = weight * (x - scale * bias * sums)
-    return q, through(dq, q.double(), name).to(q.dtype), bias[..., 0].transpose(1, 2).float().contiguous()
+    return through(dq, q.double(), name).to(q.dtype), bias[..., 0].transpose(1, 2).float().contiguous()
 
 
 def readable(t: Tensor) -> None:
@@ -97,7 +90,7 @@ def readable(t: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (key_sums, mapped_keys, denominators, queries_gradient, through):
+    for function in (mapped, mapped_and_sums, denominators, queries_gradient, through):
         monkeypatch.setattr(run, function.__name__, function)
     run._function.cache_clear()
     monkeypatch.setattr(modules, "loaded", lambda spec: None)

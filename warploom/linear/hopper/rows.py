@@ -18,55 +18,46 @@ _UNIT = 8  # elements that strides count in
 # would be wgmma, of whose operands Triton 3.6 may keep a buffer too few.
 TILES = {
     "sums": ((32, 4), (16, 8)),  # 37 and 60; the other way round 43 and 90
-    "norm": ((32, 4), (32, 8)),  # 65; of eight warps 77, of 16 rows 173
+    "norm": ((32, 4), (32, 4)),  # 65; of eight warps 77, of 16 rows 173
     "dq": ((32, 8), (32, 8)),  # 157 and 164; of four warps 155 and 193, of 16 rows 191
     "through": ((16, 8), (16, 8)),  # 77, as fast as memory allows
 }
 
 
-def key_sums(k: Tensor, name: str) -> Tensor:
-    """The sum of phi(k) over each segment, (batch, heads, segments, E) in fp32, of k (batch, seqlen, heads, E).
-
-    Here and below strides are multiples of 16 bytes.
-    """
-    return _sums(k, None, name)
+def mapped(x: Tensor, name: str) -> Tensor:
+    """phi(x) of x (batch, seqlen, heads, E), whose strides are multiples of 16 bytes; without a map x itself."""
+    return x if name == "identity" else _pass(x, name, False)[0]
 
 
-def mapped_keys(k: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """phi(k), which without a map is k, and the same sums."""
-    found = _room(k, name)
-    return k if found is None else found, _sums(k, found, name)
+def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The same, and its sum over each segment, (batch, heads, segments, E) in fp32."""
+    found, sums = _pass(x, name, True)
+    assert sums is not None
+    return found, sums
 
 
-def denominators(
-    q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float, names: tuple[str, str]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi(q), phi(k), scale · phi(q_i) · z_i + eps with z_i the sum of phi(k) over rows up to i, and its reciprocals.
-
-    The last two are (batch, heads, seqlen) in fp32.
-    """
+def denominators(q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor]:
+    """scale · q_i · z_i + eps, z_i the sum of k over rows up to i, and its reciprocals: (batch, heads, seqlen) in fp32."""
     batch, seqlen, heads, e = q.shape
     norm, weights = (torch.empty((batch, heads, seqlen), dtype=torch.float32, device=q.device) for _ in range(2))
-    rooms = _room(q, names[0]), _room(k, names[1])
-    _launch("norm", q.dtype, e, names)(
+    _launch("norm", q.dtype, e)(
         (batch * heads * sums.shape[2], 1),
-        *(q, k, sums, *rooms, norm, weights, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale, eps),
+        *(q, k, sums, norm, weights, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale, eps),
     )
-    return q if rooms[0] is None else rooms[0], k if rooms[1] is None else rooms[1], norm, weights
+    return norm, weights
 
 
 def queries_gradient(
     q: Tensor, k: Tensor, sums: Tensor, x: Tensor, weights: Tensor, scale: float, name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """phi(q), dq, and dO_i · out_i, (batch, heads, seqlen) in fp32, from mapped k and the walk's fp32 sums x."""
+) -> tuple[Tensor, Tensor]:
+    """dq of mapped q and k from the walk's fp32 sums x, and dO_i · out_i, (batch, heads, seqlen) in fp32."""
     batch, seqlen, heads, e = q.shape
     dq, bias = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(weights)
-    room = _room(q, name)
-    _launch("dq", q.dtype, e, (name,))(
+    _launch("dq", q.dtype, e, name)(
         (batch * heads * sums.shape[2], 1),
-        *(q, k, sums, x, weights, room, bias, dq, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale),
+        *(q, k, sums, x, weights, bias, dq, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale),
     )
-    return q if room is None else room, dq, bias
+    return dq, bias
 
 
 def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
@@ -75,25 +66,21 @@ def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
         return gradient
     batch, seqlen, heads, e = gradient.shape
     segments = -(-seqlen // SEGMENT)
-    _launch("through", gradient.dtype, e, (name,))(
+    _launch("through", gradient.dtype, e, name)(
         (batch * heads * segments, 1), *(mapped, gradient, *_steps(mapped), seqlen, heads, segments)
     )
     return gradient
 
 
-def _sums(x: Tensor, mapped: Tensor | None, name: str) -> Tensor:
+def _pass(x: Tensor, name: str, summed: bool) -> tuple[Tensor, Tensor | None]:
     batch, seqlen, heads, e = x.shape
     segments = -(-seqlen // SEGMENT)
-    sums = torch.empty((batch, heads, segments, e), dtype=torch.float32, device=x.device)
-    _launch("sums", x.dtype, e, (name,), mapped is not None)(
-        (batch * heads * segments, 1), *(x, mapped, sums, *_steps(x), seqlen, heads, segments)
+    found = None if name == "identity" else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums = torch.empty((batch, heads, segments, e), dtype=torch.float32, device=x.device) if summed else None
+    _launch("sums", x.dtype, e, name, summed)(
+        (batch * heads * segments, 1), *(x, found, sums, *_steps(x), seqlen, heads, segments)
     )
-    return sums
-
-
-def _room(x: Tensor, name: str) -> Tensor | None:
-    """For phi(x)."""
-    return None if name == "identity" else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x if found is None else found, sums
 
 
 def _steps(t: Tensor) -> tuple[int, ...]:
@@ -104,9 +91,9 @@ _KERNELS = {"sums": sums_kernel, "norm": norm_kernel, "dq": dq_kernel, "through"
 
 
 @cache
-def _launch(kernel: str, dtype: torch.dtype, e: int, names: tuple[str, ...], written: bool = True) -> Launch:
-    """A pass under its maps; ``written``: what they map is written."""
-    rows, warps = TILES[kernel][names != ("identity",) * len(names)]
+def _launch(kernel: str, dtype: torch.dtype, e: int, name: str | None = None, summed: bool = True) -> Launch:
+    rows, warps = TILES[kernel][name not in (None, "identity")]
     constants: dict[str, Any] = {"E": e, "BE": 1 << (e - 1).bit_length(), "C": rows, "SEGMENT": SEGMENT, "num_warps": warps}
-    numbers = zip(("MAP",) if len(names) == 1 else ("MAP_Q", "MAP_K"), (MAPS[name] for name in names), strict=True)
-    return Launch(_KERNELS[kernel], {**constants, **dict(numbers)}, direct=True)
+    if name is not None:
+        constants["MAP"] = MAPS[name]
+    return Launch(_KERNELS[kernel], constants, direct=True)

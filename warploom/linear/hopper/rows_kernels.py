@@ -81,7 +81,7 @@ def sums_kernel(
     SEGMENT: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """The sum of phi(x) over a segment's rows, and phi(x) where there is room for it."""
+    """phi(x) of a segment's rows, and its sum over them, each where there is room for it."""
     pid = tl.program_id(0)
     row, first = pid // segments, pid % segments * SEGMENT
     e, n = tl.arange(0, BE), tl.arange(0, C)
@@ -93,7 +93,8 @@ def sums_kernel(
         if mapped_ptr is not None:
             tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), x, mask=inside)
         total += x.to(tl.float32)
-    tl.store(sums_ptr + pid.to(tl.int64) * E + e, tl.sum(total, 0), mask=e < E)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + pid.to(tl.int64) * E + e, tl.sum(total, 0), mask=e < E)
 
 
 _NUMBERS = ["seqlen", "heads", "segments"]
@@ -105,8 +106,6 @@ def norm_kernel(
     q_ptr,
     k_ptr,
     sums_ptr,
-    mapped_q_ptr,
-    mapped_k_ptr,
     norm_ptr,
     weights_ptr,
     stride_qb,
@@ -124,13 +123,8 @@ def norm_kernel(
     BE: tl.constexpr,
     C: tl.constexpr,
     SEGMENT: tl.constexpr,
-    MAP_Q: tl.constexpr,
-    MAP_K: tl.constexpr,
 ):
-    """norm_i = scale * phi(q_i).z_i + eps, z_i the sum of phi(k_j) over j <= i; weights are its reciprocals.
-
-    Writes phi(q) and phi(k) where there is room for them.
-    """
+    """norm_i = scale * q_i.z_i + eps, z_i the sum of k_j over j <= i, both mapped; weights are its reciprocals."""
     pid = tl.program_id(0)
     row, segment = pid // segments, pid % segments
     e, n = tl.arange(0, BE), tl.arange(0, C)
@@ -141,11 +135,6 @@ def norm_kernel(
         inside = live[:, None] & (e < E)[None, :]
         k = tl.load(_strided(k_ptr, row, heads, stride_kb, stride_ks, stride_kh, t + n, e), mask=inside, other=0.0)
         q = tl.load(_strided(q_ptr, row, heads, stride_qb, stride_qs, stride_qh, t + n, e), mask=inside, other=0.0)
-        k, q = _mapped(k, inside, MAP_K), _mapped(q, inside, MAP_Q)
-        if mapped_k_ptr is not None:
-            tl.store(_packed(mapped_k_ptr, row, heads, seqlen, t + n, e, E), k, mask=inside)
-        if mapped_q_ptr is not None:
-            tl.store(_packed(mapped_q_ptr, row, heads, seqlen, t + n, e, E), q, mask=inside)
         sums = tl.dot(lower, k) + z[None, :]
         norm = scale * tl.sum(sums * q.to(tl.float32), 1) + eps
         vectors = row.to(tl.int64) * seqlen + t + n
@@ -161,7 +150,6 @@ def dq_kernel(
     sums_ptr,
     x_ptr,
     weights_ptr,
-    mapped_ptr,
     bias_ptr,
     dq_ptr,
     stride_qb,
@@ -182,8 +170,7 @@ def dq_kernel(
 ):
     """dphi(q_i) = w_i (x_i - bias_i scale z_i), from x_i = scale * sum of (dO_i.v_j) phi(k_j) over j <= i, in fp32.
 
-    w_i is 1 / norm_i, and bias_i = w_i phi(q_i).x_i = dO_i.out_i; k is mapped. Writes dq, behind the map, bias, and phi(q)
-    where there is room for it.
+    q and k are mapped, w_i is 1 / norm_i, and bias_i = w_i phi(q_i).x_i = dO_i.out_i. Writes bias and dq, behind the map.
     """
     pid = tl.program_id(0)
     row, segment = pid // segments, pid % segments
@@ -198,9 +185,6 @@ def dq_kernel(
         x = tl.load(_packed(x_ptr, row, heads, seqlen, t + n, e, E), mask=inside, other=0.0)
         vectors = row.to(tl.int64) * seqlen + t + n
         weight = tl.load(weights_ptr + vectors, mask=live, other=0.0)
-        q = _mapped(q, inside, MAP)
-        if mapped_ptr is not None:
-            tl.store(_packed(mapped_ptr, row, heads, seqlen, t + n, e, E), q, mask=inside)
         sums = tl.dot(lower, k) + z[None, :]
         bias = weight * tl.sum(x * q.to(tl.float32), 1)
         tl.store(bias_ptr + vectors, bias, mask=live)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from warploom.attention.views import aligned
 from warploom.linear.hopper.plan import config, width
-from warploom.linear.hopper.rows import denominators, key_sums, mapped_keys, queries_gradient, through
+from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
@@ -25,8 +25,8 @@ def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
     with on_device(q):
         if not call.normalize:
             return _walk(call, q, k, v), None
-        maps = call.map_q, call.map_k
-        q, k, norm, weights = denominators(q, k, key_sums(k, call.map_k), call.scale, call.eps, maps)
+        q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
+        norm, weights = denominators(q, k, sums, call.scale, call.eps)
         return _walk(call, q, k, v, weights), norm
 
 
@@ -37,10 +37,10 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
         if norm is None:
             dq, dk = _walk(call, dout, v, k), _walk(call, v, dout, q, reverse=True)
             return dq, dk, _walk(call, k, q, dout, reverse=True)
-        k, sums = mapped_keys(k, call.map_k)
+        q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
         x = _walk(call, dout, v, k, wide=True)
-        q, dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
+        dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
         dk = _walk(call, v, dout, q, weights, bias, reverse=True)
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
 

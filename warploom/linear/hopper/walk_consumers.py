@@ -109,8 +109,6 @@ class Consumers(WalkBase):
         sums.fill(0.0)
         before = cute.make_rmem_tensor(2, Float32)  # the same of all tokens
         before.fill(0.0)
-        factors = cute.make_rmem_tensor(config.chunk // 4, Float32)  # of this thread's tokens' out
-        parts = config.head_dim // 16 // SLICES
         stage, phase = Int32(0), Int32(0)
         c_stage, c_phase = Int32(0), Int32(0)
         cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
@@ -122,37 +120,26 @@ class Consumers(WalkBase):
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
-            factors.fill(scale)
-            for part in cutlass.range_constexpr(parts):
-                self.gemm_inter(mma_inter, acc, state, operand, words, queries[None, None, None, stage], part)
-                # Of the rest a share under each part's product: after the last one it would be waited for.
-                first, past = (config.chunk // 16 * i // parts for i in (part, part + 1))
-                if const_expr(config.biased and part == 0):
-                    for r in cutlass.range_constexpr(2):
-                        before[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
-                if const_expr(config.weighs_rows):
-                    if const_expr(part == 0):
-                        cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
-                    address = source + c_stage * (2 * config.chunk * COLUMNS)
-                    self.take_values(self.words(weighed), address, weight, taken, sums, lane, first, past)
-                elif const_expr(config.weighted):
-                    for i in cutlass.range_constexpr(4 * first, 4 * past):
-                        factors[i] = scale * self.of_token(weight, i // 2 * 8 + i % 2, lane)
-            if const_expr(not config.weighs_rows):
-                cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
+            self.gemm_inter(mma_inter, acc, state, operand, words, queries[None, None, None, stage])
+            cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
             left = values[None, None, None, c_stage]
             cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
             self.gemm(mma_intra, acc, left, p, True)
             warpgroup.commit_group()
-            cute.arch.mbarrier_wait(shared.b_full + stage, phase)
+            if const_expr(config.biased):
+                for r in cutlass.range_constexpr(2):
+                    before[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
             if const_expr(config.weighs_rows):
+                address = source + c_stage * (2 * config.chunk * COLUMNS)
+                self.take_values(self.words(weighed), address, weight, taken, sums, lane)
                 left = weighed
+            cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
             self.release_all(shared.a_empty + stage)
-            self.finish(acc, before, factors)
+            self.finish(acc, weight, before, scale, lane)
             if const_expr(config.wide):
                 self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)
             else:
@@ -171,9 +158,9 @@ class Consumers(WalkBase):
         return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
 
     @cute.jit
-    def take_values(self, words, address, weights, bias, sums, lane, first, past):
-        """Slices of c of the chunk, times its weights, as a left operand; their sums, times the bias, join ``sums``."""
-        for i in cutlass.range_constexpr(first, past):
+    def take_values(self, words, address, weights, bias, sums, lane):
+        """c of the chunk, times its weights, as a left operand; its sums, times the bias too, are added to ``sums``."""
+        for i in cutlass.range_constexpr(self.config.chunk // 16):
             four = ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True)
             for half in cutlass.range_constexpr(2):
                 place = 16 * i + 8 * half
@@ -188,28 +175,35 @@ class Consumers(WalkBase):
                         sums[r] = sums[r] + values[0] * less[0] + values[1] * less[1]
 
     @cute.jit
-    def gemm_inter(self, mma, acc, state, operand, words, queries, part):
-        """Round a part of the state, there is no room for all of it at once, and issue out (+)= state · a of the chunk."""
+    def gemm_inter(self, mma, acc, state, operand, words, queries):
+        """Issue out = state · a of the chunk, the state rounded part by part: there is no room for all of it at once."""
         atom = cute.make_mma_atom(mma.op)
-        if const_expr(part > 0):
-            warpgroup.wait_group(1)  # for the part before the last one, whose registers the next takes
-        for i in cutlass.range_constexpr(part * SLICES * 4, (part + 1) * SLICES * 4):
-            words[i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(part * SLICES, (part + 1) * SLICES):
-            atom.set(warpgroup.Field.ACCUMULATE, i > 0)
-            cute.gemm(atom, acc, operand[None, None, i], queries[None, None, i], acc)
-        if const_expr((part + 1) * SLICES < cute.size(queries, mode=[2])):
-            warpgroup.commit_group()
+        slices = cute.size(queries, mode=[2])
+        for part in cutlass.range_constexpr(slices // SLICES):
+            if const_expr(part > 0):
+                warpgroup.wait_group(1)  # for the part before the last one, whose registers the next takes
+            for i in cutlass.range_constexpr(part * SLICES * 4, (part + 1) * SLICES * 4):
+                words[i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(part * SLICES, (part + 1) * SLICES):
+                atom.set(warpgroup.Field.ACCUMULATE, i > 0)
+                cute.gemm(atom, acc, operand[None, None, i], queries[None, None, i], acc)
+            if const_expr((part + 1) * SLICES < slices):
+                warpgroup.commit_group()
 
     @cute.jit
-    def finish(self, acc, before, factors):
+    def finish(self, acc, weight, before, scale, lane):
         """What the bias takes from the chunks before, and factors of out."""
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            value = acc[i]
-            if const_expr(self.config.biased):
-                value = value - before[i // 2 % 2]
-            acc[i] = value * factors[i // 4 * 2 + i % 2]
+        for i in cutlass.range_constexpr(self.config.chunk // 4):  # this thread's tokens
+            factor = scale
+            if const_expr(self.config.weighted and not self.config.reverse):
+                factor = scale * self.of_token(weight, i // 2 * 8 + i % 2, lane)
+            for r in cutlass.range_constexpr(2):
+                at = i // 2 * 4 + r * 2 + i % 2
+                value = acc[at]
+                if const_expr(self.config.biased):
+                    value = value - before[r]
+                acc[at] = value * factor
 
     @cute.jit
     def store(self, acc, target, ring, warp, n):
