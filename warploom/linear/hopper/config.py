@@ -35,9 +35,7 @@ class WalkConfig:
     wide: bool = False  # out is fp32
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
-    # Blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64. One H100 holds 31 clusters of
-    # four: 32 heads of 4096 tokens, 256 columns, take 161 us in those, 94 in pairs, 108 in single blocks (a copy 87).
-    cluster: int = 2
+    cluster: int = 2  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
 
     @property
     def weighs_rows(self) -> bool:
