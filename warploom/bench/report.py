@@ -173,6 +173,7 @@ def _dense(hopper: Callable[[Sequence[Row]], list[Bar]]) -> Callable[[Sequence[R
 
 def _hopper(least: float, others: tuple[str, ...], peers: tuple[str, ...]) -> Callable[[Sequence[Row]], list[Bar]]:
     """Bars of the Hopper kernels; cases that begin with one of ``others``, windows and documents are held to ``peers``."""
+    held_to = "the better of " + " and ".join(peers) if len(peers) > 1 else peers[0]
 
     def bars(rows: Sequence[Row]) -> list[Bar]:
         best = _better(rows, ("cuDNN", "FA4"))
@@ -189,11 +190,8 @@ def _hopper(least: float, others: tuple[str, ...], peers: tuple[str, ...]) -> Ca
             ("the better of cuDNN and FA4 over ours, mean of D64, D128, D256", least, mean(square) if square else None),
             ("the same, the worst case", 0.98, min(square, default=None)),
             ("the same, the worst of grouped heads and D192/128", 0.98, min(further, default=None)),
-            (f"{who(peers)} over ours, the worst of D96, D192, window, documents", 1.0, min(rest, default=None)),
+            (f"{held_to} over ours, the worst of D96, D192, window, documents", 1.0, min(rest, default=None)),
         ]
-
-    def who(names: tuple[str, ...]) -> str:
-        return "the better of " + " and ".join(names) if len(names) > 1 else names[0]
 
     return bars
 

@@ -228,9 +228,7 @@ _grad_enabled, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracin
 
 def unobserved(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> bool:
     """As ``plain``, and no gradient is recorded."""
-    return plain(q, k, v, sink, *vectors) and not (
-        _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))
-    )
+    return plain(q, k, v, sink, *vectors) and not recorded(q, k, v, sink)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import rows
 
-BATCH, HEADS, SEGMENT = 2, 2, 32
+BATCH, HEADS, SEGMENT = 2, 2, 16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
@@ -32,7 +32,7 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
-CASES = [(70, 24, torch.float32, "elu+1"), (33, 16, torch.float16, "relu"), (560, 8, torch.float32, "identity")]
+CASES = [(70, 24, torch.float32, "elu+1"), (33, 16, torch.float16, "relu"), (290, 8, torch.float32, "identity")]
 CASES += [(1, 8, torch.float32, "elu+1")]
 
 

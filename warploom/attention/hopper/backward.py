@@ -61,31 +61,55 @@ class HopperBackward(RowKernels, Producer, Consumers):
         each: Int32,  # so many a share
         stream: Any,
     ):
-        """Lay out shared memory, describe the TMA copies and launch the three kernels."""
-        config = self.config
+        """Count tiles and blocks, find room for the workspaces and launch the three kernels."""
+        varlen = const_expr(self.config.varlen)
         batch, seqlen_q = Int32(1), Int32(0)
-        if const_expr(config.varlen):
+        if const_expr(varlen):
             # Tiles of a sequence are numbered from start // tile + its number, which leaves none of two sequences.
             heads_q, total_q = lse.shape
             sequences = cu_q.shape[0] - 1  # type: ignore[union-attr]
             m_blocks = total_q // self.tile_m + sequences
-            n_blocks = k.shape[0] // self.tile_n + sequences
+            n_blocks = k.shape[0] // self.span + sequences
         else:
             batch, heads_q, seqlen_q = lse.shape
             m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
-            n_blocks = cute.ceil_div(k.shape[1], self.tile_n)
+            n_blocks = cute.ceil_div(k.shape[1], self.span)
         rows = m_blocks * heads_q * batch
         stats, turns, partial = self.workspace(sums, dq, rows, split)
-        cleared = (dk, dv, cu_k) if const_expr(config.varlen) else (None, None, None)
+        cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
-
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
-        modes = [0, 2, 1] if const_expr(config.varlen) else [1, 3, 2, 0]
-        tq, tk, tv, tdo = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
-        if const_expr(config.varlen):
-            tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
+        modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
+        views = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
+        if const_expr(varlen):
+            views = [self.ragged(t) for t in views]
+        self.launch(
+            views, (dk, dv, sums, partial, stats, turns), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
+            (scale, softcap, left, right, section), heads_q, (blocks, split, each), stream,
+        )  # fmt: skip
+        # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
+        unseen = cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if const_expr(self.config.claims) else None
+        self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(
+            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )  # fmt: skip
+
+    def launch(
+        self,
+        views: list[Any],
+        targets: tuple[Any, ...],
+        sizes: tuple[Any, ...],
+        band: tuple[Any, ...],
+        heads_q: Any,
+        order: tuple[Any, Any, Any],
+        stream: Any,
+    ) -> None:
+        """Describe the TMA copies and launch the kernel of key blocks; the tuples are parameters of it that stand together."""
+        config = self.config
+        tq, tk, tv, tdo = views
+        *_, m_blocks, n_blocks, batch = sizes
+        blocks, split, each = order
         heads_kv = tk.shape[2]
         box_q, box_k, box_v, box_do = config.boxes
         layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, box_q)
@@ -97,26 +121,20 @@ class HopperBackward(RowKernels, Producer, Consumers):
         tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
         tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
-        scores, values, keys, queries = self.products()
+        products = self.products()
         total = n_blocks * heads_kv * batch
         items, deal = total, (total, Int32(0), Int32(1), Int32(1))
         if const_expr(config.parted):
             steps = heads_q // heads_kv * m_blocks
             items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
         self.kernel(
-            tq, tk, tv, tdo, dk, dv, sums, partial, stats, turns, tma_q, tma_k, tma_v, tma_do, scores, values, keys, queries,
-            layout_q, layout_do, layout_k, layout_v, layout_ds,
-            cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch, scale, softcap, left, right, section,
-            items, *deal,
+            tq, tk, tv, tdo, *targets, tma_q, tma_k, tma_v, tma_do, *products,
+            layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band, items, *deal,
         ).launch(
             grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-        )  # fmt: skip
-        unseen = self.unseen(seqlen_q, k, right)
-        self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(
-            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
 
     @cute.jit
@@ -144,11 +162,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             cute.make_tensor(partial, cute.make_layout((split * config.partial_floats,))),
         )
 
-    def unseen(self, seqlen_q: Any, k: Any, right: Any) -> Any:
-        """Query tiles before the first that a key sees: where the first block at a tile stores, none came to these."""
-        return cutlass.max(seqlen_q - k.shape[1] - right, 0) // self.tile_m if self.config.claims else None
-
-    def products(self) -> tuple[Any, Any, Any, Any]:
+    def products(self) -> tuple[Any, ...]:
         """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
         config = self.config
         smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -272,13 +286,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         )
         if warp == LOADER:
             with cute.arch.elect_one():
-                for full, empty, count in (
-                    (shared.q_full, shared.q_empty, stages),
-                    (shared.do_full, shared.do_empty, dout_stages),
-                ):
-                    for i in cutlass.range_constexpr(count):
-                        cute.arch.mbarrier_init(full + i, 1)
-                        cute.arch.mbarrier_init(empty + i, 4 * WARPGROUPS)
+                self.init_rings(shared, 4 * WARPGROUPS)
                 for barrier in (shared.k_full, shared.v_full, shared.block_full):
                     cute.arch.mbarrier_init(barrier, 1)
                 if const_expr(self.config.persistent):

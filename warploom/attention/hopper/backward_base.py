@@ -61,6 +61,16 @@ class BackwardBase(KernelBase):
         self.lift = 10 if config.pair else 0
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
+    def init_rings(self, shared: Any, releases: int) -> None:
+        """The barriers of the rings of Q and dO, whose stages are free after so many releases."""
+        for full, empty, count in (
+            (shared.q_full, shared.q_empty, self.stages),
+            (shared.do_full, shared.do_empty, self.dout_stages),
+        ):
+            for i in range(count):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, releases)
+
     # What a block works on
 
     def describe(self, given: Any, index: Any) -> Names:

@@ -34,7 +34,6 @@ from warploom.attention.hopper.backward_base import (
 from warploom.attention.hopper.backward_pair_base import PAIR, PARTS
 from warploom.attention.hopper.backward_pair_consumers import PairConsumers
 from warploom.attention.hopper.backward_pair_producer import PairProducer
-from warploom.attention.hopper.backward_rows import ROW_THREADS
 from warploom.attention.hopper.base import WARPGROUP, Names
 from warploom.attention.hopper.config import box_columns
 
@@ -42,53 +41,39 @@ from warploom.attention.hopper.config import box_columns
 class PairBackward(PairProducer, PairConsumers, HopperBackward):
     """As ``HopperBackward``, for 64 queries by 64 keys of each of two blocks."""
 
-    @cute.jit
-    def __call__(
-        self, q, k, v, out, dout, lse, dlse, dq, dk, dv, sums, cu_q, cu_k, used,
-        scale: Float32, softcap: Float32, left: Int32, right: Int32, section: Int32, blocks: Int32,
-        split: Int32, each: Int32, stream: Any,
-    ):  # fmt: skip
-        """As ``HopperBackward``; ``blocks`` persistent ones where neither lengths differ nor blocks wait for each other."""
-        config, varlen = self.config, const_expr(self.config.varlen)
-        batch, seqlen_q = Int32(1), Int32(0)
-        if const_expr(varlen):
-            heads_q, total_q = lse.shape
-            sequences = cu_q.shape[0] - 1
-            m_blocks = total_q // self.tile_m + sequences
-            pairs = k.shape[0] // self.span + sequences
-        else:
-            batch, heads_q, seqlen_q = lse.shape
-            m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
-            pairs = cute.ceil_div(k.shape[1], self.span)
-        rows = m_blocks * heads_q * batch
-        stats, turns, _ = self.workspace(sums, dq, rows, split)
-        cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
-        self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
-            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
-        )
-        modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
-        tq, tk, tv, tdo = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
-        if const_expr(varlen):
-            tq, tk, tv, tdo = [self.ragged(t) for t in (tq, tk, tv, tdo)]
+    def launch(
+        self,
+        views: list[Any],
+        targets: tuple[Any, ...],
+        sizes: tuple[Any, ...],
+        band: tuple[Any, ...],
+        heads_q: Any,
+        order: tuple[Any, Any, Any],
+        stream: Any,
+    ) -> None:
+        """As ``HopperBackward``; persistent clusters where neither lengths differ nor blocks wait for each other."""
+        config = self.config
+        tq, tk, tv, tdo = views
+        dk, dv, sums, _, stats, turns = targets
         heads_kv = tk.shape[2]
         layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, 64)
         layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, 64)
         layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, 64)
         layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, 64)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), 2, box_columns(self.tile_n))
+        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, box_columns(self.tile_n))
         half = self.tile_layout((self.tile_m, self.half), 1, 64)  # of a tile of Q, dO or K: 64 rows all
         tile = (self.tile_m, self.half)
         tma_q, tq = self.multicast(tq, half, tile)
         tma_do, tdo = self.multicast(tdo, half, tile)
         tma_k, tk = self.tma(tk, half, tile)
         tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
+        *_, pairs, batch = sizes
         clusters = pairs * heads_kv * batch
         if const_expr(config.persistent):
-            clusters = cutlass.min(cutlass.max(blocks // PAIR, 1), clusters)
+            clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, *self.products(),
-            layout_q, layout_do, layout_k, layout_v, layout_ds,
-            cu_q, cu_k, used, seqlen_q, m_blocks, pairs, batch, scale, softcap, left, right, section,
+            layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -96,8 +81,6 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        unseen = self.unseen(seqlen_q, k, right)
-        self.after(dq, sums, unseen, cu_q, m_blocks, scale).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
 
     def multicast(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
         """As ``tma``, for both blocks."""
@@ -205,13 +188,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         )
         if warp == LOADER:
             with cute.arch.elect_one():
-                for full, empty, count in (
-                    (shared.q_full, shared.q_empty, stages),
-                    (shared.do_full, shared.do_empty, dout_stages),
-                ):
-                    for i in cutlass.range_constexpr(count):
-                        cute.arch.mbarrier_init(full + i, 1)
-                        cute.arch.mbarrier_init(empty + i, PAIR * 4 * WARPGROUPS)
+                self.init_rings(shared, PAIR * 4 * WARPGROUPS)
                 for barrier in (shared.k_full, shared.v_full, shared.came):
                     cute.arch.mbarrier_init(barrier, 1)
                 cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
@@ -222,6 +199,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             cute.arch.mbarrier_init_fence()
         self.meet()
 
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         given = Names(
             shared=shared,
             q_shape=q.shape,
@@ -236,9 +214,8 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             section=section,
             left=left,
             right=right,
+            rank=rank,
         )
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        given = given.but(rank=rank)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:

@@ -157,7 +157,7 @@ class BackwardConfig:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks."""
         return tiles * self.states + 8 * split + int(self.persistent)
 
-    def slots(self, tiles: int, elements: int) -> int:
+    def most_split(self, tiles: int, elements: int) -> int:
         """Of how many split key blocks dq, of so many 16-bit elements, can hold the sums until it is written."""
         return max(0, elements // 2 - self.others(tiles) - 32) // (self.partial_floats + 8)
 

@@ -62,7 +62,7 @@ def backward(
     if variant.parted and args.sink is None:
         blocks = batch * k.shape[2] * -(-k.shape[1] // variant.tile_n)
         parts = schedule.shares(
-            blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.slots(tiles, dq.numel())
+            blocks, heads // k.shape[2] * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
         )
     inputs = (q, k, v, out, dout, lse, dlse)
     workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)

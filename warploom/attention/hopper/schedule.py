@@ -6,7 +6,7 @@ else b there as here.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 # No tile: the other half of the pair that a head with an odd number of query tiles has in its middle.
@@ -186,7 +186,7 @@ PIECE_COST, SUMS_COST = 2.5, 1.0
 FEWEST_SAVED = 6.0  # steps, for which sharing out is worth its while: measured, of the last 3 to 5 of 1024 keys nothing is left
 
 
-@cache
+@lru_cache(maxsize=1024)
 def shares(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
     """How many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and how many steps a
     share has: those of a last round that would leave processors idle, or of one more. (0, 1): none. What the kernel multiplies

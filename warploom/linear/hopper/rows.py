@@ -38,12 +38,9 @@ def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def denominators(q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor]:
     """scale · q_i · z_i + eps, z_i the sum of k over rows up to i, and its reciprocals: (batch, heads, seqlen) in fp32."""
-    batch, seqlen, heads, e = q.shape
-    norm, weights = (torch.empty((batch, heads, seqlen), dtype=torch.float32, device=q.device) for _ in range(2))
-    _launch("norm", q.dtype, e)(
-        (batch * heads * sums.shape[2], 1),
-        *(q, k, sums, norm, weights, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale, eps),
-    )
+    shape = q.shape[0], q.shape[2], q.shape[1]
+    norm, weights = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    _run("norm", None, (q, k, sums, norm, weights), (q, k), scale, eps)
     return norm, weights
 
 
@@ -51,49 +48,48 @@ def queries_gradient(
     q: Tensor, k: Tensor, sums: Tensor, x: Tensor, weights: Tensor, scale: float, name: str
 ) -> tuple[Tensor, Tensor]:
     """dq of mapped q and k from the walk's fp32 sums x, and dO_i · out_i, (batch, heads, seqlen) in fp32."""
-    batch, seqlen, heads, e = q.shape
     dq, bias = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(weights)
-    _launch("dq", q.dtype, e, name)(
-        (batch * heads * sums.shape[2], 1),
-        *(q, k, sums, x, weights, bias, dq, *_steps(q), *_steps(k), seqlen, heads, sums.shape[2], scale),
-    )
+    _run("dq", name, (q, k, sums, x, weights, bias, dq), (q, k), scale)
     return dq, bias
 
 
 def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
     """The gradient of x from that of mapped = phi(x), in place."""
-    if name == "identity":
-        return gradient
-    batch, seqlen, heads, e = gradient.shape
-    segments = -(-seqlen // SEGMENT)
-    _launch("through", gradient.dtype, e, name)(
-        (batch * heads * segments, 1), *(mapped, gradient, *_steps(mapped), seqlen, heads, segments)
-    )
+    if name != "identity":
+        _run("through", name, (mapped, gradient), (mapped,))
     return gradient
 
 
 def _pass(x: Tensor, name: str, summed: bool) -> tuple[Tensor, Tensor | None]:
     batch, seqlen, heads, e = x.shape
-    segments = -(-seqlen // SEGMENT)
     found = None if name == "identity" else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sums = torch.empty((batch, heads, segments, e), dtype=torch.float32, device=x.device) if summed else None
-    _launch("sums", x.dtype, e, name, summed)(
-        (batch * heads * segments, 1), *(x, found, sums, *_steps(x), seqlen, heads, segments)
-    )
+    shape = batch, heads, -(-seqlen // SEGMENT), e
+    sums = torch.empty(shape, dtype=torch.float32, device=x.device) if summed else None
+    _run("sums", name, (x, found, sums), (x,))
     return x if found is None else found, sums
 
 
-def _steps(t: Tensor) -> tuple[int, ...]:
-    return tuple(s // _UNIT for s in t.stride()[:3])
+def _run(
+    kernel: str, name: str | None, tensors: tuple[Tensor | None, ...], strided: tuple[Tensor, ...], *numbers: float
+) -> None:
+    """Launch a program for each segment of the first tensor's heads; ``strided`` are those whose strides the kernel takes."""
+    first = strided[0]
+    batch, seqlen, heads, e = first.shape
+    segments = -(-seqlen // SEGMENT)
+    steps = [s // _UNIT for t in strided for s in t.stride()[:3]]
+    present = tuple([t is not None for t in tensors])
+    launch = _launch(kernel, first.dtype, e, name, present, max(steps) < 2**31)
+    launch((batch * heads * segments, 1), *tensors, *steps, seqlen, heads, segments, *numbers)
 
 
 _KERNELS = {"sums": sums_kernel, "norm": norm_kernel, "dq": dq_kernel, "through": through_kernel}
 
 
 @cache
-def _launch(kernel: str, dtype: torch.dtype, e: int, name: str | None = None, summed: bool = True) -> Launch:
+def _launch(kernel: str, dtype: torch.dtype, e: int, name: str | None, present: tuple[bool, ...], direct: bool) -> Launch:
+    """``direct``: strides fit 32 bits, as the first launch's binary may have them."""
     rows, warps = TILES[kernel][name not in (None, "identity")]
     constants: dict[str, Any] = {"E": e, "BE": 1 << (e - 1).bit_length(), "C": rows, "SEGMENT": SEGMENT, "num_warps": warps}
     if name is not None:
         constants["MAP"] = MAPS[name]
-    return Launch(_KERNELS[kernel], constants, direct=True)
+    return Launch(_KERNELS[kernel], constants, direct=direct)
