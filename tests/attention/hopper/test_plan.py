@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 from itertools import product
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import warploom
+from tests.sources import imported
 from warploom.attention import hopper
 from warploom.attention.hopper import plan
 from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES
@@ -23,8 +22,6 @@ from warploom.runtime import dispatch, modules
 
 SHARED = 227 * 1024  # bytes a block of sm_90 has
 OVERHEAD = 512 + 1024  # barriers, the tile ring, alignment
-PACKAGE = Path(warploom.__file__).parent
-KERNELS = "warploom.attention.hopper", "warploom.runtime.instructions"  # modules of kernel code
 
 
 def problem(**changes: object) -> AttentionProblem:
@@ -32,30 +29,13 @@ def problem(**changes: object) -> AttentionProblem:
     return AttentionProblem(**{"device": "cuda", "dtype": torch.bfloat16, "layout": "dense", **shape, **changes})  # type: ignore[arg-type]
 
 
-def imported(*files: str) -> set[str]:
-    """These files of the package and those of kernel code that they import, and so on."""
-    found: set[str] = set()
-    waiting = list(files)
-    while waiting:
-        file = waiting.pop()
-        found.add(file)
-        names: list[str] = []
-        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        paths = [name.removeprefix("warploom.").replace(".", "/") + ".py" for name in names if name.startswith(KERNELS)]
-        waiting += [path for path in paths if path not in found and (PACKAGE / path).is_file()]
-    return found
-
-
 def test_sources_are_what_kernels_import() -> None:
     """Else an edit of a file that is not listed would leave modules of the older one in use."""
     here = "attention/hopper"
     build = f"{here}/build.py"
-    assert {build, *imported(f"{here}/forward.py")} == set(SOURCES)
-    assert {build, *imported(f"{here}/backward.py", f"{here}/backward_roles.py", f"{here}/backward_pair.py")} == set(
+    built = build, "runtime/compile.py"
+    assert {*built, *imported(f"{here}/forward.py")} == set(SOURCES)
+    assert {*built, *imported(f"{here}/backward.py", f"{here}/backward_roles.py", f"{here}/backward_pair.py")} == set(
         BACKWARD_SOURCES
     )
     assert imported(build) == {*SOURCES, *BACKWARD_SOURCES}

@@ -12,6 +12,7 @@ _HERE = "attention/ampere"
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "layout")),
+    "runtime/compile.py",
     "runtime/instructions.py",
     "smem/layout.py",
     "smem/swizzle.py",

@@ -26,9 +26,9 @@ from warploom.attention.hopper.backward_base import (
     WARPGROUPS,
     BackwardBase,
 )
-from warploom.attention.hopper.base import LOG2_E, WARPGROUP, Names
-from warploom.attention.hopper.primitives import count_up, hold, negative, store_matrices, wait_until
 from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
+from warploom.runtime.kernel import LOG2_E, WARPGROUP, Names
+from warploom.runtime.primitives import count_up, hold, negative, store_matrices, wait_until
 
 
 class Consumers(BackwardBase):

@@ -34,8 +34,8 @@ from warploom.attention.hopper.backward_base import (
 from warploom.attention.hopper.backward_pair_base import PAIR, PARTS
 from warploom.attention.hopper.backward_pair_consumers import PairConsumers
 from warploom.attention.hopper.backward_pair_producer import PairProducer
-from warploom.attention.hopper.base import WARPGROUP, Names
 from warploom.attention.hopper.config import box_columns
+from warploom.runtime.kernel import WARPGROUP, Names
 
 
 class PairBackward(PairProducer, PairConsumers, HopperBackward):

@@ -29,9 +29,9 @@ from warploom.attention.hopper.backward_pair_base import (
     VALUES,
     PairBase,
 )  # fmt: skip
-from warploom.attention.hopper.base import WARPGROUP, Names
-from warploom.attention.hopper.primitives import bulk_send, from_half
 from warploom.runtime.instructions import pack16
+from warploom.runtime.kernel import WARPGROUP, Names
+from warploom.runtime.primitives import bulk_send, from_half
 
 
 class PairConsumers(PairBase, Consumers):

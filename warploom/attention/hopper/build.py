@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from warploom.attention.hopper.backward import HopperBackward
 from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
-from warploom.attention.hopper.base import DTYPES
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import HopperForward
-from warploom.runtime.cubin import resources
-from warploom.runtime.link import link
+from warploom.runtime.compile import compile_kernel, view
+from warploom.runtime.kernel import DTYPES
 
 
 def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
@@ -30,7 +26,7 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     """
     variant = ForwardConfig(**config)
     modes = 2 if variant.varlen else 3  # besides head_dim
-    tensors = [_view(DTYPES[variant.dtype], modes) for _ in range(4)]
+    tensors = [view(DTYPES[variant.dtype], modes) for _ in range(4)]
     lse = make_fake_tensor(
         Float32,
         tuple(cute.sym_int() for _ in range(modes)),
@@ -57,7 +53,7 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = [*tensors, lse, *vectors, *scalars, stream]
-    return {**_compile(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
+    return {**compile_kernel(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
 
 
 def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     variant = BackwardConfig(**config)
     dtype = DTYPES[variant.dtype]
     modes = 2 if variant.varlen else 3  # besides head_dim
-    inputs = [_view(dtype, modes) for _ in range(5)]
+    inputs = [view(dtype, modes) for _ in range(5)]
     lse, dlse = (
         make_fake_tensor(
             Float32,
@@ -75,7 +71,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
         )
         for last in (1, cute.sym_int64())
     )
-    gradients = [_view(dtype, modes) for _ in range(3)]
+    gradients = [view(dtype, modes) for _ in range(3)]
     workspace = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(0), Int32(0), stream]
@@ -85,26 +81,4 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     ]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *vectors, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
-    return {**_compile(kernel, arguments, name, library), "shared": variant.shared_bytes}
-
-
-def _compile(kernel: Any, arguments: list[Any], name: str, library: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        kept = os.environ.get("WARPLOOM_KEEP_CUBIN")
-        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}" + (" --keep-ptx" if kept else "")
-        compiled = cute.compile(kernel, *arguments, options=options)
-        cubins = sorted(Path(folder).glob("*.cubin"))
-        found = [kernel for cubin in cubins for kernel in resources(cubin.read_bytes())]
-        if kept:
-            for suffix in ("cubin", "ptx"):
-                shutil.copy(min(Path(folder).glob(f"*.{suffix}")), Path(kept) / f"{name}.{suffix}")
-        objects = Path(folder) / f"{name}.o"
-        compiled.export_to_c(str(objects), function_name=name)
-        link(objects, library)
-    return {"registers": max(f.registers for f in found), "stack": max(f.stack for f in found)}
-
-
-def _view(dtype: Any, modes: int) -> Any:
-    strides = [cute.sym_int64(divisibility=8) for _ in range(modes)]
-    shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=8))
-    return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
+    return {**compile_kernel(kernel, arguments, name, library), "shared": variant.shared_bytes}

@@ -9,7 +9,10 @@ from warploom.runtime.modules import ModuleSpec
 
 _HERE = "attention/hopper"
 # What the compiled code is made from.
-_COMMON = (*(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "primitives", "schedule")), "runtime/instructions.py")
+_COMMON = (
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "schedule")),
+    *(f"runtime/{file}.py" for file in ("compile", "instructions", "kernel", "primitives")),
+)
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
 SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))

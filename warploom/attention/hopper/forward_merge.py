@@ -12,9 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.base import LOG2_E
 from warploom.attention.hopper.forward_base import ForwardBase
 from warploom.runtime.instructions import exp2, pack16
+from warploom.runtime.kernel import LOG2_E
 
 # Rows of split tiles that a block of the merging kernel puts together, one a warp.
 MERGED_ROWS = 8

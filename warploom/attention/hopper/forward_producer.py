@@ -13,8 +13,8 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.base import RAGGED, Names
 from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
+from warploom.runtime.kernel import RAGGED, Names
 
 
 class Producer(ForwardBase):

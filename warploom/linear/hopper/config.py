@@ -10,11 +10,10 @@ from warploom.runtime.modules import ModuleSpec
 COLUMNS = 64  # of c and out that a block owns, and of a TMA box
 C_STAGES = 2  # of the ring of c
 _HERE = "linear/hopper"
-_SHARED = (*(f"attention/hopper/{file}.py" for file in ("base", "build", "primitives")), "runtime/instructions.py")
 # What the compiled code is made from.
 SOURCES = (
-    *_SHARED,
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")),
+    *(f"runtime/{file}.py" for file in ("compile", "instructions", "kernel", "primitives")),
 )
 
 

@@ -9,9 +9,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from warploom.attention.hopper.base import DTYPES, KernelBase, Names
 from warploom.linear.hopper.config import COLUMNS, WalkConfig
 from warploom.runtime.instructions import assembly
+from warploom.runtime.kernel import DTYPES, KernelBase, Names
 
 
 @dsl_user_op

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: constants, what a role works on, helpers of every role.
+"""What Hopper kernels of every family share: constants, what a role works on, helpers of every role.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -35,7 +35,7 @@ class Names:
 
 
 class KernelBase:
-    """Helpers of every role of both passes."""
+    """Helpers of every role."""
 
     @cute.jit
     def bounds(self, cu, sequence, total):
