@@ -250,11 +250,11 @@ GROUPED = {  # batch, queries, keys, heads, of keys, head_dim: sections, waves
     (2, 8192, 8192, 32, 8, 128): (8, 1),
     (4, 4096, 4096, 32, 8, 128): (8, 1),
     (1, 32768, 32768, 32, 4, 128): (4, 2),
-    (2, 8192, 8192, 16, 4, 256): (8, 1),
     (2, 8192, 8192, 32, 32, 128): None,  # heads of their own
-    (2, 6400, 6400, 32, 8, 128): (3, 2),
+    (2, 6400, 6400, 32, 8, 128): (2, 3),
     (2, 8192, 8192, 16, 8, 128): None,  # those in flight fit into L2
-    (2, 8192, 8192, 64, 8, 64): None,
+    (2, 8192, 8192, 64, 8, 64): None,  # no faster
+    (2, 8192, 8192, 16, 4, 256): None,
     (1, 8192, 8192, 8, 1, 128): None,  # fewer blocks than processors
     (8, 1024, 1024, 64, 8, 128): None,  # blocks claim tiles
 }
@@ -338,6 +338,6 @@ def test_warming_runs_one_token(packed: bool) -> None:
 
 def test_names_are_unique_and_memory_fits() -> None:
     found = backward_set()
-    assert len({c.name for c in found}) == len(found) <= 136
+    assert len({c.name for c in found}) == len(found) <= 128
     # Barriers, and statistics up to the alignment of what follows, take up to 1 KiB more.
     assert all(c.name.isidentifier() and c.shared_bytes + 1024 <= 227 * 1024 for c in found)

@@ -41,7 +41,7 @@ class BackwardBase(KernelBase):
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.span = config.span
+        self.span = config.tile_n * (2 if config.pair else 1)  # keys of blocks that walk the same query tiles
         self.stages, self.dout_stages = config.stages, config.dout_stages
         self.part = config.tile_m * config.head_dim // WARPGROUPS  # elements of dQ of a tile and warpgroup
         # A warpgroup's share of dQ: 64 rows of it, or 64 rows by half of the columns.

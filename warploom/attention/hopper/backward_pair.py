@@ -73,7 +73,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, *self.products(),
-            layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band, order[2] if const_expr(config.waves) else None,
+            layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -131,7 +131,6 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         left: Int32,
         right: Int32,
         section: Int32,
-        waves: Int32 | None,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
@@ -213,7 +212,6 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             n_blocks=pairs,
             slices=k.shape[2] * batches,
             section=section,
-            deal=(None, None, waves, None),
             left=left,
             right=right,
             rank=rank,

@@ -41,7 +41,7 @@ class Producer(BackwardBase):
             i = j // work.group_size
             member = j - i * work.group_size
             if const_expr(self.config.waves):  # blocks that come to a tile together begin with other heads
-                member = (member + work.n_block // (self.span // self.tile_n)) % work.group_size
+                member = (member + work.n_block) % work.group_size
             m = self.choose(work.rising == 1, first + i, end - 1 - i)
         elif const_expr(self.config.parted):
             member = (first + j) // work.m_blocks

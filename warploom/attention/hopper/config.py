@@ -172,11 +172,6 @@ class BackwardConfig:
         return self.tile_n < 128 and not self.pair
 
     @property
-    def span(self) -> int:
-        """Keys of the blocks that walk the same query tiles."""
-        return self.tile_n * (2 if self.pair else 1)
-
-    @property
     def parted(self) -> bool:
         """Whether the steps of a call's last key blocks may be shared out: where all blocks have the same steps."""
         return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen)
