@@ -1,6 +1,6 @@
 """A representative set of kernels for compute-sanitizer, small and unasserted but for NaN:
 
-compute-sanitizer --tool memcheck python -m tests.gpu.sanitize [triton | hopper | ampere]
+compute-sanitizer --tool memcheck python -m tests.gpu.sanitize [triton | hopper | ampere | linear]
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ DECODE = ["one query", "group of 7, 5 queries, batch 3", "pages of 16", "empty s
 # Of the Hopper forward: no mask in turns and pieces merged; several heads a tile, split; whole rounds before split tiles.
 # Queries, keys, heads and their groups' number, head_dim, causal.
 HOPPER = [(400, 3000, 2, 1, 64, False), (5, 3000, 8, 2, 128, True), (1100, 3000, 17, 17, 128, False)]
+# Of linear attention past head_dim 128 on Hopper: batch, tokens, heads, E, M. Clusters and none, several waves, ragged ends.
+LINEAR = [(2, 200, 3, 256, 256), (1, 129, 2, 136, 192), (4, 100, 40, 256, 200)]
 # What the others refuse.
 TRITON_ONLY = ("dropout", "four vectors", "pages of 16")
 
@@ -59,9 +61,24 @@ def main(backend: str = "triton") -> None:
     print(f"ran {len(dense) + len(masks) + len(varlen) + len(decode) + len(more)} cases of {backend}")
 
 
+def linear() -> None:
+    """The Hopper walks and the passes over rows around them, forward and backward; none of Triton's kernels beside them."""
+    from warploom.linear import hopper
+    from warploom.linear.problem import LinearCall
+
+    for batch, tokens, heads, e, m in LINEAR:
+        q, k, v, dout = (torch.rand(batch, tokens, heads, dim, device="cuda", dtype=torch.bfloat16) for dim in (e, e, m, m))
+        for map_name, normalize in (("identity", False), ("identity", True), ("elu+1", True)):
+            call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
+            out, norm, *_ = hopper.forward(call, False)
+            finite(f"linear {map_name}", [out, *hopper.backward(call, dout, norm, None, None)[:3]])
+    torch.cuda.synchronize()
+    print(f"ran {3 * len(LINEAR)} cases of linear attention")
+
+
 def finite(name: str, tensors: list[torch.Tensor]) -> None:
     assert not any(t.isnan().any() for t in tensors), name
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    linear() if sys.argv[1:] == ["linear"] else main(*sys.argv[1:])

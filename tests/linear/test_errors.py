@@ -52,7 +52,7 @@ PACKED = {name: torch.zeros(9, heads, 8) for name, heads in (("q", 4), ("k", 2),
         ({"state": LinearState.zeros(2, 4, 8, 6)}, ValueError, r"state.s must have shape .* = \(2, 2, 8, 6\)"),
         ({"state": (torch.zeros(2, 2, 8, 6), torch.zeros(2, 8))}, ValueError, r"state.z must have shape .* = \(2, 2, 8\)"),
         ({"state": LinearState.zeros(2, 2, 8, 6, dtype=torch.bfloat16)}, TypeError, "state.s must be torch.float32"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of 'cpu', 'triton', 'reference', got 'cuda'"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of 'cpu', 'hopper', 'triton', 'reference', got 'cuda'"),
     ],
 )
 def test_linear_attention(changes: dict[str, Any], error: type[Exception], words: str) -> None:

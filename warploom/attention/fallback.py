@@ -8,16 +8,9 @@ from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.runtime import dispatch
 
 
-def following(name: str, problem: AttentionProblem) -> dispatch.Implementation | None:
-    """The first implementation after ``name`` that takes the problem."""
-    ordered = dispatch.implementations("attention")
-    after = [i.name for i in ordered].index(name) + 1
-    return next((i for i in ordered[after:] if i.refusal(problem) is None), None)
-
-
 def fallback(name: str, args: AttentionArgs, backward: bool) -> ModuleType:
     """The module of that implementation; NotImplementedError where there is none."""
-    found = following(name, AttentionProblem.from_args(args, backward))
+    found = dispatch.following(name, AttentionProblem.from_args(args, backward))
     if found is None:
         raise NotImplementedError("no other implementation takes this call")
     return found.module

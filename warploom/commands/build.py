@@ -65,10 +65,11 @@ def named_set(arch: str) -> list[ModuleSpec]:
     from warploom.attention.ampere.plan import ARCHS
     from warploom.attention.ampere.plan import named_set as ampere
     from warploom.attention.hopper.plan import backward_set
-    from warploom.attention.hopper.plan import named_set as hopper
+    from warploom.attention.hopper.plan import named_set as forward_set
+    from warploom.linear.hopper.plan import named_set as linear_set
 
     if arch == "sm_90a":
-        return [*(config.spec for config in hopper()), *(config.spec for config in backward_set())]
+        return [config.spec for found in (forward_set(), backward_set(), linear_set()) for config in found]
     found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]
     return list(dict.fromkeys(found))
 

@@ -1,6 +1,6 @@
 """The implementations of linear attention, in the order that dispatch asks them."""
 
-from warploom.linear import cpu, reference, triton
+from warploom.linear import cpu, hopper, reference, triton
 from warploom.runtime import dispatch
 from warploom.runtime.dispatch import Implementation
 
@@ -8,6 +8,7 @@ from warploom.runtime.dispatch import Implementation
 dispatch.register(
     "linear",
     Implementation("cpu", cpu),
+    Implementation("hopper", hopper, special=True),
     Implementation("triton", triton),
     Implementation("reference", reference),
 )

@@ -21,6 +21,8 @@ class Implementation:
 
     name: str
     module: ModuleType
+    # Made for some problems: those that it refuses are no slower elsewhere, so that nothing is said about them.
+    special: bool = False
 
     def available(self) -> str | None:
         reason: str | None = self.module.available()
@@ -103,9 +105,16 @@ def choose(problem: Any, backend: str | None = None, family: str = "attention") 
             if problem.device != "cpu":
                 _report_fallback(implementation.name, refusals)
             return implementation.name
-        if unavailable is None:
+        if unavailable is None and not implementation.special:
             refusals.append((implementation.name, reason))
     raise ValueError("no implementation takes this call: " + "; ".join(f"{n}: {r}" for n, r in refusals))
+
+
+def following(name: str, problem: Any, family: str = "attention") -> Implementation | None:
+    """The first implementation after ``name`` that takes the problem."""
+    ordered = _families[family]
+    after = [i.name for i in ordered].index(name) + 1
+    return next((i for i in ordered[after:] if i.refusal(problem) is None), None)
 
 
 def settled(key: Any) -> str | None:

@@ -26,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 FORMAT = 1  # of the manifest
 _OLDEST_DRIVER = 13000  # CUDA 13.0, as the driver counts
 _PACKAGE = Path(__file__).parents[1]
@@ -154,6 +156,18 @@ def cannot_load() -> str | None:
     if runtime_library() is None:
         return "nvidia-cutlass-dsl with its CUDA 13 libraries is not installed (pip install 'warploom[hopper]')"
     return None
+
+
+@cache
+def cannot_run() -> str | None:
+    """Why no Hopper module runs on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if (9, 0) not in found:
+        names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
+        return f"needs compute capability 9.0 (H100, H200), this machine has {names}"
+    return driver_refusal() or cannot_load()
 
 
 @cache

@@ -175,9 +175,9 @@ def test_available_in_words(monkeypatch: pytest.MonkeyPatch, capability: object,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(modules, "driver_version", lambda: driver)
     monkeypatch.setattr(modules, "cannot_load", lambda: None)
-    hopper._looked_at.cache_clear()
+    modules.cannot_run.cache_clear()
     found = hopper.available()
-    hopper._looked_at.cache_clear()
+    modules.cannot_run.cache_clear()
     assert found is None if words is None else words in (found or "")
 
 
@@ -185,7 +185,7 @@ def test_available_in_words(monkeypatch: pytest.MonkeyPatch, capability: object,
 def test_dispatch_can_be_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: object, dynamic: bool) -> None:
     """torch.compile settles availability and the module's state while it traces, with nothing asked before."""
     # What dynamo cannot trace: a cache, sets, the environment, files.
-    monkeypatch.setattr(hopper, "_looked_at", functools.cache(lambda: None if {os.getpid(), *os.environ} else "nowhere"))
+    monkeypatch.setattr(modules, "cannot_run", functools.cache(lambda: None if {os.getpid(), *os.environ} else "nowhere"))
     monkeypatch.setattr(modules, "cannot_build", lambda: None if Path(str(tmp_path)).exists() else "nothing")
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.attention.ampere.plan import ARCHS, config_for
-from warploom.attention.fallback import fallback, following
-from warploom.runtime import modules
+from warploom.attention.fallback import fallback
+from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -84,7 +84,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return "has no column masks"
     if problem.dropout:
         return "has no dropout"
-    if problem.backward and following(NAME, problem) is None:
+    if problem.backward and dispatch.following(NAME, problem) is None:
         return "has no backward pass of its own, and no other implementation takes this one"
     if modules.cannot_build() is not None:
         # Devices of one machine may differ; what their modules need does not, but for the tiling.

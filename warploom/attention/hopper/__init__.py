@@ -7,12 +7,11 @@ the next implementation that takes it, with the out and lse of this one.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.fallback import fallback, following
+from warploom.attention.fallback import fallback
 from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
@@ -22,7 +21,7 @@ from warploom.attention.hopper.plan import (
     is_short,
     workspace,
 )
-from warploom.runtime import modules
+from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,20 +39,9 @@ def available() -> str | None:
     return _examine()
 
 
-@cache
-def _looked_at() -> str | None:
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible"
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    if (9, 0) not in found:
-        names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
-        return f"needs compute capability 9.0 (H100, H200), this machine has {names}"
-    return modules.driver_refusal() or modules.cannot_load()
-
-
 def _examine() -> str | None:
     """Why this machine cannot run it, found out once."""
-    return _looked_at()
+    return modules.cannot_run()
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -70,7 +58,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return "has no column masks yet"
     if problem.dropout:
         return "has no dropout"
-    if problem.backward and following(NAME, problem) is None:
+    if problem.backward and dispatch.following(NAME, problem) is None:
         refused = _no_backward(problem)
         if refused is not None:
             return f"its backward pass {refused}, and no other implementation takes this one"

@@ -1,0 +1,60 @@
+"""A core set of walks compiles for sm_90a here, without a GPU: registers, no stack, TMA and wgmma in the machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from warploom.linear.hopper.config import WalkConfig
+from warploom.linear.hopper.plan import config
+from warploom.runtime import modules
+from warploom.runtime.module_worker import Worker
+
+pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
+
+# The most registers of each kind, with what runs beside the state's product.
+CORE = {
+    "256": config(256),
+    "256, fp32": config(256, wide=True),
+    "256, weights and bias": config(256, reverse=True, weighted=True, biased=True),
+    "192, weights": config(192, reverse=True, weighted=True),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[WalkConfig, dict[str, int], Path]]:
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARPLOOM_CACHE", str(folder))
+        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
+        with Worker("sm_90a") as worker:
+            (folder / "modules").mkdir()
+            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in CORE.items()}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_resources(name: str, built: dict[str, tuple[WalkConfig, dict[str, int], Path]]) -> None:
+    _, facts, _ = built[name]
+    assert facts["stack"] == 0, "registers spill"
+    assert facts["registers"] <= 65536 // (3 * 128)
+    assert facts["shared"] <= 226 * 1024  # and barriers
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_machine_code(name: str, built: dict[str, tuple[WalkConfig, dict[str, int], Path]]) -> None:
+    """Products wait for each other only where the source says so; nothing is spilled."""
+    triton = find_spec("triton")
+    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
+    if not tool.is_file():
+        pytest.skip("nvdisasm is not here")
+    variant, _, cubin = built[name]
+    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    slices, tokens = variant.head_dim // 16, variant.chunk // 16
+    assert listing.count("HGMMA") == 2 * slices + 2 * tokens
+    # Scores; each part of the state but the first; out; the state. More would mean that ptxas serialised wgmma.
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == slices // 4 + 2

@@ -1,0 +1,151 @@
+"""Which calls the walks take, which modules they need, and that dispatch says so, quietly and under torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from warploom.commands.build import named_set as every_module
+from warploom.linear import hopper, reference, registry  # noqa: F401  (registry fills the dispatch list)
+from warploom.linear.hopper.config import WalkConfig
+from warploom.linear.hopper.plan import config, configs, named_set, width
+from warploom.linear.problem import LinearCall
+from warploom.runtime import dispatch, modules
+
+PROCESSORS = 132
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper that is the CPU, where modules can be built."""
+    monkeypatch.setattr(LinearCall, "device", "cuda")
+    monkeypatch.setattr(hopper, "_processors", lambda index: PROCESSORS)
+    monkeypatch.setattr(hopper, "_found", set())
+    monkeypatch.setattr(modules, "cannot_run", lambda: None)
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+
+
+def call(**changes: Any) -> LinearCall:
+    """One that is taken, with shapes ``q``, ``k`` and ``v`` or other fields changed."""
+    dtype = changes.pop("dtype", torch.bfloat16)
+    shape = changes.pop("shape", (4, 16, 8, 256))
+    shapes = {name: changes.pop(name, shape) for name in ("q", "k", "v")}
+    q, k, v = (torch.empty(1, dtype=dtype).expand(shapes[name]) for name in ("q", "k", "v"))
+    numbers: dict[str, Any] = {"map_q": "identity", "map_k": "identity", "causal": True, "normalize": False, "eps": 1e-6}
+    numbers |= {"scale": 1.0, "s": None, "z": None, "lengths": None, "cu_seqlens": None}
+    return LinearCall(q, k, v, **{**numbers, **changes})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp16": ({"dtype": torch.float16}, "takes bfloat16, not torch.float16"),
+    "narrow": ({"shape": (4, 16, 8, 128)}, "takes E or M from 136 on, not 128 and 128"),
+    "too narrow a head": ({"v": (4, 16, 8, 56)}, r"takes M \(the values' dim\) from 64 to 256 in steps of 8, not 56"),
+    "odd": ({"q": (4, 16, 8, 250), "k": (4, 16, 8, 250)}, r"takes E \(the keys' dim\) .* not 250"),
+    "bidirectional": ({"causal": False}, "is causal only"),
+    "a map alone": ({"map_q": "elu+1"}, r"takes maps with a denominator only \(normalize=True\), not 'elu\+1' and 'identity'"),
+    "a state": ({"s": torch.zeros(1), "z": torch.zeros(1)}, "takes no initial state"),
+    "lengths": ({"lengths": torch.zeros(4, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
+    "packed": ({"cu_seqlens": torch.zeros(2, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
+    "more keys": ({"q": (4, 15, 8, 256)}, "takes as many keys as queries, not 16 and 15"),
+    "groups": ({"q": (4, 16, 16, 256)}, "takes as many heads of keys as of queries, not 8 and 16"),
+    "long": ({"shape": (4, 16385, 8, 256)}, "takes up to 16384 tokens, not 16385"),
+    "few heads": ({"shape": (1, 16, 7, 256)}, "needs more sequences and heads to fill the device than 1 and 7"),
+    "few blocks": (
+        {"q": (4, 16, 7, 256), "k": (4, 16, 7, 256), "v": (4, 16, 7, 64)},
+        "needs more sequences and heads to fill the device than 4 and 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_refuses_in_words(name: str, machine: None) -> None:
+    changes, words = REFUSED[name]
+    with pytest.raises(ValueError, match=f"backend='hopper' cannot run this call: .*{words}"):
+        dispatch.choose(call(**changes), "hopper", "linear")
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalize": True}, {"normalize": True, "map_q": "elu+1", "map_k": "relu"}], ids=str)
+@pytest.mark.parametrize("dims", [(256, 256), (136, 136), (64, 200), (256, 128)])
+def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: None) -> None:
+    e, m = dims
+    found = call(q=(4, 16384, 20, e), k=(4, 16384, 20, e), v=(4, 16384, 20, m), **changes)
+    assert dispatch.choose(found, None, "linear") == "hopper"
+
+
+def test_a_cpu_tensor_is_refused() -> None:
+    assert hopper.supports(call()) == "runs on CUDA tensors, not on cpu"
+
+
+def test_what_it_refuses_goes_on_quietly(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is not the slower one where the walks were not made for: neither a warning nor an error of strict()."""
+    from warploom.linear import triton
+
+    monkeypatch.setattr(triton, "available", lambda: None)
+    monkeypatch.setattr(triton, "supports", lambda call: None)
+    dispatch.strict()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert dispatch.choose(call(shape=(4, 16, 8, 64)), None, "linear") == "triton"
+            assert dispatch.choose(call(), None, "linear") == "hopper"
+    finally:
+        dispatch.strict(False)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_modules_that_cannot_come(normalize: bool, machine: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the compiler a call is taken when all its modules are in the cache."""
+    monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
+    monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
+    last = configs(256, normalize)[-1]
+    there = {variant.spec for variant in configs(256, normalize)} - {last.spec}
+    monkeypatch.setattr(modules, "refusal", lambda spec: None if spec in there else "not built")
+    found = hopper.supports(call(normalize=normalize))
+    assert found == f"its module {last.name} is not built in {tmp_path / 'modules'}, and the CuTe DSL is not installed"
+    there.add(last.spec)
+    assert hopper.supports(call(normalize=normalize)) is None
+    there.clear()
+    assert hopper.supports(call(normalize=normalize)) is None, "what was found is not looked at again"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    monkeypatch.setattr(modules, "cannot_build", lambda: None if Path("/").exists() else "nothing")
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        found = replace(call(), q=x, k=x, v=x)
+        return x + 1 if dispatch.choose(found, None, "linear") == "hopper" else x
+
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=dynamic, backend="eager")
+    for rows in (5, 7):
+        x = torch.zeros(4, rows, 8, 256, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), x + 1)
+
+
+def test_names_and_the_named_set() -> None:
+    names = [variant.name for variant in named_set()]
+    assert len(set(names)) == len(names) < 30
+    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s4_c1"
+    assert set(names) <= {spec.name for spec in every_module("sm_90a")}
+    assert not set(names) & {spec.name for spec in every_module("sm_80")}
+    for variant in named_set():
+        assert WalkConfig(**asdict(variant)) == variant and dict(variant.spec.config) == asdict(variant)
+        assert variant.blocks % variant.cluster == 0 and variant.shared_bytes <= 227 * 1024
+    assert config(256, reverse=True, weighted=True).name.endswith("_reverse_weighted")
+
+
+def test_named_set_has_every_variant_of_a_call() -> None:
+    for dims in ((136, 64), (192, 192), (200, 64), (64, 256)):
+        for normalize in (False, True):
+            assert set(configs(width(*dims), normalize)) <= set(named_set())
+
+
+def test_sources_are_there() -> None:
+    package = Path(modules.__file__).parents[1]
+    for source in config(256).spec.sources:
+        assert (package / source).is_file(), source

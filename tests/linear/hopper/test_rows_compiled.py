@@ -1,0 +1,52 @@
+"""The passes over rows compiled offline for sm_90: nothing spills, and no product is wgmma."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from tests.linear.test_triton_compiled import compiled  # noqa: E402
+from warploom.linear.hopper import rows  # noqa: E402
+from warploom.runtime.cubin import resources  # noqa: E402
+
+
+def launches(e: int, name: str) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...]]]:
+    """The kernels, constants and arguments of all passes, of launches that do not happen."""
+    found = {}
+
+    class Recorder:
+        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
+            self.kernel, self.constants = kernel, constants
+
+        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
+            found[f"{self.kernel.__name__} {len(found)}"] = self.kernel, self.constants, arguments
+
+    x = torch.zeros(1, 512, 2, e, dtype=torch.bfloat16)
+    wide, weights = x.float(), torch.zeros(1, 2, 512)
+    rows._launch.cache_clear()
+    try:
+        with patch.object(rows, "Launch", Recorder):
+            rows.mapped(x, name)
+            _, sums = rows.mapped_and_sums(x, name)
+            rows.denominators(x, x, sums, 1.0, 1e-6)
+            rows.queries_gradient(x, x, sums, wide, weights, 1.0, name)
+            rows.through(x, x, name)
+    finally:
+        rows._launch.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize(("e", "name"), [(256, "elu+1"), (200, "identity")])
+def test_kernels(e: int, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for label, (kernel, constants, arguments) in launches(e, name).items():
+        binary = compiled(kernel, constants, arguments)
+        assert [found.stack for found in resources(binary.asm["cubin"])] == [0], f"{label} spills"
+        # Tiles of few rows leave products to single warps, which wait for them: of one by wgmma Triton 3.6 may overwrite the
+        # tile that registers read too.
+        assert "wgmma" not in binary.asm["ptx"], label

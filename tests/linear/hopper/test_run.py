@@ -1,0 +1,199 @@
+"""What the host does before a launch, with a walk in Python in the kernel's place: operands, views, weights, what goes on.
+
+The passes over rows around it are in Python too; `tests/linear/interpreted/test_rows.py` has Triton's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.linear.triton_cases import Case
+from tests.linear.triton_model import Results, results
+from warploom.linear import hopper
+from warploom.linear.feature_maps import NAMED
+from warploom.linear.hopper import run
+from warploom.linear.problem import LinearCall
+from warploom.runtime import modules
+from warploom.runtime.modules import ModuleSpec
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+PLAIN: dict[str, Any] = {"map_q": "identity", "map_k": "identity", "normalize": False, "dtype": torch.bfloat16}
+
+
+def walk(spec: ModuleSpec) -> Callable[..., None]:
+    """The sum by its definition, held to the kernel's signature and to what it can read."""
+    variant = dict(spec.config)
+
+    def call(a: Tensor, b: Tensor, c: Tensor, out: Tensor, weights: Tensor | None, bias: Tensor | None, scale: float) -> None:
+        for t in (a, b, c, out):
+            assert t is out or t.dtype == torch.bfloat16
+            readable(t)
+        assert a.shape == b.shape and c.shape == out.shape and a.shape[:3] == c.shape[:3]
+        assert a.shape[3] <= variant["head_dim"] and c.shape[3] <= variant["head_dim_v"]
+        assert (out.dtype == torch.float32) == variant["wide"]
+        scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
+        for vector, present in ((weights, variant["weighted"]), (bias, variant["biased"])):
+            assert (vector is not None) == present
+            if vector is not None:
+                assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == scores.shape[:3]
+        if bias is not None:
+            assert variant["reverse"] and variant["weighted"]
+            scores = scores - bias[:, :, None]
+        scores = scores.triu() if variant["reverse"] else scores.tril()
+        if weights is not None:
+            scores = scores * (weights[:, :, None] if variant["reverse"] else weights[..., None])
+        out.copy_(scale * torch.einsum("bhij,bjhm->bihm", scores, c.double()))
+
+    return call
+
+
+def mapped(x: Tensor, name: str) -> Tensor:
+    readable(x)
+    return x if name == "identity" else NAMED[name](x.float()).to(x.dtype)
+
+
+def mapped_and_sums(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    found = mapped(x, name)
+    return found, found.double().cumsum(1)  # what is made of them is rows.py's own
+
+
+def denominators(q: Tensor, k: Tensor, sums: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor]:
+    norm = (scale * (q.double() * sums).sum(-1).transpose(1, 2) + eps).float().contiguous()
+    return norm, 1 / norm
+
+
+def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
+    slopes = {"identity": torch.ones_like(mapped), "elu+1": mapped.clamp_max(1.0), "relu": (mapped > 0).to(mapped.dtype)}
+    return gradient.mul_(slopes[name])
+
+
+def queries_gradient(
+    q: Tensor, k: Tensor, sums: Tensor, x: Tensor, weights: Tensor, scale: float, name: str
+) -> tuple[Tensor, Tensor]:
+    weight = weights.double().transpose(1, 2)[..., None]
+    bias = weight * (q * x.double()).sum(-1, keepdim=True)
+    dq = weight * (x - scale * bias * sums)
+    return through(dq, q.double(), name).to(q.dtype), bias[..., 0].transpose(1, 2).float().contiguous()
+
+
+def readable(t: Tensor) -> None:
+    assert t.stride(-1) == 1 and not t.data_ptr() % 16 and all(s % 8 == 0 for s in t.stride()[:-1])
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (mapped, mapped_and_sums, denominators, queries_gradient, through):
+        monkeypatch.setattr(run, function.__name__, function)
+    run._function.cache_clear()
+    monkeypatch.setattr(modules, "loaded", lambda spec: None)
+    monkeypatch.setattr(modules, "load", walk)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
+    out, norm, *states = hopper.forward(call, False)
+    assert states == [None, None] and (norm is None) == (not call.normalize)
+    dq, dk, dv, *states = hopper.backward(call, dout, norm, None, None)
+    assert states == [None, None]
+    return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_near(found: dict[str, Tensor], want: Results) -> None:
+    for name, t in found.items():
+        assert t.dtype == torch.bfloat16
+        torch.testing.assert_close(t.double(), getattr(want, name), rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256)])
+def test_plain(dims: tuple[int, int]) -> None:
+    case = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    assert_near(computed(call, dout), results(call, dout, None, None, exact=True))
+
+
+MAPS = [("identity", "identity"), ("elu+1", "elu+1"), ("relu", "elu+1"), ("elu+1", "identity")]
+
+
+@pytest.mark.parametrize("maps", MAPS, ids=str)
+@pytest.mark.parametrize("dims", [(200, 136), (64, 256)])
+def test_denominators(dims: tuple[int, int], maps: tuple[str, str]) -> None:
+    options = {**PLAIN, "normalize": True, "scale": 0.3, "map_q": maps[0], "map_k": maps[1]}
+    call, dout, *_ = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], **options).call()
+    if maps[1] == "identity":
+        call = replace(call, k=call.k.abs())
+    want = results(call, dout, None, None, exact=True)
+    assert_near(computed(call, dout), want)
+    torch.testing.assert_close(hopper.forward(call, False)[1], want.norm.float(), rtol=1e-2, atol=1e-2)
+
+
+class Beside:
+    """The next implementation."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def forward(self, call: LinearCall, return_state: bool) -> None:
+        self.asked.append(f"forward {return_state}")
+
+    def backward(self, call: LinearCall, dout: Tensor, norm: Tensor, *states: Tensor | None) -> None:
+        self.asked.append(f"backward {[t is not None for t in states]}")
+
+
+def test_states_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is asked for, and a gradient that arrives through it."""
+    beside = Beside()
+    monkeypatch.setattr(hopper, "_beside", lambda call: beside)
+    call, dout, ds, dz = Case(secrets.randbelow(2**31), rows=9, e=136, m=136, **PLAIN).call()
+    hopper.forward(call, True)
+    hopper.backward(call, dout, None, ds, None)
+    hopper.backward(call, dout, None, None, dz)
+    assert beside.asked == ["forward True", "backward [True, False]", "backward [False, True]"]
+
+
+def test_views() -> None:
+    """Only what TMA cannot read is copied: odd strides, odd addresses, a last dimension that is not contiguous, no stride."""
+    call, dout, *_ = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=2, e=136, m=136, **PLAIN).call()
+    want = computed(call, dout)
+    odd = replace(
+        call,
+        q=torch.cat([call.q, call.q[..., :3]], -1)[..., :136],
+        k=call.k.transpose(1, 2).contiguous().transpose(1, 2),
+        v=torch.cat([call.v[..., :1], call.v], -1)[..., 1:],
+    )
+    for name, t in computed(odd, dout.transpose(1, 3).contiguous().transpose(1, 3)).items():
+        assert t.is_contiguous() and torch.equal(t, want[name]), name
+    ones = torch.ones((), dtype=torch.bfloat16).expand(call.v.shape)
+    for name, t in computed(call, ones.contiguous()).items():
+        assert torch.equal(t, computed(call, ones)[name]), name
+
+
+def test_a_capturing_stream_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
+    with pytest.raises(RuntimeError, match="is not loaded, which a capturing stream cannot do"):
+        hopper.forward(call, False)
+
+
+def test_a_loaded_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(modules, "loaded", walk)
+    call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
+    out, _ = run.forward(call)
+    assert torch.isfinite(out).all()
+
+
+def test_what_goes_on_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.runtime import dispatch
+
+    found = SimpleNamespace(name="triton", module=object())
+    monkeypatch.setattr(dispatch, "following", lambda *a: found if a[0] == "hopper" and a[2] == "linear" else None)
+    call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
+    assert hopper._beside(call) is found.module

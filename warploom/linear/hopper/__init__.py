@@ -1,0 +1,126 @@
+"""Causal linear attention for Hopper (sm_90a) with head dims past 128, in the CuTe DSL: TMA, wgmma, warp specialisation.
+
+One kernel, the walk, sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients are such sums. A block walks a
+sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by `warploom build`, or once at
+first use. Maps and denominators are passes over rows in Triton. A state that is asked for goes to the next implementation.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, WIDTHS, blocks, configs, width
+from warploom.runtime import dispatch, modules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warploom.linear.problem import LinearCall
+
+NAME = "hopper"
+
+
+def available() -> str | None:
+    return _examine()
+
+
+def _examine() -> str | None:
+    """Why this machine cannot run it."""
+    if find_spec("triton") is None:
+        return "its passes over rows are Triton's, and the triton package is not installed (pip install 'warploom[triton]')"
+    return modules.cannot_run()
+
+
+def supports(call: LinearCall) -> str | None:
+    if call.device != "cuda":
+        return f"runs on CUDA tensors, not on {call.device}"
+    for t in (call.q, call.k, call.v):
+        if t.dtype != torch.bfloat16:
+            return f"takes bfloat16, not {t.dtype}"
+    batch, seqlen, heads, head_dim = call.q.shape
+    head_dim_v = call.v.shape[3]
+    for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
+        if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
+            return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
+    if head_dim < NARROWEST and head_dim_v < NARROWEST:
+        return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
+    if not call.causal:
+        return "is causal only"
+    if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
+        return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
+    if call.s is not None:
+        return "takes no initial state"
+    if call.lengths is not None or call.cu_seqlens is not None:
+        return "takes neither lengths nor packed sequences"
+    if call.k.shape[1] != seqlen:
+        return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
+    if call.k.shape[2] != heads:
+        return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
+    if seqlen > LONGEST:
+        return f"takes up to {LONGEST} tokens, not {seqlen}"
+    if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
+        return f"needs more sequences and heads to fill the device than {batch} and {heads}"
+    return _module_refusal(width(head_dim, head_dim_v), call.normalize)
+
+
+def _module_refusal(width: int, normalize: bool) -> str | None:
+    """Why a module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
+    if (width, normalize) in _found or modules.cannot_build() is None:
+        return None
+    for variant in configs(width, normalize):
+        missing = modules.refusal(variant.spec)
+        if missing is not None:
+            return f"its module {variant.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+    _found.add((width, normalize))
+    return None
+
+
+_found: set[tuple[int, bool]] = set()
+
+
+@cache
+def _properties(index: int | None) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def _processors(index: int | None) -> int:
+    """Streaming multiprocessors of a device."""
+    return int(_properties(index).multi_processor_count)
+
+
+# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
+# import costs a second.
+for _function in (_examine, _module_refusal, _processors):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Out, norm, s and z; see `warploom.linear.problem`."""
+    if return_state:
+        return _beside(call).forward(call, return_state)  # type: ignore[no-any-return]
+    from warploom.linear.hopper.run import forward as run
+
+    return *run(call), None, None
+
+
+def backward(
+    call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk and dv; no state came in, so none has a gradient."""
+    if ds is not None or dz is not None:
+        return _beside(call).backward(call, dout, norm, ds, dz)  # type: ignore[no-any-return]
+    from warploom.linear.hopper.run import backward as run
+
+    return *run(call, dout, norm), None, None
+
+
+def _beside(call: LinearCall) -> Any:
+    """The next implementation that takes the call."""
+    found = dispatch.following(NAME, call, "linear")
+    if found is None:
+        raise NotImplementedError("no other implementation takes this call")
+    return found.module

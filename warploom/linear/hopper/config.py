@@ -1,0 +1,67 @@
+"""One frozen configuration per compiled variant of the walk: key, file name, symbol and explain() text come from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from warploom.runtime.modules import ModuleSpec
+
+COLUMNS = 64  # of c and out that a block owns, and of a TMA box
+C_STAGES = 2  # of the ring of c
+_HERE = "linear/hopper"
+_SHARED = (*(f"attention/hopper/{file}.py" for file in ("base", "build", "primitives")), "runtime/instructions.py")
+# What the compiled code is made from.
+SOURCES = (
+    *_SHARED,
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")),
+)
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """What is fixed when a walk is compiled; lengths, strides and the scale are not.
+
+    ``head_dim`` is of a and b, ``head_dim_v`` of c and out, both of the tile: smaller ones run in the same module by TMA
+    bounds.
+    """
+
+    dtype: str  # "bfloat16"
+    head_dim: int  # 192 or 256
+    head_dim_v: int  # a multiple of 64
+    reverse: bool = False  # out of a token sums over itself and later ones
+    weighted: bool = False  # weights multiply the rows of c in reverse, else those of out
+    biased: bool = False  # in reverse, of a weighted walk: a bias of each j is taken from all products a_i . b_j
+    wide: bool = False  # out is fp32
+    chunk: int = 64  # tokens of a step
+    stages: int = 3  # of the rings of a and b
+    cluster: int = 2  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether weights multiply the rows of c."""
+        return self.weighted and self.reverse
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a head."""
+        return self.head_dim_v // COLUMNS
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}"]
+        parts += [feature for feature in ("reverse", "weighted", "biased", "wide") if getattr(self, feature)]
+        return "linear_walk_sm90_" + "_".join(parts)
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.linear.hopper.build:compile_walk", config, SOURCES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the rings of a and b and of c, of a tile of scores, and of out on its way."""
+        inputs = self.chunk * (2 * self.stages * self.head_dim + C_STAGES * COLUMNS)
+        return 2 * (inputs + self.chunk * (self.chunk + COLUMNS))

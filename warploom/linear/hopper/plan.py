@@ -1,0 +1,55 @@
+"""Which walks serve a call, and the named set that `warploom build` prepares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+from warploom.linear.hopper.config import COLUMNS, WalkConfig
+
+# (stages, cluster) by the head dim of the tile, the larger of a call's two; smaller ones run in it by TMA bounds. 4 × 8 heads
+# of 4096 tokens: 256 in clusters of two 94 us, of four 161, in single blocks 108; 192 in single blocks 77, in threes 78.
+TILES = {192: (4, 1), 256: (3, 2)}
+WIDTHS = tuple(TILES)
+NARROWEST, LEAST = 136, 64  # of the larger head dim, and of the smaller one: below, Triton holds the whole state
+# Walks are taken from as many blocks as this share of the multiprocessors on, where sequences are cut otherwise: 8 heads, 32
+# blocks, of 4096 tokens 76 us, cut 92; with a denominator 133 and 144, backward 346 and 393. Fewer are not measured.
+FILL = 0.24
+# Tokens up to which a sequence is walked in one pass: tensor cores add by truncation, 5e-9 of a state for each token.
+LONGEST = 16384
+
+
+def width(head_dim: int, head_dim_v: int) -> int:
+    """The smallest tile that holds both head dims."""
+    for found in WIDTHS[:-1]:
+        if head_dim <= found and head_dim_v <= found:
+            return found
+    return WIDTHS[-1]
+
+
+def blocks(head_dim: int, head_dim_v: int) -> int:
+    """Blocks of a head that the walk with the fewest has."""
+    return -(-min(head_dim, head_dim_v) // COLUMNS)
+
+
+@cache
+def config(width: int, reverse: bool = False, weighted: bool = False, biased: bool = False, wide: bool = False) -> WalkConfig:
+    """The variant of a tile."""
+    stages, cluster = TILES[width]
+    return WalkConfig("bfloat16", width, width, reverse, weighted, biased, wide, stages=stages, cluster=cluster)
+
+
+@cache
+def configs(width: int, normalize: bool) -> tuple[WalkConfig, ...]:
+    """All that a call may need: for out, dq, dk and dv."""
+    if not normalize:
+        forward, reverse = config(width), config(width, reverse=True)
+        return forward, forward, reverse, reverse
+    reverse = config(width, reverse=True, weighted=True)
+    return config(width, weighted=True), config(width, wide=True), replace(reverse, biased=True), reverse
+
+
+def named_set() -> list[WalkConfig]:
+    """The variants that `warploom build` prepares: all there are."""
+    return list(dict.fromkeys(v for width, normalize in product(WIDTHS, (False, True)) for v in configs(width, normalize)))

@@ -1,0 +1,272 @@
+"""The consumer warpgroups of a walk: one computes scores, the other keeps the state. Imports the CuTe DSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from warploom.attention.hopper.base import WARPGROUP
+from warploom.attention.hopper.primitives import store_matrices
+from warploom.linear.hopper.config import C_STAGES, COLUMNS
+from warploom.linear.hopper.walk_base import WalkBase, from_bfloat16
+from warploom.runtime.instructions import ldmatrix_x4, pack16
+
+# Named barriers; 0 is the block's.
+P_READY, P_TAKEN, OUT_FREE, OUT_WRITTEN = 1, 2, 3, 4
+BOTH = 2 * WARPGROUP
+SLICES = 4  # of 16 head dims of the state that are rounded together
+
+
+class Consumers(WalkBase):
+    """What the two warpgroups run."""
+
+    # Scores
+
+    @cute.jit
+    def play_scores(self, given, mma, weights, bias):
+        """The products a_i . b_j of each chunk, less the bias and times the weight of j; 0 where i does not see j."""
+        shared, config = given.shared, self.config
+        part = mma.get_slice(0)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        lane, warp = own % 32, own // 32
+        left = mma.make_fragment_A(part.partition_A(shared.a))
+        right = mma.make_fragment_B(part.partition_B(shared.b))
+        acc = mma.make_fragment_C(part.partition_shape_C((config.chunk, config.chunk)))
+        row, column = warp * 16 + lane // 4, lane % 4 * 2
+        matrix = lane // 8
+        line = warp * 16 + matrix % 2 * 8 + lane % 8
+        stage, phase = Int32(0), Int32(0)
+        for t in cutlass.range(given.chunks, unroll=1):
+            token = self.chunk_at(t, given.chunks) * config.chunk + lane
+            weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
+            if const_expr(config.weighs_rows):
+                weight = self.load_pair(given, weights, token)
+            if const_expr(config.biased):
+                taken = self.load_pair(given, bias, token)
+            cute.arch.mbarrier_wait(shared.a_full + stage, phase)
+            cute.arch.mbarrier_wait(shared.b_full + stage, phase)
+            self.gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.release_all(shared.a_empty + stage)
+            self.release_all(shared.b_empty + stage)
+            for i in cutlass.range_constexpr(config.chunk // 4):  # this thread's columns
+                place = i // 2 * 8 + i % 2
+                less = self.of_token(taken, place, lane) if const_expr(config.biased) else Float32(0.0)
+                times = self.of_token(weight, place, lane) if const_expr(config.weighs_rows) else Float32(1.0)
+                for r in cutlass.range_constexpr(2):
+                    at = i // 2 * 4 + r * 2 + i % 2
+                    here, key = row + r * 8, column + place
+                    seen = key >= here if const_expr(config.reverse) else key <= here
+                    acc[at] = (acc[at] - less) * times if seen else 0.0
+            cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+            for i in cutlass.range_constexpr(config.chunk // 16):
+                target = shared.p_start + line * 64 + ((2 * i + matrix // 2) ^ lane % 8) * 8
+                words = [pack16(acc[8 * i + 2 * n], acc[8 * i + 2 * n + 1], self.dtype) for n in range(4)]
+                store_matrices(target, words)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=P_READY, number_of_threads=BOTH)
+            stage, phase = self.advance(stage, phase, config.stages)
+        cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+
+    # The state
+
+    @cute.jit
+    def play_state(self, given, out, tma_out, products, weights, bias, scale):
+        """out of each chunk, and the state after it."""
+        shared, config = given.shared, self.config
+        mma_inter, mma_intra, mma_update = products
+        inter, intra, update = (m.get_slice(0) for m in products)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        lane, warp = own % 32, own // 32
+        c_turned, b_turned = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (shared.c, shared.b))
+        queries = mma_inter.make_fragment_B(inter.partition_B(shared.a))
+        values = mma_intra.make_fragment_A(intra.partition_A(c_turned))
+        if const_expr(config.weighs_rows):
+            weighed = mma_update.make_fragment_A(update.partition_shape_A((COLUMNS, config.chunk)))
+        p = mma_intra.make_fragment_B(intra.partition_B(shared.p))[None, None, None, 0]
+        keys = mma_update.make_fragment_B(update.partition_B(b_turned))
+        state = mma_update.make_fragment_C(update.partition_shape_C((COLUMNS, config.head_dim)))
+        acc = mma_intra.make_fragment_C(intra.partition_shape_C((COLUMNS, config.chunk)))
+        operand = mma_inter.make_fragment_A(inter.partition_shape_A((COLUMNS, config.head_dim)))
+        words = self.words(operand)
+        column = given.block * COLUMNS + warp * 16 + lane // 4  # of out, and that + 8
+        matrix = lane // 8
+        # Where this lane's row of the first four 8 x 8 tiles of this warp lies, in c and in out: tokens down, columns across.
+        tiles = (matrix // 2 * 8 + lane % 8) * 64 + ((warp * 2 + matrix % 2) ^ lane % 8) * 8
+        target = shared.out_start + tiles
+        source = (shared.c_start + tiles).toint()
+        rows = out[None, None, given.head, given.batch]
+        if const_expr(not config.wide):
+            tiles_out = cute.local_tile(rows, (config.chunk, COLUMNS), (None, given.block))
+            out_ring = self.ring(tma_out, shared.out, tiles_out)
+        state.fill(0.0)
+        sums = cute.make_rmem_tensor(2, Float32)  # of bias * weight * c of the chunks before, this thread's tokens
+        sums.fill(0.0)
+        before = cute.make_rmem_tensor(2, Float32)  # the same of all tokens
+        before.fill(0.0)
+        stage, phase = Int32(0), Int32(0)
+        c_stage, c_phase = Int32(0), Int32(0)
+        cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        for t in cutlass.range(given.chunks, unroll=1):
+            n = self.chunk_at(t, given.chunks)
+            weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
+            if const_expr(config.weighted):
+                weight = self.load_pair(given, weights, n * config.chunk + lane)
+            if const_expr(config.biased):
+                taken = self.load_pair(given, bias, n * config.chunk + lane)
+            cute.arch.mbarrier_wait(shared.a_full + stage, phase)
+            self.gemm_inter(mma_inter, acc, state, operand, words, queries[None, None, None, stage])
+            cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
+            left = values[None, None, None, c_stage]
+            cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
+            self.gemm(mma_intra, acc, left, p, True)
+            warpgroup.commit_group()
+            if const_expr(config.biased):
+                for r in cutlass.range_constexpr(2):
+                    before[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
+            if const_expr(config.weighs_rows):
+                address = source + c_stage * (2 * config.chunk * COLUMNS)
+                self.take_values(self.words(weighed), address, weight, taken, sums, lane)
+                left = weighed
+            cute.arch.mbarrier_wait(shared.b_full + stage, phase)
+            self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
+            self.release_all(shared.a_empty + stage)
+            self.finish(acc, weight, before, scale, lane)
+            if const_expr(config.wide):
+                self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)
+            else:
+                self.store(acc, target, out_ring, warp, n)
+            warpgroup.wait_group(0)
+            self.release_all(shared.b_empty + stage)
+            self.release(shared.c_empty + c_stage)
+            stage, phase = self.advance(stage, phase, config.stages)
+            c_stage, c_phase = self.advance(c_stage, c_phase, C_STAGES)
+        if const_expr(not config.wide):  # noqa: SIM102
+            if warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def words(self, operand: Any) -> Any:
+        """The 32-bit registers of an operand."""
+        return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
+
+    @cute.jit
+    def take_values(self, words, address, weights, bias, sums, lane):
+        """c of the chunk, times its weights, as a left operand; its sums, times the bias too, are added to ``sums``."""
+        for i in cutlass.range_constexpr(self.config.chunk // 16):
+            four = ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True)
+            for half in cutlass.range_constexpr(2):
+                place = 16 * i + 8 * half
+                low, high = (self.of_token(weights, place + e, lane) for e in range(2))
+                if const_expr(self.config.biased):
+                    less = [self.of_token(bias, place + e, lane) for e in range(2)]
+                for r in cutlass.range_constexpr(2):
+                    word = four[2 * half + r]
+                    values = from_bfloat16(word, 0) * low, from_bfloat16(word, 1) * high
+                    words[4 * i + 2 * half + r] = pack16(*values, self.dtype)
+                    if const_expr(self.config.biased):
+                        sums[r] = sums[r] + values[0] * less[0] + values[1] * less[1]
+
+    @cute.jit
+    def gemm_inter(self, mma, acc, state, operand, words, queries):
+        """Issue out = state · a of the chunk, the state rounded part by part: there is no room for all of it at once."""
+        atom = cute.make_mma_atom(mma.op)
+        slices = cute.size(queries, mode=[2])
+        for part in cutlass.range_constexpr(slices // SLICES):
+            if const_expr(part > 0):
+                warpgroup.wait_group(1)  # for the part before the last one, whose registers the next takes
+            for i in cutlass.range_constexpr(part * SLICES * 4, (part + 1) * SLICES * 4):
+                words[i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(part * SLICES, (part + 1) * SLICES):
+                atom.set(warpgroup.Field.ACCUMULATE, i > 0)
+                cute.gemm(atom, acc, operand[None, None, i], queries[None, None, i], acc)
+            if const_expr((part + 1) * SLICES < slices):
+                warpgroup.commit_group()
+
+    @cute.jit
+    def finish(self, acc, weight, before, scale, lane):
+        """What the bias takes from the chunks before, and factors of out."""
+        for i in cutlass.range_constexpr(self.config.chunk // 4):  # this thread's tokens
+            factor = scale
+            if const_expr(self.config.weighted and not self.config.reverse):
+                factor = scale * self.of_token(weight, i // 2 * 8 + i % 2, lane)
+            for r in cutlass.range_constexpr(2):
+                at = i // 2 * 4 + r * 2 + i % 2
+                value = acc[at]
+                if const_expr(self.config.biased):
+                    value = value - before[r]
+                acc[at] = value * factor
+
+    @cute.jit
+    def store(self, acc, target, ring, warp, n):
+        """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=OUT_FREE, number_of_threads=WARPGROUP)
+        for i in cutlass.range_constexpr(self.config.chunk // 16):
+            words = [pack16(acc[8 * i + 2 * m], acc[8 * i + 2 * m + 1], self.dtype) for m in range(4)]
+            store_matrices(target + i * (16 * 64), words, transposed=True)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OUT_WRITTEN, number_of_threads=WARPGROUP)
+        if warp == 0:
+            cute.copy(ring.atom, ring.into[None, 0], ring.out_of[None, n])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_wide(self, acc, rows, token, column):
+        """As ``store``, in fp32: eight lanes write 32 bytes of a token."""
+        base = rows.iterator + (Int64(token) * rows.stride[0] + column)
+        last = self.config.chunk - 8 + 2
+        if token + last <= rows.shape[0] and column + 8 < rows.shape[1]:
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                (base + (i // 4 * 8 + i % 2) * rows.stride[0] + i // 2 % 2 * 8).store(acc[i])
+        else:
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                after, across = i // 4 * 8 + i % 2, i // 2 % 2 * 8
+                if token + after < rows.shape[0] and column + across < rows.shape[1]:
+                    (base + after * rows.stride[0] + across).store(acc[i])
+
+    # For both
+
+    @cute.jit
+    def load_pair(self, given, vectors, token):
+        """A value of this lane's token and of the one 32 later; 0 past the last."""
+        line = vectors[given.batch, given.head, None]
+        found = []
+        for i in cutlass.range_constexpr(2):
+            value = Float32(0.0)
+            if token + 32 * i < vectors.shape[2]:
+                value = line[token + 32 * i]
+            found.append(value)
+        return found
+
+    def of_token(self, pair: Any, place: int, lane: Any) -> Any:
+        """The value of the chunk's token ``place`` past this thread's first column of an accumulator; ``place`` % 8 < 2."""
+        return cute.arch.shuffle_sync(pair[place // 32], place % 32 + lane % 4 * 2)
+
+    @cute.jit
+    def gemm(self, mma, acc, a, b, accumulate):
+        """Issue acc = a b, or acc += a b."""
+        atom = cute.make_mma_atom(mma.op)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+
+    @cute.jit
+    def release_all(self, barrier):
+        """This warp has read what the barrier guards, in every block of the cluster."""
+        if const_expr(self.config.cluster == 1):
+            self.release(barrier)
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < self.config.cluster:
+                cute.arch.mbarrier_arrive(barrier, lane)
