@@ -73,6 +73,7 @@ BACKWARD = {
     "head_dim 128, causal, deterministic": backward_config("bfloat16", 128, 128, True, False, deterministic=True),
     "head_dim 64": backward_config("bfloat16", 64, 64, False, False),
     "head_dim 128, causal, short": backward_config("float16", 128, 128, True, False, short=True),
+    "head_dim 128, causal, short, packed": backward_config("bfloat16", 128, 128, True, False, varlen=True, short=True),
     "head_dim 128, causal, waves": backward_config("bfloat16", 128, 128, True, False, waves=True),
     "head_dim 256, causal": backward_config("bfloat16", 256, 256, True, False),
     "head_dim 192 and 128, packed, window, deterministic": backward_config(

@@ -297,6 +297,38 @@ def test_without_its_module_a_call_goes_head_after_head(monkeypatch: pytest.Monk
     assert [name.endswith("_waves") for name in names] == [False]
 
 
+@pytest.mark.parametrize(
+    "claims, longest, options",
+    [
+        (True, 4096, {"causal": True}),
+        (False, 4097, {"causal": True}),
+        (False, None, {"causal": True}),  # all tokens may be one sequence's
+        (False, 300, {}),
+        (False, 300, {"window": (100, 0)}),
+        (False, 300, {"causal": True, "deterministic": True}),
+        (False, 300, {"causal": True, "used": True}),  # whose tiles without keys the kernel after does not find
+    ],
+    ids=str,
+)
+def test_which_packed_calls_claim_tiles(
+    claims: bool, longest: int | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        return lambda *arguments: given.extend((spec.name, arguments[18]))
+
+    monkeypatch.setattr(modules, "load", load)
+    q, cu = torch.empty(5000, 8, 128, dtype=torch.float16), torch.tensor([0, 300, 300, 600], dtype=torch.int32)
+    options = dict(options)
+    used = cu.diff() if options.pop("used", False) else None
+    args = varlen_args(q, q, q, cu, None, longest, longest, seqused_k=used, **options)
+    run_backward.backward(args, q, None, q, torch.empty(8, 5000))
+    name, together = given
+    assert ("_claims" in name) == claims and together == (2 if claims else 4)
+    assert used is not None or name == backward_config_for(AttentionProblem.from_args(args, True)).name
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_warming_runs_one_token(packed: bool) -> None:
     q, cu = torch.zeros(1, 20, 2, 200, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
