@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -45,9 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for bad input."""
     options = make_parser().parse_args(arguments)
     try:
-        return options.run(options)
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
     except (TypeError, ValueError) as error:
         print(f"warploom {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader has left, as `head` does. What is still buffered must go somewhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
