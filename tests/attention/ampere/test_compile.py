@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from warploom.attention.ampere.config import ForwardConfig
+from tests import compiled
+from tests.compiled import Built, machine_code
 from warploom.attention.ampere.plan import config
 from warploom.runtime import modules
-from warploom.runtime.module_worker import Worker
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
@@ -22,18 +19,11 @@ CORE = {
     "8.0, head_dim 64, causal": config((8, 0), "float16", 64, 64, True, False),
     "8.9, head_dim 128, causal": config((8, 9), "bfloat16", 128, 128, True, False),
 }
-Built = dict[str, tuple[ForwardConfig, dict[str, int], Path]]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("modules")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARPLOOM_CACHE", str(folder))
-        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
-        with Worker("sm_80") as worker:
-            (folder / "modules").mkdir()
-            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in CORE.items()}
+    return compiled.built(CORE, "sm_80", tmp_path_factory.mktemp("modules"))
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -46,12 +36,8 @@ def test_resources(name: str, built: Built) -> None:
 @pytest.mark.parametrize("name", CORE)
 def test_machine_code(name: str, built: Built) -> None:
     """Every loop multiplies and reads just as often as its tiles need; nothing is spilled; copies go past the registers."""
-    triton = find_spec("triton")
-    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
-    if not tool.is_file():
-        pytest.skip("nvdisasm is not here")
     variant, _, cubin = built[name]
-    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    listing = machine_code(cubin)
     assert not re.search(r"\b(LDL|STL)\b", listing)
     loops = 3 if variant.left else 2
     blocks = variant.tile_n // 16 * variant.head_dim // 16  # of 16 × 16, of K and of V

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from tests import compiled
+from tests.compiled import Built, machine_code
+from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import backward_config, backward_set, config
 from warploom.runtime import modules
-from warploom.runtime.module_worker import Worker
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
@@ -28,18 +26,12 @@ CORE = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ForwardConfig, dict[str, int], Path]]:
-    folder = tmp_path_factory.mktemp("modules")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARPLOOM_CACHE", str(folder))
-        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
-        with Worker("sm_90a") as worker:
-            (folder / "modules").mkdir()
-            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in CORE.items()}
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return compiled.built(CORE, "sm_90a", tmp_path_factory.mktemp("modules"))
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_resources(name: str, built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
+def test_resources(name: str, built: Built) -> None:
     variant, facts, _ = built[name]
     assert facts["stack"] == 0, "registers spill"
     assert facts["registers"] <= 65536 // (128 * (variant.warpgroups + 1))
@@ -47,14 +39,10 @@ def test_resources(name: str, built: dict[str, tuple[ForwardConfig, dict[str, in
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_machine_code(name: str, built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
+def test_machine_code(name: str, built: Built) -> None:
     """Each loop issues its QKᵀ and its PV without a wait in between; nothing is spilled; loads are TMA's."""
-    triton = find_spec("triton")
-    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
-    if not tool.is_file():
-        pytest.skip("nvdisasm is not here")
     variant, _, cubin = built[name]
-    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    listing = machine_code(cubin)
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     waits_and_gemms = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", listing)
     loops = 3 if variant.left else 2
@@ -64,7 +52,7 @@ def test_machine_code(name: str, built: dict[str, tuple[ForwardConfig, dict[str,
     assert len(waits_and_gemms) - waits_and_gemms.count("HGMMA") == 2 * loops + 2
 
 
-def test_description_is_the_module(built: dict[str, tuple[ForwardConfig, dict[str, int], Path]]) -> None:
+def test_description_is_the_module(built: Built) -> None:
     variant, _, _ = built["head_dim 64"]
     assert ForwardConfig(**asdict(variant)) == variant
 
@@ -83,26 +71,16 @@ BACKWARD = {
 
 
 @pytest.fixture(scope="module")
-def built_backward(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[BackwardConfig, dict[str, int], Path]]:
-    folder = tmp_path_factory.mktemp("backward")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARPLOOM_CACHE", str(folder))
-        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
-        with Worker("sm_90a") as worker:
-            (folder / "modules").mkdir()
-            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in BACKWARD.items()}
+def built_backward(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return compiled.built(BACKWARD, "sm_90a", tmp_path_factory.mktemp("backward"))
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_backward(name: str, built_backward: dict[str, tuple[BackwardConfig, dict[str, int], Path]]) -> None:
+def test_backward(name: str, built_backward: Built) -> None:
     """No spills; TMA in and TMA adding out; five GEMMs a step and no wait between those that are issued together."""
     variant, facts, cubin = built_backward[name]
     assert facts["stack"] == 0 and facts["registers"] <= 65536 // 384 and facts["shared"] <= 227 * 1024
-    triton = find_spec("triton")
-    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
-    if not tool.is_file():
-        pytest.skip("nvdisasm is not here")
-    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    listing = machine_code(cubin)
     assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     loops = 3 if variant.left or (variant.deterministic and variant.right) or variant.waves else 2
     if variant.pair:

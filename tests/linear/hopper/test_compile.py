@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from warploom.linear.hopper.config import WalkConfig
+from tests import compiled
+from tests.compiled import Built, machine_code
 from warploom.linear.hopper.plan import config
 from warploom.runtime import modules
-from warploom.runtime.module_worker import Worker
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
@@ -26,18 +23,12 @@ CORE = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[WalkConfig, dict[str, int], Path]]:
-    folder = tmp_path_factory.mktemp("modules")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARPLOOM_CACHE", str(folder))
-        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
-        with Worker("sm_90a") as worker:
-            (folder / "modules").mkdir()
-            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in CORE.items()}
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return compiled.built(CORE, "sm_90a", tmp_path_factory.mktemp("modules"))
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_resources(name: str, built: dict[str, tuple[WalkConfig, dict[str, int], Path]]) -> None:
+def test_resources(name: str, built: Built) -> None:
     _, facts, _ = built[name]
     assert facts["stack"] == 0, "registers spill"
     assert facts["registers"] <= 65536 // (3 * 128)
@@ -45,14 +36,10 @@ def test_resources(name: str, built: dict[str, tuple[WalkConfig, dict[str, int],
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_machine_code(name: str, built: dict[str, tuple[WalkConfig, dict[str, int], Path]]) -> None:
+def test_machine_code(name: str, built: Built) -> None:
     """Products wait for each other only where the source says so; nothing is spilled."""
-    triton = find_spec("triton")
-    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
-    if not tool.is_file():
-        pytest.skip("nvdisasm is not here")
     variant, _, cubin = built[name]
-    listing = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    listing = machine_code(cubin)
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     slices, tokens = variant.head_dim // 16, variant.chunk // 16
     assert listing.count("HGMMA") == 2 * slices + 2 * tokens
