@@ -177,9 +177,7 @@ def draw_mask(d: Draw, kind: str, batch: int, heads_q: int, heads_kv: int, seqle
 def columns(d: Draw, vectors: Sequence[str], causal: bool, batch: int, heads: int) -> MaskSpec:
     """Raw vectors: of drawn rows, or near the diagonal, or in long runs."""
     style = d.pick((0, 1, 2, 3), (3, 3, 3, 1))
-    return MaskSpec(
-        "columns", a=((style,),), causal=causal, seed=d.seed(), batch=batch, heads=heads, vectors=tuple(vectors)
-    )
+    return MaskSpec("columns", a=((style,),), causal=causal, seed=d.seed(), batch=batch, heads=heads, vectors=tuple(vectors))
 
 
 def _segments(d: Draw, total: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
 from tests.fuzz.problem import DTYPES, Expected, spec
-from tests.fuzz.views import View
+from tests.fuzz.views import PLAIN, View
 
 NAME = "attention"
 BACKENDS = ("cpu", "hopper", "ampere", "triton", "reference")
@@ -42,10 +42,10 @@ class Attention:
     heads_kv: int
     head_dim: int
     head_dim_v: int
-    q: View = View()
-    k: View = View()
-    v: View = View()
-    dout: View = View()
+    q: View = PLAIN
+    k: View = PLAIN
+    v: View = PLAIN
+    dout: View = PLAIN
     style: str = "normal"
     hostile: str = ""
     mask: MaskSpec | None = None
@@ -101,9 +101,9 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         left_by_window, right_by_window = shared.draw_band(d, v.left, right, seqlen_q, seqlen_k)
         if free or v.vectors:
             break
-        if shared.is_edge(seqlen_q, seqlen_k, left_by_window, right_by_window) == v.edges or seqlen_k == 0:
-            if not v.boxes or shared.is_boxed(seqlen_q, seqlen_k, left_by_window, right_by_window):
-                break
+        sizes = (seqlen_q, seqlen_k, left_by_window, right_by_window)
+        if seqlen_k == 0 or (shared.is_edge(*sizes) == v.edges and (not v.boxes or shared.is_boxed(*sizes))):
+            break
     mask = _mask(d, v, kind, free, batch, heads_q, heads_kv, seqlen_q, seqlen_k)
     causal, window, mask = _band_as(d, left_by_window, right_by_window, mask)
     found = Attention(
@@ -121,7 +121,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         mask=mask,
         causal=causal,
         window=window,
-        scale=shared.draw_scale(d, None if free or backend != "triton" else v.descending),
+        scale=shared.draw_scale(d, None if free else v.descending),
         softcap=d.pick((0.5, 3.0, 30.0, d.real(0.2, 60))) if v.softcap else 0.0,
         sink=v.sink,
         dropout_p=d.pick((0.1, 0.5, 0.9, d.real(0.01, 0.99))) if v.dropout else 0.0,
@@ -157,8 +157,8 @@ def _mask_kind(d: Draw, v: Variant, free: bool) -> str:
         return ""
     if free:
         return d.pick(MASK_KINDS)
-    kinds = [k for (vectors, right), kinds in maskspec.classes().items() if vectors == v.vectors and right <= v.right for k in kinds]
-    return d.pick(kinds)
+    fitting = [kinds for (vectors, right), kinds in maskspec.classes().items() if vectors == v.vectors and right <= v.right]
+    return d.pick([kind for kinds in fitting for kind in kinds])
 
 
 def _mask(
@@ -232,9 +232,7 @@ def features(p: Attention) -> frozenset[str]:
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
 
-def band_features(
-    causal: bool, window: tuple[int | None, int | None] | None, mask: MaskSpec | None
-) -> Iterator[str]:
+def band_features(causal: bool, window: tuple[int | None, int | None] | None, mask: MaskSpec | None) -> Iterator[str]:
     parts = [] if mask is None else [mask] if mask.kind != "and" else list(mask.parts)
     bands = [window] if window is not None else []
     bands += [(p.left, p.right) for p in parts if p.kind == "window"]
@@ -288,7 +286,8 @@ def inputs(p: Attention, device: torch.device) -> dict[str, Any]:
         observed.add("row_sees_nothing")
     if bool(hidden_k.any()):
         observed.add("key_seen_by_none")
-    return {**tensors, **extras(p, (p.batch, p.heads_q, p.seqlen_q), device), "buffers": buffers, "seen": seen, "observed": observed}
+    more = extras(p, (p.batch, p.heads_q, p.seqlen_q), device)
+    return {**tensors, **more, "buffers": buffers, "seen": seen, "observed": observed}
 
 
 def extras(p: Any, lse_shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor | None]:
@@ -385,7 +384,8 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace) -> dict
         keep = kept.double() / (1.0 - p.dropout_p)
     dlse = given["dlse"] if p.backward else None
     dout = None if p.lse_gradient == "only" else given["dout"]
-    arguments = {name: None if t is None else t.transpose(1, 2) for name, t in (*((n, given[n]) for n in "qkv"), ("dout", dout))}
+    tensors = {"q": given["q"], "k": given["k"], "v": given["v"], "dout": dout}
+    arguments = {name: None if t is None else t.transpose(1, 2) for name, t in tensors.items()}
     found = both(p, oracle, arguments, seen, keep, dlse, given["sink"])
     named = {"out": _back(found["out"]), "lse": found["lse"]}
     if p.backward:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
 from tests.fuzz.problem import DTYPES
-from tests.fuzz.views import EVEN, KINDS, View, place
+from tests.fuzz.views import EVEN, KINDS, PLAIN, View, place
 
 # Head dims of q and k, and of v, that pad to different powers of two or to the same, and equal ones.
 UNEQUAL = (
@@ -41,9 +41,7 @@ class Limits:
 LIMITS = {
     "triton": Limits(dims=(16, 256, 8)),
     "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), columns=False, dropout=False, paged=False),
-    "ampere": Limits(
-        dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=False, dropout=False, packed=False, paged=False
-    ),
+    "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=False, dropout=False, packed=False, paged=False),
     "cpu": Limits(),
     "reference": Limits(dtypes=("float16", "bfloat16", "float32", "float64")),
 }
@@ -79,7 +77,8 @@ class Variant:
 def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -> Variant:
     """One that the backend serves."""
     limits = LIMITS[backend]
-    triton = backend == "triton"
+    # Ampere's backward pass is Triton's.
+    triton = backend in ("triton", "ampere")
     dtype = d.pick(limits.dtypes, (4, 4, 2, 1)[: len(limits.dtypes)])
     head_dim, head_dim_v = draw_dims(d, limits)
     layout = d.pick([one for one in layouts if limits.paged or one != "paged"])
@@ -98,7 +97,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
         layout=layout,
     )
     if limits.columns and layout != "paged" and d.chance(0.5):
-        vectors, bounded = d.pick([one for one in maskspec.classes() if not one[1] or found.right])
+        vectors, _ = d.pick([one for one in maskspec.classes() if not one[1] or found.right])
         found = replace(found, vectors=vectors)
     if layout != "dense":
         found = replace(
@@ -113,7 +112,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
     found = replace(
         found,
         deterministic=False,
-        descending=d.chance(0.12),
+        descending=backend == "triton" and d.chance(0.12),
         unit=d.pick((8, 1)),
         unaligned=tuple(n for n in ("q", "k", "v", "dout") if d.chance(0.5)) if d.chance(0.45) else (),
     )
@@ -313,11 +312,11 @@ def cells_fit(cells: int, device: str, backend: str) -> bool:
 
 def simpler_views(views: Iterable[str], problem: Any) -> Iterator[Any]:
     """The problem with one view, or all, contiguous."""
-    names = [n for n in views if getattr(problem, n) != View()]
+    names = [n for n in views if getattr(problem, n) != PLAIN]
     if len(names) > 1:
-        yield replace(problem, **dict.fromkeys(names, View()))
+        yield replace(problem, **dict.fromkeys(names, PLAIN))
     for name in names:
         view = getattr(problem, name)
-        yield replace(problem, **{name: View()})
+        yield replace(problem, **{name: PLAIN})
         if view.offset:
             yield replace(problem, **{name: replace(view, offset=0)})

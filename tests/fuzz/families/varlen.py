@@ -21,7 +21,7 @@ from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
 from tests.fuzz.problem import Expected, spec
-from tests.fuzz.views import View
+from tests.fuzz.views import PLAIN, View
 
 NAME = "varlen"
 BACKENDS = ("cpu", "hopper", "triton", "reference")
@@ -48,10 +48,10 @@ class Varlen:
     page_size: int = 0
     pages: int = 0
     table: tuple[tuple[int, ...], ...] = ()
-    q: View = View()
-    k: View = View()
-    v: View = View()
-    dout: View = View()
+    q: View = PLAIN
+    k: View = PLAIN
+    v: View = PLAIN
+    dout: View = PLAIN
     style: str = "normal"
     hostile: str = ""
     mask: MaskSpec | None = None
@@ -159,7 +159,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         mask=mask,
         causal=causal,
         window=window,
-        scale=shared.draw_scale(d, None if free or backend != "triton" else v.descending),
+        scale=shared.draw_scale(d, None if free else v.descending),
         softcap=d.pick((0.5, 3.0, 30.0, d.real(0.2, 60))) if v.softcap else 0.0,
         sink=v.sink,
         dropout_p=d.pick((0.1, 0.5, 0.9, d.real(0.01, 0.99))) if v.dropout else 0.0,

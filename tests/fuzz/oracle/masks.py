@@ -56,7 +56,7 @@ def interval(i: Tensor, start: Tensor | int, stop: Tensor | int) -> Tensor:
 
 
 def over_heads(seen: Tensor, heads_q: int) -> Tensor:
-    """(batch, heads, …) of 1, the key heads or the query heads to those of the queries: a key head's queries follow one another."""
+    """(batch, heads, …) of one head, the key heads or the query heads to those of the queries; a key head's are in a row."""
     heads = seen.shape[1]
     return seen if heads in (1, heads_q) else seen.repeat_interleave(heads_q // heads, dim=1)
 
