@@ -28,6 +28,7 @@ class Options:
     normalize: bool = True
     eps: float = 1e-6
     scale: float = 1.0
+    state_wanted: bool = True  # else causal keys past the last query reach no result
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Linear:
 
     def exact(self, given: Given, options: Options, gradients: bool = True) -> Named:
         """Out and the last state s and z in fp64; with ``gradients`` dq, dk, dv, and ds and dz of a given state."""
-        rows = _Rows(given, self)
+        rows = _Rows(given, options, self)
         leaves = {name: t.double().requires_grad_(gradients) for name, t in rows.tensors.items()}
         with torch.set_grad_enabled(gradients):
             out, s, z = self._quadratic(leaves, rows, options)
@@ -60,10 +61,10 @@ class Linear:
             upstream = [(out, rows.dout), (s, given.ds), (z, given.dz)]
             pairs = [(t, d.double()) for t, d in upstream if d is not None and t.requires_grad]
             wanted = list(leaves.values())
+            grads = tuple(torch.zeros_like(t) for t in wanted)
             if pairs:
-                grads = torch.autograd.grad(*zip(*pairs, strict=True), wanted, materialize_grads=True)  # type: ignore[arg-type]
-            else:
-                grads = tuple(torch.zeros_like(t) for t in wanted)
+                outputs, given_grads = zip(*pairs, strict=True)
+                grads = torch.autograd.grad(outputs, wanted, given_grads, materialize_grads=True)
             found |= _named_gradients(dict(zip(leaves, grads, strict=True)), rows)
         return found
 
@@ -130,7 +131,7 @@ class Linear:
         Rounded are mapped queries and keys, scores, states, scale / denominator · phi(q), and results, once each; fp32 operands
         to two TF32 numbers. Slopes of maps come from their rounded values.
         """
-        rows = _Rows(given, self)
+        rows = _Rows(given, options, self)
         dtype = given.v.dtype
         wide = torch.promote_types(dtype, torch.float32)
         tensors = {name: t.to(wide) for name, t in rows.tensors.items()}
@@ -163,7 +164,7 @@ class Linear:
 class _Rows:
     """A call as a padded batch of sequences: which tokens count, and the way back to the call's own layout."""
 
-    def __init__(self, given: Given, oracle: Linear) -> None:
+    def __init__(self, given: Given, options: Options, oracle: Linear) -> None:
         q, k, v = given.q, given.k, given.v
         self.given, self.index = given, None
         device = q.device
@@ -178,6 +179,8 @@ class _Rows:
             step = torch.arange(longest, device=device)
             self.queries = self.keys = step < count[:, None]
             self.index = torch.where(self.keys, first[:, None] + step, len(q))
+        if options.causal and not options.state_wanted:
+            self.keys = self.keys & (torch.arange(self.keys.shape[1], device=device) < self.queries.shape[1])
         dout = given.dout
         self.tensors = {"q": self._padded(q, self.queries), "k": self._padded(k, self.keys), "v": self._padded(v, self.keys)}
         self.dout = None if dout is None else self._padded(dout, self.queries)
