@@ -261,7 +261,14 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bits(
-    p: DecodeProblem, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, options: dict[str, Any], found: Any
+    p: DecodeProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    options: dict[str, Any],
+    found: dict[str, Any],
 ) -> Tensor:
     """Whether a sequence has other bits alone, in pages, or in a crowd, than it has in this call."""
     from warploom import decode

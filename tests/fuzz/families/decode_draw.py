@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,11 @@ from tests.fuzz.draw import Draw
 from tests.fuzz.problem import spec
 from tests.fuzz.views import View
 
-HALF = ("float16", "bfloat16")
+PLAIN = View()
+# Head dims, and how often each is drawn.
+DIMS = {
+    16: 6, 24: 3, 32: 6, 40: 3, 48: 3, 64: 7, 72: 3, 80: 3, 96: 3, 104: 3, 120: 2, 128: 5, 160: 2, 192: 2, 200: 2, 256: 3,
+}  # fmt: skip
 PAGINGS = ("none", "one", "tile", "scattered")
 
 
@@ -71,11 +76,11 @@ class DecodeProblem:
     slots: str = ""
     dropped: bool = False  # some tokens have negative slots
     bits: str = ""
-    q_view: View = View()
-    k_view: View = View()
-    v_view: View = View()
-    new_k_view: View = View()
-    new_v_view: View = View()
+    q_view: View = PLAIN
+    k_view: View = PLAIN
+    v_view: View = PLAIN
+    new_k_view: View = PLAIN
+    new_v_view: View = PLAIN
 
 
 def tile(dtype: str, dim: int, dim_v: int) -> int:
@@ -92,10 +97,11 @@ def split(queries: int, group: int) -> int:
 def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     """Any variant that the backend serves, and some that it does not."""
     served = backend == "triton"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     dtype = d.pick(("float16", "bfloat16", "float32"), (3, 4, 3))
     if not served and d.chance(0.07):
         dtype = "float64"
-    dims = [d.pick((16, 24, 32, 40, 48, 64, 72, 80, 96, 104, 120, 128, 160, 192, 200, 256), (6, 3, 6, 3, 3, 7, 3, 3, 3, 3, 2, 5, 2, 2, 2, 3)) for _ in range(2)]
+    dims = [d.any_of(DIMS) for _ in range(2)]
     if d.chance(0.35):
         dims[1] = dims[0]
     if not served and d.chance(0.1):
@@ -109,10 +115,10 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     off = tuple(d.chance(0.6) for _ in range(3)) if layout == "off" else (False, False, False)
     if layout == "off" and not any(off):
         off = (True, False, True)
-    parts = d.pick((1, 2, 3), (80, 19, 1) if served else (93, 7, 0))
+    parts = d.pick((1, 2, 3), (92, 8, 0) if interpreted or not served else (80, 19, 1))
     if parts == 3:
         heads_kv, heads_q, dims, queries = 16, 16, [16, 16], min(queries, 2)
-    crowd = served and parts == 2 and d.chance(0.15)
+    crowd = served and not interpreted and parts == 2 and d.chance(0.15)
     if crowd:
         dims, append = [16, 24], False
     return DecodeVariant(
@@ -241,6 +247,8 @@ def _with_views(d: Draw, p: DecodeProblem, w: DecodeVariant) -> DecodeProblem:
     for (name, shape), off in zip(shapes.items(), w.off, strict=True):
         cache = name != "q_view"
         found[name] = _view(d, shape, w.layout, off, cache, p.appended is not None)
+    if p.visible_nan and found[f"{p.visible_nan}_view"].aliased:
+        found[f"{p.visible_nan}_view"] = View()
     if p.appended is not None:
         for name, dim in (("new_k_view", p.dim), ("new_v_view", p.dim_v)):
             found[name] = d.view((max(batch, 1), p.appended, p.heads_kv, dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +10,39 @@ from tests.fuzz.draw import Draw
 from tests.fuzz.problem import spec
 from tests.fuzz.views import View
 
-# Scores of all heads and sequences, of which the oracle holds a few matrices in fp64, and those times dims: on a GPU, on a CPU.
-MOST_SCORES = {True: 3 * 10**6, False: 3 * 10**5}
-MOST_PRODUCTS = {True: 10**9, False: 2 * 10**7}
-PLACES = ("dense", "lengths", "packed")
+PLAIN = View()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large problems are where they run.
+
+    scores: of all heads and sequences, of which the oracle holds a few matrices in fp64.
+    products: scores times dims.
+    dims: the usual ones, and how often each is drawn.
+    states: elements of all states.
+    long: how often a sequence is longer than a segment.
+    """
+
+    scores: int
+    products: int
+    dims: tuple[tuple[int, int], ...]
+    states: int
+    long: float
+
+
+_DIMS = ((8, 2), (16, 6), (24, 3), (32, 5), (40, 3), (64, 8), (72, 3), (96, 2), (128, 4), (136, 1), (192, 1), (256, 2))
+GPU = Size(3 * 10**6, 10**9, _DIMS, 10**7, 0.12)
+CPU = Size(2 * 10**5, 8 * 10**6, tuple((n, w if n <= 64 else 1) for n, w in _DIMS), 3 * 10**5, 0.004)
+# A program of Triton's interpreter takes milliseconds, whatever it computes; most of those of a state have 64 columns.
+INTERPRETER = Size(10**4, 10**6, ((8, 1), (16, 3), (24, 1), (40, 1), (64, 1), (72, 1)), 10**5, 0.0)
+
+
+def size(backend: str) -> Size:
+    """Of problems for the backend here."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return INTERPRETER
+    return GPU if backend in ("triton", "hopper") else CPU
 
 
 @spec
@@ -74,10 +104,10 @@ class LinearProblem:
     state_gap: int = 0  # numbers between the rows of the given s; its base is off 16 bytes by as many
     steps: bool = False
     grad: bool = False  # of steps: they are recorded, and differentiated where `upstream` says so
-    q_view: View = View()
-    k_view: View = View()
-    v_view: View = View()
-    dout_view: View = View()
+    q_view: View = PLAIN
+    k_view: View = PLAIN
+    v_view: View = PLAIN
+    dout_view: View = PLAIN
 
 
 def draw_variant(d: Draw, backend: str) -> LinearVariant:
@@ -88,8 +118,8 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
     dtype = d.pick(("float16", "bfloat16", "float32"), (3, 4, 3))
     if not served and d.chance(0.07):
         dtype = "float64"
-    usual = (8, 16, 24, 32, 40, 64, 72, 96, 128, 136, 192, 256)
-    e, m = (d.pick(usual, (2, 6, 3, 5, 3, 8, 3, 2, 4, 1, 1, 2)) for _ in range(2))
+    limits = size(backend)
+    e, m = (d.any_of(dict(limits.dims)) for _ in range(2))
     if d.chance(0.35):
         m = e
     if d.chance(0.12):
@@ -104,14 +134,15 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
     maps = ("elu+1", "relu", "identity")
     map_q = d.pick(maps, (5, 2, 3))
     map_k = map_q if d.chance(0.7) else d.pick(maps)
-    place = "dense" if steps else d.pick(PLACES, (4, 3, 3))
+    place = "dense" if steps else d.pick(("dense", "lengths", "packed"), (4, 3, 3))
     return_state = d.chance(0.5)
     upstream = d.pick(("", "out", "state", "both"), (2, 5, 1, 3)) if return_state else d.pick(("", "out"), (1, 3))
+    long = not steps and d.chance(limits.long)
     return LinearVariant(
         dtype=dtype,
         e=e,
         m=m,
-        group=d.pick((1, 2, 3, 4, 7), (6, 3, 2, 1, 1)),
+        group=1 if long else d.pick((1, 2, 3, 4, 7), (6, 3, 2, 1, 1)),
         map_q=map_q,
         map_k=map_k,
         causal=steps or d.chance(0.7),
@@ -121,7 +152,7 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
         return_state=steps or return_state,
         upstream=upstream,
         same=steps or place == "packed" or d.chance(0.55),
-        long=not steps and d.chance(0.12 if served else 0.004),
+        long=long,
         layout=layout,
         off=off,
         steps=steps,
@@ -146,7 +177,7 @@ def _walks(d: Draw) -> LinearVariant:
 def draw_problem(d: Draw, variant: LinearVariant, backend: str) -> LinearProblem:
     """A problem of the variant."""
     w = variant
-    gpu = backend in ("triton", "hopper")
+    limits = size(backend)
     heads_kv = d.pick((1, 2, 3, 4), (5, 4, 1, 1)) if w.group < 4 else d.pick((1, 2))
     batch = 1 if w.place == "packed" else d.pick((0, 1, 2, 3, 4), (1, 8, 8, 5, 3))
     if w.walks:
@@ -157,11 +188,13 @@ def draw_problem(d: Draw, variant: LinearVariant, backend: str) -> LinearProblem
     seqlen_q = d.integer(1025, 2300) if w.long else d.length(300 if w.walks else 1500)
     if w.long:
         batch, heads_kv = 1, 1
+    while batch > 1 and batch * heads_kv * w.e * w.m > limits.states and not w.walks:
+        batch -= 1
     seqlen_k = seqlen_q if w.same else d.length(1500)
     if w.steps:
         seqlen_q = seqlen_k = d.pick((1, 1, 2, 5))
     heads = max(batch, 1) * heads_kv * w.group
-    most = min(MOST_SCORES[gpu], MOST_PRODUCTS[gpu] // (w.e + w.m)) / heads
+    most = min(limits.scores, limits.products // (w.e + w.m)) / heads
     while seqlen_q * seqlen_k > most and not w.long and not w.walks:
         seqlen_q = d.integer(1, seqlen_q)
         seqlen_k = seqlen_q if w.same else d.integer(1, seqlen_k)
@@ -230,4 +263,6 @@ def _with_views(d: Draw, p: LinearProblem, w: LinearVariant) -> LinearProblem:
             if off and view.offset == 4:
                 view = replace(view, offset=5)  # four elements of fp32 are 16 bytes
         found[name] = view
+    if p.visible_nan and found[f"{p.visible_nan}_view"].aliased:
+        found[f"{p.visible_nan}_view"] = View()
     return replace(p, **found)

@@ -42,7 +42,7 @@ class Decode:
         """
         dtype = q.dtype
         wide = torch.promote_types(dtype, torch.float32) if low else torch.float64
-        batch, queries, heads, dim = q.shape
+        _, queries, heads, dim = q.shape
         keys, values = self.rows(k, v, lengths, table)
         count, heads_kv = keys.shape[1:3]
         seen = self.visible(lengths, queries, count, window)

@@ -1,7 +1,7 @@
 """Linear attention as its definition says, in fp64 with autograd's gradients, and a low-precision model of a correct kernel.
 
-out_i = scale · phi(q_i) s_i / (scale · phi(q_i) · z_i + eps), s_i the sum of phi(k_j) ⊗ v_j and z_i that of phi(k_j) over the keys
-that query i sees: j <= i when causal, both counted from the start, else all; the given state comes on top. A mutant is a
+out_i = scale · phi(q_i) s_i / (scale · phi(q_i) · z_i + eps), s_i the sum of phi(k_j) ⊗ v_j and z_i that of phi(k_j) over the
+keys that query i sees: j <= i when causal, both counted from the start, else all; the given state comes on top. A mutant is a
 subclass of `Linear` with one method changed.
 """
 
@@ -33,7 +33,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Given:
-    """The tensors of a call: q, k, v (batch, seqlen, heads, ·), or (total, heads, ·) with ``starts``, and gradients of results."""
+    """A call's q, k, v (batch, seqlen, heads, ·), or (total, heads, ·) with ``starts``, and the gradients of its results."""
 
     q: Tensor
     k: Tensor
@@ -141,7 +141,7 @@ class Linear:
         return results | {n: t.to(dtype) if n in ("dq", "dk", "dv") else t for n, t in named.items()}
 
     def steps(self, given: Given, options: Options, low: bool = False) -> Named:
-        """Out, s and z of tokens taken one after another by a correct step: sums in fp32, no operand rounded, out rounded once."""
+        """Out, s and z of tokens one after another; ``low``: by a correct step, sums in fp32, nothing rounded but out."""
         if not low:
             return self.exact(given, options, gradients=False)
         dtype = given.v.dtype
@@ -227,9 +227,7 @@ def _tf32(t: Tensor) -> Tensor:
     return (t.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
-def _chunked(
-    t: Named, rows: _Rows, given: Given, o: Options, dtype: torch.dtype, gradients: bool
-) -> tuple[Named, Named]:
+def _chunked(t: Named, rows: _Rows, given: Given, o: Options, dtype: torch.dtype, gradients: bool) -> tuple[Named, Named]:
     """The model's out, s and z, and its gradients of q, k, v, s and z, all chunks at once; see `Linear.model`."""
     plain = Linear()
     group = t["q"].shape[2] // t["k"].shape[2]
@@ -266,10 +264,8 @@ def _chunked(
     own_s, own_z = fk.mT @ v, fk.sum(3)
     s, z = before(own_s, s0), before(own_z, z0)
     p = (fq @ fk.mT) * seen
-    if o.normalize:
-        norm = o.scale * (p.sum(-1) + (fq * z[:, :, :, None]).sum(-1)) + o.eps
-    else:
-        norm = torch.ones_like(p[..., 0])
+    below = o.scale * (p.sum(-1) + (fq * z[:, :, :, None]).sum(-1)) + o.eps
+    norm = below if o.normalize else torch.ones_like(below)
     factor = (o.scale / norm)[..., None]
     live = cut(rows.queries[:, :, None, None].to(fq.dtype), 1)
     out = (r(p) @ v + fq @ r(s)) * factor * live
