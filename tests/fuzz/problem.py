@@ -37,8 +37,10 @@ class Expected:
 class Family(Protocol):
     """A module of tests/fuzz/families.
 
-    A *problem* is a frozen dataclass registered with `@spec`; its fields are ints, floats, strings, None, booleans, tuples of
-    these and other specs, so that a replay survives changes of the drawing code. All data come from its field `seed`.
+    A *problem* is a frozen dataclass registered with `@spec`, with a field `dtype`, a name of DTYPES, and `deterministic` where
+    there is such a keyword (True: the runner compares the bits of two runs). Its fields are ints, floats, strings, None,
+    booleans, tuples of these and other specs, so that a replay survives changes of the drawing code. All data come from its
+    field `seed`.
     """
 
     NAME: str
@@ -54,7 +56,11 @@ class Family(Protocol):
         """What the coverage table counts."""
 
     def inputs(self, problem: Any, device: torch.device) -> dict[str, Any]:
-        """Tensors, as the problem's views lay them, and keyword arguments."""
+        """Tensors, as the problem's views lay them, and keyword arguments.
+
+        The runner reads two of the names, where they are there: "buffers", tensors whose bits no call may change (whole
+        buffers, with what lies around a view), and "observed", a set of further features that only the data show.
+        """
 
     def run(self, problem: Any, inputs: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
         """The package's results by name."""

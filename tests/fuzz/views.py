@@ -91,6 +91,9 @@ class View:
         return (*strides, row, head, step), first + self.offset
 
 
+PLAIN = View()
+
+
 @dataclass(frozen=True)
 class Placed:
     """A tensor and all the memory it was given: what is around it must not change either."""
