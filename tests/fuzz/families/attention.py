@@ -421,9 +421,10 @@ def both(
     tensors, more = cast(torch.promote_types(dtype, torch.float32))
     q, k = arguments["q"], arguments["k"]
     # Of few rows the model's error may be small by luck.
-    few = min(t.shape[0] * t.shape[1] * t.shape[2] for t in (q, k)) < FEW_ROWS
-    lows = [exact.model(oracle, tensors, dtype, turn, seen=seen, **more, **options) for turn in range(3 if few else 1)]
-    low = lows[0] if not few else {n: exact.farthest(true[n], [m[n] for m in lows]) for n in true}
+    rows = min(t.shape[0] * t.shape[1] * t.shape[2] for t in (q, k) if t is not None)
+    turns = 5 if rows < FEW_ROWS // 4 else 3 if rows < FEW_ROWS else 1
+    lows = [exact.model(oracle, tensors, dtype, turn, seen=seen, **more, **options) for turn in range(turns)]
+    low = lows[0] if turns == 1 else {n: exact.farthest(true[n], [m[n] for m in lows]) for n in true}
     if "dsink" in true:
         low["dsink"] = exact.dsink_model(true, low)
     return {name: (true[name], low[name]) for name in true if name != "terms"}
