@@ -19,6 +19,7 @@ from tests.fuzz.families.softmax import Variant
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
+from tests.fuzz.oracle.mutants import mutants
 from tests.fuzz.problem import DTYPES, Expected, spec
 from tests.fuzz.views import PLAIN, View
 
@@ -26,7 +27,26 @@ NAME = "attention"
 BACKENDS = ("cpu", "hopper", "ampere", "triton", "reference")
 MASK_KINDS = tuple(k for k in maskspec.KINDS if k not in ("full", "causal"))
 _STANDARD = exact.functions()
+MUTANTS = {f"attention: {name}": oracle for name, oracle in mutants(_STANDARD, packed=False).items()}
 FEW_ROWS = 64
+# Sets of features of which no problem has two, with the reason.
+ONE_OF: list[tuple[set[str], str]] = [
+    ({"float16", "bfloat16", "float32", "float64"}, "a call has one dtype"),
+    ({"heads_mha", "heads_gqa", "heads_mqa"}, "a call has one grouping"),
+    *(
+        ({"view_all_contiguous", f"view_{kind}"}, "no tensor is a view")
+        for kind in ("transposed", "packed", "sliced", "padded", "expanded", "overlapping", "last_dim_strided")
+    ),
+    ({"forward_only", "lse_gradient"}, "no gradient arrives"),
+]
+EXCLUSIVE = [
+    *ONE_OF,
+    ({"more_keys", "more_queries"}, "one or the other"),
+    *(
+        ({"visible_nan", other}, "a visible NaN is drawn alone, and without a backward pass")
+        for other in ("hostile_nan", "hostile_inf", "lse_gradient", "dropout")
+    ),
+]
 
 
 @spec
@@ -159,7 +179,7 @@ def _mask_kind(d: Draw, v: Variant, free: bool) -> str:
     if not v.vectors:
         return ""
     if free:
-        return d.pick(MASK_KINDS)
+        return d.pick(MASK_KINDS if d.chance(0.7) else ("columns", "columns", "eviction"))
     fitting = [kinds for (vectors, right), kinds in maskspec.classes().items() if vectors == v.vectors and right <= v.right]
     return d.pick([kind for kinds in fitting for kind in kinds])
 

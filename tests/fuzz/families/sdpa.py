@@ -200,6 +200,22 @@ def top_left(i: Tensor, j: Tensor) -> Tensor:
 
 
 _ORACLE = SimpleNamespace(**vars(exact.functions()), top_left=top_left)
+MUTANTS = {
+    "sdpa: is_causal aligned bottom-right": SimpleNamespace(
+        **{**vars(_ORACLE), "top_left": lambda i, j: j - (j.shape[-1] - i.shape[0]) <= i}
+    )
+}
+_ONE_MASK = "one or the other"
+EXCLUSIVE = [
+    *dense.ONE_OF,
+    ({"more_keys", "more_queries"}, "one or the other"),
+    ({"rank_3", "rank_4", "rank_5"}, "a tensor has one rank"),
+    *(({a, b}, _ONE_MASK) for a in ("top_left_causal", "key_mask") for b in ("mask", "causal", "window", "mask_per_batch")),
+    *(({a, b}, _ONE_MASK) for a in ("top_left_causal", "key_mask") for b in ("mask_per_head", "window_negative")),
+    ({"top_left_causal", "key_mask"}, _ONE_MASK),
+    ({"key_mask", "rank_3"}, "a mask over keys needs the batch dimension"),
+    ({"key_mask", "rank_5"}, "a mask over keys goes with four dimensions here"),
+]
 
 
 def oracle() -> SimpleNamespace:

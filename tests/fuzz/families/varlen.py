@@ -20,12 +20,23 @@ from tests.fuzz.families.softmax import Variant
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
+from tests.fuzz.oracle.mutants import mutants
 from tests.fuzz.problem import Expected, spec
 from tests.fuzz.views import PLAIN, View
 
 NAME = "varlen"
 BACKENDS = ("cpu", "hopper", "triton", "reference")
 _STANDARD = exact.functions()
+MUTANTS = {f"varlen: {name}": oracle for name, oracle in mutants(_STANDARD, packed=True).items()}
+_NO_COLUMNS = "a paged call takes no column mask"
+EXCLUSIVE = [
+    *dense.ONE_OF,
+    ({"packed", "paged"}, "one or the other"),
+    ({"paged", "seqused"}, "a paged call always has it, so it is not counted"),
+    ({"paged", "own_key_lengths"}, "a paged call has no cu_seqlens_k"),
+    ({"paged", "mask"}, _NO_COLUMNS),
+    ({"paged", "mask_per_head"}, _NO_COLUMNS),
+]
 
 
 @spec
