@@ -28,7 +28,7 @@ SPEC = ModuleSpec("some_kernel", "sm_90a", "tests.runtime.builders:build", (("wi
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
     monkeypatch.setenv("BUILDER_LOG", str(tmp_path / "log"))
-    (tmp_path / "modules").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the builders, which no worker looks for in the current folder
     return tmp_path
 
 
