@@ -246,7 +246,10 @@ def _examine(spec: ModuleSpec, folder: Folder, stem: str) -> tuple[Path, dict[st
     for rank, (key, value) in enumerate(spec.described().items(), 2):
         if manifest.get(key) != value and not (key == "dsl" and value == "any"):
             raise Missing(_MEANINGS[key], rank)
-    machine, *used = manifest.get("cpu") or ["?"]
+    cpu = manifest.get("cpu")
+    if not (isinstance(cpu, list) and cpu and all(isinstance(flag, str) for flag in cpu)):
+        raise Missing("truncated or corrupted", 1)
+    machine, *used = cpu
     lacking = [] if machine == platform.machine() else [machine]
     lacking += [flag for flag in used if _INSTRUCTIONS.match(flag) and flag not in cpu_features()]
     if lacking:
@@ -325,10 +328,10 @@ def store(spec: ModuleSpec, library: Path, facts: dict[str, Any]) -> None:
 def facts(spec: ModuleSpec) -> dict[str, Any]:
     """What the builder measured: registers, stack, shared, seconds; empty for a module that is not there."""
     try:
-        found: dict[str, Any] = find(spec)[1].get("facts") or {}
-        return found
+        found = find(spec)[1].get("facts")
     except (Missing, CacheError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def build_lock(spec: ModuleSpec) -> AbstractContextManager[None]:
