@@ -21,7 +21,6 @@ def built(configs: Mapping[str, Any], arch: str, folder: Path) -> Built:
         patch.setenv("WARPLOOM_CACHE", str(folder))
         patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
         with Worker(arch) as worker:
-            (folder / "modules").mkdir()
             return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in configs.items()}
 
 
