@@ -46,7 +46,9 @@ def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None
         norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
         empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64)
         states.append(LinearState(empty.new_zeros((*empty.shape, v.shape[3])), empty))
-        out, norm = torch.cat(outs, 1), torch.cat(norms, 2)
+        # A sum over nothing of everything given: without a sequence, gradients are zeros rather than torch's error.
+        nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in (q, k, v, call.s, call.z) if t is not None)
+        out, norm = torch.cat(outs, 1) + nothing, torch.cat(norms, 2)
         state = LinearState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
     s, z = (t.to(call.accumulator) for t in state)
     wide = norm.to(call.accumulator) if call.normalize else None
