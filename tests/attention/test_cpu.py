@@ -71,7 +71,7 @@ def calls(draw: st.DrawFn) -> Call:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_matches_the_reference(call: Call) -> None:
     check(call, "cpu")
