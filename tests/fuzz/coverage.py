@@ -12,8 +12,11 @@ from typing import Any
 SHARE = 0.05
 PAIR = 20
 
-# One of many kinds of what another feature names: counted and shown, but too many to each be common.
-DETAILS = ("mask_",)
+DTYPES = {"float16", "bfloat16", "float32", "float64"}
+
+# One of many kinds of what another feature names: counted and shown, but too many to each be common. float64 is the
+# reference's alone.
+DETAILS = ("mask_", "float64")
 COMMON = ("mask_per_batch", "mask_per_head", "mask_intersection")
 
 
@@ -53,7 +56,8 @@ class Coverage:
         """Possible pairs of each family that fewer than PAIR problems had."""
         found = {}
         for family, counts in sorted(self.features.items()):
-            excluded = {frozenset(pair) for group, _ in self.impossible(family) for pair in combinations(sorted(group), 2)}
+            groups = [*self.impossible(family), (DTYPES, "")]
+            excluded = {frozenset(pair) for group, _ in groups for pair in combinations(sorted(group), 2)}
             names = sorted(name for name in counts if not is_detail(name))
             pairs = self.pairs[family]
             found[family] = [

@@ -28,7 +28,7 @@ BACKENDS = ("cpu", "hopper", "ampere", "triton", "reference")
 MASK_KINDS = tuple(k for k in maskspec.KINDS if k not in ("full", "causal"))
 _STANDARD = exact.functions()
 MUTANTS = {f"attention: {name}": oracle for name, oracle in mutants(_STANDARD, packed=False).items()}
-FEW_ROWS = 64
+FEW_ROWS = 256
 # Sets of features of which no problem has two, with the reason.
 ONE_OF: list[tuple[set[str], str]] = [
     ({"float16", "bfloat16", "float32", "float64"}, "a call has one dtype"),
@@ -158,7 +158,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
     found = replace(found, **shared.draw_views(d, found.shapes, None if free else v))
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
-    if d.chance(0.06) and not v.dropout and backend != "ampere":
+    if d.chance(0.13) and not v.dropout and backend != "ampere":
         found = replace(found, visible_nan=d.pick(("k", "v")), backward=False, hostile="")
     if "sink" in found.wants and len(found.wants) == 1 and not found.sink:
         found = replace(found, wants=("q", "k", "v", "sink"))
@@ -442,7 +442,7 @@ def both(
     q, k = arguments["q"], arguments["k"]
     # Of few rows the model's error may be small by luck.
     rows = min(t.shape[0] * t.shape[1] * t.shape[2] for t in (q, k) if t is not None)
-    turns = 5 if rows < FEW_ROWS // 4 else 3 if rows < FEW_ROWS else 1
+    turns = 5 if rows < FEW_ROWS // 8 else 3 if rows < FEW_ROWS else 1
     lows = [exact.model(oracle, tensors, dtype, turn, seen=seen, **more, **options) for turn in range(turns)]
     low = lows[0] if turns == 1 else {n: exact.farthest(true[n], [m[n] for m in lows]) for n in true}
     if "dsink" in true:
@@ -463,7 +463,9 @@ def typed(p: Any, named: dict[str, tuple[Tensor, Tensor]], given: dict[str, Any]
             like = given["sink"].dtype
         narrow = like if torch.finfo(like).eps > torch.finfo(dtype).eps else None
         low = low if narrow is None else low.to(narrow)
-        found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like)
+        # torch's kernels for half precision on a CPU take a short polynomial for exp, and their lse errs by up to 8e-5.
+        atol = 1e-4 if name == "lse" and dtype.itemsize == 2 and ref.device.type == "cpu" else None
+        found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like, atol=atol)
     return found
 
 

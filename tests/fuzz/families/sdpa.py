@@ -12,6 +12,7 @@ from torch import Tensor
 
 import warploom
 from tests.fuzz import maskspec
+from tests.fuzz.coverage import COMMON
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
 from tests.fuzz.families import masked
@@ -130,10 +131,11 @@ def features(p: Sdpa) -> frozenset[str]:
     found = {p.dtype, shared.reshape_heads(p.heads_q, p.heads_kv), f"rank_{len(p.lead) + 3}"}
     found |= set(shared.dims_features(p.head_dim, p.head_dim_v))
     found |= set(shared.view_features(p.views, p.shapes, p.dtype))
-    found |= set(dense.band_features(False, None, p.mask))
+    found |= {f for f in dense.band_features(False, None, p.mask) if f.startswith("mask_") and f not in COMMON}
     flags = {
         "top_left_causal": p.is_causal,
         "key_mask": p.key_mask,
+        "mask": p.mask is not None,
         "more_keys": p.seqlen_q < p.seqlen_k,
         "more_queries": p.seqlen_q > p.seqlen_k,
         "empty": 0 in (p.batch, p.seqlen_q, p.seqlen_k),
@@ -205,14 +207,11 @@ MUTANTS = {
         **{**vars(_ORACLE), "top_left": lambda i, j: j - (j.shape[-1] - i.shape[0]) <= i}
     )
 }
-_ONE_MASK = "one or the other"
 EXCLUSIVE = [
     *dense.ONE_OF,
     ({"more_keys", "more_queries"}, "one or the other"),
     ({"rank_3", "rank_4", "rank_5"}, "a tensor has one rank"),
-    *(({a, b}, _ONE_MASK) for a in ("top_left_causal", "key_mask") for b in ("mask", "causal", "window", "mask_per_batch")),
-    *(({a, b}, _ONE_MASK) for a in ("top_left_causal", "key_mask") for b in ("mask_per_head", "window_negative")),
-    ({"top_left_causal", "key_mask"}, _ONE_MASK),
+    ({"top_left_causal", "key_mask", "mask"}, "attn_mask and is_causal exclude each other"),
     ({"key_mask", "rank_3"}, "a mask over keys needs the batch dimension"),
     ({"key_mask", "rank_5"}, "a mask over keys goes with four dimensions here"),
 ]
