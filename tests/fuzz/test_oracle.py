@@ -56,8 +56,11 @@ def test_philox_gives_the_published_words() -> None:
 
 def plain(mask: MaskSpec, batch: int, heads: int, q: int, k: int) -> torch.Tensor:
     """The same by loops over elements."""
-    rows = lambda t: [list(r) for r in (t if len(t) == batch else t * batch)]  # noqa: E731
-    first = [row[0] for row in rows(mask.a)] if mask.a and mask.a[0] else []
+
+    def rows(given: maskspec.Rows) -> list[list[int]]:
+        return [list(row) for row in (given if len(given) == batch else given * batch)]
+
+    first = [row[0] if row else 0 for row in rows(mask.a)]
     of = {
         "full": lambda: predicates.full(),
         "causal": lambda: predicates.causal(),
@@ -90,7 +93,7 @@ def plain(mask: MaskSpec, batch: int, heads: int, q: int, k: int) -> torch.Tenso
 
 
 def _runs(ids: list[int]) -> list[int]:
-    starts = [n for n, t in enumerate(ids) if t == 0]
+    starts = [n for n, t in enumerate(ids) if t == 0] or [0]
     return [b - a for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 

@@ -429,6 +429,8 @@ def modules(p: Varlen, backend: str) -> list[Any]:
 
 
 def refusal(p: Varlen, given: dict[str, Any], backend: str) -> str | None:
+    if backend == "triton" and p.dtype == "bfloat16" and given["q"].device.type == "cpu":
+        return "Triton's interpreter multiplies bfloat16 as integers"
     return None
 
 
