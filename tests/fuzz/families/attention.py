@@ -156,6 +156,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         dlse_view=d.pick(("", "", "expanded", "transposed")),
     )
     found = replace(found, **shared.draw_views(d, found.shapes, None if free else v))
+    if v.dtype == "float64":  # of large scores the oracle is no better than what it judges
+        found = replace(found, style="normal", scale=None)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
     if d.chance(0.13) and not v.dropout and backend != "ampere":
