@@ -57,7 +57,7 @@ def decode_args(
     if head_dim == 0 or v.shape[3] == 0:
         raise ValueError(f"head_dim must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     heads_kv = k.shape[2]
-    if heads_kv == 0 or heads_q % heads_kv:
+    if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(f"q has {heads_q} heads, which is not a multiple of the cache's {heads_kv}")
     scale = head_dim**-0.5 if scale is None else scale
     check_scalars(scale, softcap, 0.0)
