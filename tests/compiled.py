@@ -1,20 +1,26 @@
-"""Modules of the CuTe DSL compiled for a test, without a GPU, and their machine code."""
+"""Modules of the CuTe DSL compiled for tests, without a GPU, and their machine code."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import subprocess
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
 
 from warploom.runtime.module_worker import Worker
 
-Built = dict[str, tuple[Any, dict[str, int], Path]]
 
+class Built:
+    """Of each name its configuration, what its build reports, and the file of its GPU code.
 
+<<<<<<< HEAD
 def built(configs: Mapping[str, Any], arch: str, folder: Path) -> Built:
     """Of each name its configuration, what its build reports, and the file of its GPU code in an empty ``folder``."""
     with pytest.MonkeyPatch.context() as patch:
@@ -22,6 +28,43 @@ def built(configs: Mapping[str, Any], arch: str, folder: Path) -> Built:
         patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
         with Worker(arch) as worker:
             return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in configs.items()}
+=======
+    A module is compiled when a test first asks for it, and once in a run, whichever of the run's processes needs it.
+    """
+
+    def __init__(self, configs: Mapping[str, Any], arch: str, folders: pytest.TempPathFactory) -> None:
+        shared = folders.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            shared = shared.parent  # each process has a folder of its own in the run's
+        self.configs, self.arch, self.folder = configs, arch, shared / f"modules-{arch}"
+        (self.folder / "modules").mkdir(parents=True, exist_ok=True)
+        self.worker: Worker | None = None
+
+    def __getitem__(self, name: str) -> tuple[Any, dict[str, int], Path]:
+        config = self.configs[name]
+        facts = self.folder / f"{config.name}.facts"
+        with open(self.folder / f"{config.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not facts.exists():
+                facts.write_text(json.dumps(self.build(config)))
+        return config, json.loads(facts.read_text()), self.folder / f"{config.name}.cubin"
+
+    def build(self, config: Any) -> dict[str, int]:
+        """Compile one into the folder; RuntimeError with the compiler's message."""
+        if self.worker is None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("WARPLOOM_CACHE", str(self.folder))
+                patch.setenv("WARPLOOM_KEEP_CUBIN", str(self.folder))
+                self.worker = Worker(self.arch)
+        return self.worker.build(config.spec)
+
+    def __enter__(self) -> Built:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.worker is not None:
+            self.worker.close()
+>>>>>>> clock
 
 
 def machine_code(cubin: Path) -> str:

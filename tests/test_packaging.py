@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import zipfile
@@ -17,30 +16,35 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("triton", "cutlass", "tvm_ffi", "transformers", "matplotlib", "numpy.testing", "torch._dynamo")
 
 
 def python(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
 def test_import_is_light() -> None:
-    """Less than 0.3 s over torch, and nothing optional: the median of five fresh interpreters."""
-    code = f"""
-import json, sys, time
+    """Over torch only modules of our own and of Python's, and few calls: 69,000 take 0.16 s, transformers millions."""
+    code = """
+import json, sys
 import torch
-before = set(sys.modules)
-start = time.perf_counter()
+before, calls = set(sys.modules), 0
+
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+
+sys.setprofile(count)
 import warploom
-seconds = time.perf_counter() - start
-print(json.dumps([seconds, sorted(m for m in {HEAVY!r} if m in sys.modules and m not in before)]))
+sys.setprofile(None)
+print(json.dumps([calls, sorted(set(sys.modules) - before)]))
 """
-    runs = [json.loads(python(code)) for _ in range(5)]
-    assert statistics.median(seconds for seconds, _ in runs) < 0.3, runs
-    assert runs[0][1] == [], "import warploom also imported these"
+    calls, modules = json.loads(python(code))
+    others = {name.partition(".")[0] for name in modules} - {"warploom", "torch"} - sys.stdlib_module_names
+    assert not others and "torch._dynamo" not in modules, "import warploom also imported these"
+    assert calls < 100_000 and len(modules) < 130, (calls, modules)
 
 
 def test_import_needs_no_unix_module() -> None:
@@ -60,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "warploom", folder / "warploom", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     (path,) = (folder / "dist").iterdir()
     assert path.name.endswith("-py3-none-any.whl")

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.snippets import Snippet, matches, pages, parse
+from tests.forks import Forks
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(command: list[str], folder: Path, **options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, **options)
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")
+        forks = Forks()
+    with forks:
+        yield forks
 
 
 def check(page: str, snippet: Snippet, printed: str) -> None:
@@ -28,14 +31,14 @@ def check(page: str, snippet: Snippet, printed: str) -> None:
 
 
 @pytest.mark.parametrize("path", pages(ROOT), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_page(path: Path, tmp_path: Path) -> None:
+def test_page(path: Path, tmp_path: Path, forks: Forks) -> None:
     page = path.relative_to(ROOT).as_posix()
     snippets = parse(path.read_text())
 
     python = [s for s in snippets if s.kind == "python"]
     if python:
         work = json.dumps([(f"{page}:{s.line}", s.source) for s in python])
-        done = run([sys.executable, str(Path(__file__).with_name("run_python.py"))], tmp_path, input=work)
+        done = forks.run([str(Path(__file__).with_name("run_python.py"))], tmp_path, work)
         assert done.returncode == 0, done.stderr
         for snippet, (printed, error) in zip(python, json.loads(done.stdout), strict=False):
             assert error is None, error
@@ -45,7 +48,7 @@ def test_page(path: Path, tmp_path: Path) -> None:
         if snippet.kind == "command":
             program, *arguments = shlex.split(snippet.source)
             assert program == "warploom"
-            done = run([sys.executable, "-m", "warploom", *arguments], tmp_path)
+            done = forks.run(["-m", "warploom", *arguments], tmp_path)
             assert done.returncode == 0, f"{page}:{snippet.line} {snippet.source}\n{done.stdout}{done.stderr}"
             check(page, snippet, done.stdout)
 

@@ -54,7 +54,7 @@ def resolved(draw: st.DrawFn) -> tuple[ResolvedMask, int, int]:
     return ResolvedMask(draw(bound), draw(bound), *vectors), seqlen_q, seqlen_k
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(resolved())
 def test_random_vectors_and_bands(case: tuple[ResolvedMask, int, int]) -> None:
     check(*case)

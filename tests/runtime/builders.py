@@ -1,11 +1,13 @@
-"""A builder that the worker process can import: it writes no machine code, and fails as its configuration asks."""
+"""A builder that the worker process can import: it writes no machine code, and fails as its configuration asks.
+
+Where BUILDER_GATE names a pipe it says on stderr that it builds, and waits until somebody opens the pipe to write.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ def build(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
         raise ValueError(f"width must be at most 9, got {width}")
     with open(os.environ["BUILDER_LOG"], "a") as log:
         log.write(name + "\n")
-    time.sleep(float(os.environ.get("BUILDER_SECONDS", "0")))
+    if gate := os.environ.get("BUILDER_GATE"):
+        print("builds", file=sys.stderr, flush=True)
+        open(gate).close()
     library.write_bytes(b"machine code of width %d" % width)
     return {"width": width}
 

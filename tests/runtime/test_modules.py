@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,39 +270,72 @@ def test_a_worker_that_dies_is_an_error() -> None:
 
 
 CODE = """
+import fcntl, sys
 from warploom.runtime import modules
 from tests.runtime.test_modules import SPEC
 modules.cannot_build = lambda: None
+flock = fcntl.flock
+
+def told(file, operation):
+    try:
+        flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("waits", file=sys.stderr, flush=True)
+        flock(file, operation)
+
+fcntl.flock = told
 modules.build(SPEC, "not built")
 """
 
 
-def builder() -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BUILDER_SECONDS": "1.5"}
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """What a builder waits for: a pipe that is opened to write, see tests/runtime/builders.py."""
+    os.mkfifo(tmp_path / "gate")
+    return tmp_path / "gate"
+
+
+def builder(gate: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BUILDER_GATE": str(gate)}
     return subprocess.Popen(
         [sys.executable, "-c", CODE], env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
     )
 
 
-def test_two_builders_at_once_build_once(cache: Path) -> None:
-    pair = [builder(), builder()]
-    for process in pair:
-        _, errors = process.communicate(timeout=90)
+def wait_until_it(says: str, process: subprocess.Popen[str]) -> None:
+    """Read what a builder prints up to this line; its end instead is an error."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line == f"{says}\n":
+            return
+    pytest.fail(f"the builder ended before it {says}: {''.join(lines)}")
+
+
+def test_two_builders_at_once_build_once(cache: Path, gate: Path) -> None:
+    first = builder(gate)
+    wait_until_it("builds", first)
+    second = builder(gate)
+    wait_until_it("waits", second)
+    gate.open("w").close()
+    for process in (first, second):
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
     assert (cache / "log").read_text().count("some_kernel") == 1
     assert modules.refusal(SPEC) is None
 
 
-def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path) -> None:
-    process = builder()
-    deadline = time.monotonic() + 60
-    while not (cache / "log").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path, gate: Path) -> None:
+    process = builder(gate)
+    wait_until_it("builds", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert modules.refusal(SPEC) == "not built"
-    second = builder()
-    _, errors = second.communicate(timeout=90)
+    second = builder(gate)
+    wait_until_it("builds", second)
+    gate.open("w").close()
+    _, errors = second.communicate()
     assert second.returncode == 0, errors
     assert modules.refusal(SPEC) is None
     assert not list(modules.cache_folder().glob(".scratch-*")), "what the first left is still there"

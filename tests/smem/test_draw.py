@@ -99,7 +99,6 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert f'class="">Model check: {len(CHECKED)} of {len(CHECKED)} predictions' in run.stdout
     shown = dict(re.findall(r'id="n-([a-z-]+)">(\d+)<', run.stdout))

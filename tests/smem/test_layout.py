@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from warploom.smem import TMA_MODES, Swizzle, Tile, count, tma_refusals
@@ -12,7 +12,6 @@ from warploom.smem.layout import parse_swizzles
 from warploom.smem.walk import lane_addresses, walk
 
 
-@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 6))
 def test_swizzle_permutes_and_undoes_itself(b: int, m: int, s: int) -> None:
     swizzle = Swizzle(b, m, s)

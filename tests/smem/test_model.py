@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.smem.oracle import address_count, bytes_per_lane, simulate
@@ -37,7 +37,6 @@ def test_every_stride(name: str) -> None:
             agree(name, [place * stride for place in order])
 
 
-@settings(deadline=None)
 @given(st.sampled_from(NAMES), st.data())
 def test_random_addresses(name: str, data: st.DataObject) -> None:
     width = bytes_per_lane(name)
@@ -47,7 +46,6 @@ def test_random_addresses(name: str, data: st.DataObject) -> None:
     agree(name, [None if place is None else place * width for place in places])
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["lds.64", "lds.128", "sts.64", "sts.128"]), st.data())
 def test_lane_pairs_and_almost_pairs(name: str, data: st.DataObject) -> None:
     """Pairs at one address with up to three lanes moved elsewhere or switched off: both sides of the merging rule."""
@@ -61,7 +59,6 @@ def test_lane_pairs_and_almost_pairs(name: str, data: st.DataObject) -> None:
     agree(name, lanes)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 1 << 12), st.data())
 def test_moving_all_lanes_by_whole_lines_changes_nothing(name: str, lines: int, data: st.DataObject) -> None:
     width = bytes_per_lane(name)

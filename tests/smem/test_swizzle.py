@@ -125,7 +125,7 @@ def fits(tile: Tile, pattern: str) -> bool:
     return True
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([8, 16, 24, 32]) | st.integers(1, 40),
     st.sampled_from([8, 16, 24, 40]) | st.integers(1, 40),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
-from tests import compiled
 from tests.compiled import Built, machine_code
 from warploom.attention.ampere.plan import config
 from warploom.runtime import modules
@@ -22,8 +22,9 @@ CORE = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return compiled.built(CORE, "sm_80", tmp_path_factory.mktemp("modules"))
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(CORE, "sm_80", tmp_path_factory) as built:
+        yield built
 
 
 @pytest.mark.parametrize("name", CORE)

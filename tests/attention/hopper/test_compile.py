@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
 
-from tests import compiled
 from tests.compiled import Built, machine_code
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import backward_config, backward_set, config
@@ -26,8 +26,9 @@ CORE = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return compiled.built(CORE, "sm_90a", tmp_path_factory.mktemp("modules"))
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(CORE, "sm_90a", tmp_path_factory) as built:
+        yield built
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -71,8 +72,9 @@ BACKWARD = {
 
 
 @pytest.fixture(scope="module")
-def built_backward(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return compiled.built(BACKWARD, "sm_90a", tmp_path_factory.mktemp("backward"))
+def built_backward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(BACKWARD, "sm_90a", tmp_path_factory) as built:
+        yield built
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -52,7 +52,7 @@ def full(block: int, blocks: int, m_blocks: int, heads: int) -> Iterator[tuple[i
         turn += 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 140))
 def test_every_tile_once(m_blocks: int, heads: int, blocks: int) -> None:
     blocks = min(blocks, m_blocks * heads)
@@ -61,7 +61,7 @@ def test_every_tile_once(m_blocks: int, heads: int, blocks: int) -> None:
         assert sorted(t for b in range(blocks) for t in order(b, blocks, m_blocks, heads)) == everything
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 140), st.sampled_from([0, L2_BYTES + 1]))
 def test_half_a_pair_is_no_end(m_blocks: int, heads: int, blocks: int, shared: int) -> None:
     """NOTHING comes with a head that exists, and the end with a query tile that does: the kernel tests either alone."""
@@ -135,7 +135,7 @@ def test_keys_stay_in_l2(seqlen: int, heads: int) -> None:
         assert max(spanned) - min(spanned) <= -(-H100 // per_head)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 140), st.integers(1, 140), st.integers(1, 300))
 def test_split_tiles_are_dealt_out_whole(blocks: int, tiles: int, n_blocks: int) -> None:
     """Every key tile of every tile in one piece, two pieces a block at most, even loads; the merge finds them all, in order."""

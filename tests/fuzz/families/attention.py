@@ -1,0 +1,509 @@
+"""attention(): dense calls, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import warploom
+from tests.fuzz import maskspec
+from tests.fuzz.draw import Draw
+from tests.fuzz.families import masked
+from tests.fuzz.families import softmax as shared
+from tests.fuzz.families.softmax import Variant
+from tests.fuzz.maskspec import MaskSpec
+from tests.fuzz.oracle import attention as exact
+from tests.fuzz.oracle import masks as dense_masks
+from tests.fuzz.problem import DTYPES, Expected, spec
+from tests.fuzz.views import PLAIN, View
+
+NAME = "attention"
+BACKENDS = ("cpu", "hopper", "ampere", "triton", "reference")
+MASK_KINDS = tuple(k for k in maskspec.KINDS if k not in ("full", "causal"))
+_STANDARD = exact.functions()
+
+
+@spec
+@dataclass(frozen=True)
+class Attention:
+    """A call of attention()."""
+
+    seed: int
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    q: View = PLAIN
+    k: View = PLAIN
+    v: View = PLAIN
+    dout: View = PLAIN
+    style: str = "normal"
+    hostile: str = ""
+    mask: MaskSpec | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    sink: str = ""  # its dtype; "same" is the inputs'
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    seed_tensor: bool = False  # the dropout's seed is given as a tensor
+    deterministic: bool | None = None
+    backward: bool = True
+    lse_gradient: str = ""  # "both": gradients arrive through out and lse; "only": through lse alone
+    dlse_view: str = ""  # "expanded": one number for all, by strides of 0; "transposed"
+    wants: tuple[str, ...] = ("q", "k", "v", "sink")  # what requires a gradient
+    visible_nan: str = ""  # "k" or "v": one of its visible elements is NaN
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        q, k = (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+        return {
+            "q": (*q, self.heads_q, self.head_dim),
+            "k": (*k, self.heads_kv, self.head_dim),
+            "v": (*k, self.heads_kv, self.head_dim_v),
+            "dout": (*q, self.heads_q, self.head_dim_v),
+        }
+
+    @property
+    def views(self) -> dict[str, View]:
+        return {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout}
+
+
+def variants(d: Draw, backend: str, count: int) -> list[Variant]:
+    return shared.choose_variants(d, count, lambda: shared.draw_variant(d, backend))
+
+
+def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
+    device = "cuda" if variant is not None else "cpu"
+    free = variant is None
+    v = shared.draw_variant(d, backend) if variant is None else variant
+    for _ in range(400):
+        heads_q, heads_kv = d.heads()
+        batch = d.pick((0, 1, 2, 3, 4), (1, 10, 8, 4, 2))
+        seqlen_q, seqlen_k = d.lengths(1500 if device == "cuda" else 400)
+        seqlen_q = _tailed(seqlen_q, v) if not free else seqlen_q
+        kind = _mask_kind(d, v, free)
+        if kind == "block_diffusion":
+            seqlen_k += seqlen_k % 2
+        if not shared.cells_fit(batch * heads_q * seqlen_q * seqlen_k, device, backend):
+            continue
+        right = v.right and not (kind in maskspec.SHAPES and maskspec.SHAPES[kind][2] and d.chance(0.7))
+        left_by_window, right_by_window = shared.draw_band(d, v.left, right, seqlen_q, seqlen_k)
+        if free or v.vectors:
+            break
+        sizes = (seqlen_q, seqlen_k, left_by_window, right_by_window)
+        if seqlen_k == 0 or (shared.is_edge(*sizes) == v.edges and (not v.boxes or shared.is_boxed(*sizes))):
+            break
+    if backend == "hopper":
+        v = replace(v, **dict(zip(("head_dim", "head_dim_v"), shared.within_tile(d, v.head_dim, v.head_dim_v), strict=True)))
+    mask = _mask(d, v, kind, free, batch, heads_q, heads_kv, seqlen_q, seqlen_k)
+    causal, window, mask = _band_as(d, left_by_window, right_by_window, mask)
+    found = Attention(
+        seed=d.seed(),
+        dtype=v.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=v.head_dim,
+        head_dim_v=v.head_dim_v,
+        style=d.pick(shared.STYLES, (6, 2, 1, 1, 1)),
+        hostile=d.hostile(),
+        mask=mask,
+        causal=causal,
+        window=window,
+        scale=shared.draw_scale(d, None if free else v.descending),
+        softcap=d.pick((0.5, 3.0, 30.0, d.real(0.2, 60))) if v.softcap else 0.0,
+        sink=v.sink,
+        dropout_p=d.pick((0.1, 0.5, 0.9, d.real(0.01, 0.99))) if v.dropout else 0.0,
+        dropout_seed=d.seed64() if v.dropout else 0,
+        seed_tensor=v.dropout and d.chance(0.5),
+        deterministic=True if v.deterministic else d.pick((None, False, True), (6, 1, 1)) if backend != "hopper" else None,
+        backward=d.chance(0.9),
+        lse_gradient=d.pick(("both", "both", "only")) if v.lse_gradient else "",
+        dlse_view=d.pick(("", "", "expanded", "transposed")),
+    )
+    found = replace(found, **shared.draw_views(d, found.shapes, None if free else v))
+    if d.chance(0.15):
+        found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
+    if d.chance(0.06) and not v.dropout and backend != "ampere":
+        found = replace(found, visible_nan=d.pick(("k", "v")), backward=False, hostile="")
+    if "sink" in found.wants and len(found.wants) == 1 and not found.sink:
+        found = replace(found, wants=("q", "k", "v", "sink"))
+    return found
+
+
+def _tailed(seqlen_q: int, v: Variant) -> int:
+    """Whole tiles of queries, or none."""
+    if v.layout != "dense" or v.unit is None:
+        return seqlen_q
+    if not v.tail:
+        return -(-seqlen_q // 128) * 128
+    return seqlen_q + 1 if seqlen_q % 16 == 0 and seqlen_q else seqlen_q
+
+
+def _mask_kind(d: Draw, v: Variant, free: bool) -> str:
+    """A kind that has the variant's vectors; freely drawn, any kind where there is to be a mask."""
+    if not v.vectors:
+        return ""
+    if free:
+        return d.pick(MASK_KINDS)
+    fitting = [kinds for (vectors, right), kinds in maskspec.classes().items() if vectors == v.vectors and right <= v.right]
+    return d.pick([kind for kinds in fitting for kind in kinds])
+
+
+def _mask(
+    d: Draw, v: Variant, kind: str, free: bool, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_k: int
+) -> MaskSpec | None:
+    sizes = (max(batch, 1), heads_q, heads_kv, seqlen_q, seqlen_k)
+    if not kind:
+        return None
+    if kind == "columns" and not free:
+        count = sizes[0] if d.chance(0.6) else 1
+        return maskspec.columns(d, v.vectors, v.right and d.chance(0.5), count, d.pick((1, heads_q, heads_kv)))
+    mask = maskspec.draw_mask(d, kind, *sizes)
+    if free and d.chance(0.3):
+        other = d.pick(("padding_bits", "padding_lengths", "window", "causal", "full", "document", d.pick(MASK_KINDS)))
+        if other != "block_diffusion":
+            parts = d.shuffled((mask, maskspec.draw_mask(d, other, *sizes)))
+            mask = MaskSpec("and", parts=tuple(parts))
+    elif not free and d.chance(0.25):
+        # Intersections that keep the variant's vectors.
+        other = "full" if d.chance(0.2) else "padding_bits" if v.vectors in (("lts",), ("lts", "ute")) else "full"
+        parts = d.shuffled((mask, maskspec.draw_mask(d, other, *sizes)))
+        mask = MaskSpec("and", parts=tuple(parts))
+    return mask
+
+
+def _band_as(
+    d: Draw, left: int | None, right: int | None, mask: MaskSpec | None
+) -> tuple[bool, tuple[int | None, int | None] | None, MaskSpec | None]:
+    """The same band as causal=, window= or a builder."""
+    if left is None and right is None:
+        return False, (None, None) if d.chance(0.1) else None, mask
+    way = d.pick(("keyword", "keyword", "both", "builder"))
+    if way == "builder" and mask is None:
+        band = MaskSpec("causal") if (left, right) == (None, 0) else MaskSpec("window", left=left, right=right)
+        return False, None, band
+    if (left, right) == (None, 0):
+        return (True, None, mask) if d.chance(0.7) else (False, (None, 0), mask)
+    if right == 0 and way == "both":
+        return True, (left, d.pick((None, 0, 5))), mask
+    return False, (left, right), mask
+
+
+def features(p: Attention) -> frozenset[str]:
+    found = {p.dtype, shared.reshape_heads(p.heads_q, p.heads_kv)}
+    found |= set(shared.dims_features(p.head_dim, p.head_dim_v))
+    found |= set(shared.view_features(p.views, p.shapes, p.dtype))
+    if p.seqlen_q < p.seqlen_k:
+        found.add("more_keys")
+    elif p.seqlen_q > p.seqlen_k:
+        found.add("more_queries")
+    if 0 in (p.batch, p.seqlen_q, p.seqlen_k):
+        found.add("empty")
+    if max(p.seqlen_q, p.seqlen_k) > 256:
+        found.add("long")
+    if 0 < p.seqlen_q <= 8:
+        found.add("few_queries")
+    found |= set(band_features(p.causal, p.window, p.mask))
+    flags = {
+        "softcap": p.softcap,
+        "sink": p.sink,
+        "dropout": p.dropout_p,
+        "lse_gradient": p.lse_gradient and p.backward,
+        "deterministic": p.deterministic,
+        "scale_not_positive": p.scale is not None and p.scale <= 0,
+        "hostile_nan": p.hostile in ("nan", "mixed"),
+        "hostile_inf": p.hostile in ("inf", "-inf", "mixed"),
+        "forward_only": not p.backward,
+        "visible_nan": p.visible_nan,
+        "style_large": p.style == "large",
+    }
+    return frozenset(found | {name for name, flag in flags.items() if flag})
+
+
+def band_features(causal: bool, window: tuple[int | None, int | None] | None, mask: MaskSpec | None) -> Iterator[str]:
+    parts = [] if mask is None else [mask] if mask.kind != "and" else list(mask.parts)
+    bands = [window] if window is not None else []
+    bands += [(p.left, p.right) for p in parts if p.kind == "window"]
+    if causal or any(p.kind == "causal" for p in parts) or (None, 0) in bands:
+        yield "causal"
+    bands = [b for b in bands if b not in ((None, None), (None, 0))]
+    if bands:
+        yield "window"
+    if any(side is not None and side < 0 for b in bands for side in b):
+        yield "window_negative"
+    columns = [p for p in parts if p.kind not in ("full", "causal", "window")]
+    if columns:
+        yield "mask"
+    yield from {f"mask_{p.kind}" for p in columns}
+    if any(p.batch > 1 or len(p.a) > 1 for p in columns):
+        yield "mask_per_batch"
+    if any(p.heads > 1 for p in columns):
+        yield "mask_per_head"
+    if mask is not None and mask.kind == "and":
+        yield "mask_intersection"
+
+
+def visible(p: Attention, oracle: SimpleNamespace, device: torch.device) -> Tensor:
+    """bool (batch|1, heads_q|1, seqlen_q, seqlen_k)."""
+    g = dense_masks.grid(oracle, p.seqlen_q, p.seqlen_k, device)
+    seen = oracle.over_heads(dense_masks.visible(oracle, p.mask, g), p.heads_q)
+    left, right = p.window or (None, None)
+    seen = seen & oracle.band(g.p, g.j, left, right)
+    return seen & oracle.band(g.p, g.j, None, 0) if p.causal else seen
+
+
+def hidden_keys(seen: Tensor, batch: int, heads_q: int, heads_kv: int) -> Tensor:
+    """bool (batch, seqlen_k, heads_kv, 1): keys that no query sees."""
+    shown = seen.any(2).expand(batch, heads_q, seen.shape[-1])
+    return ~shown.unflatten(1, (heads_kv, -1)).any(2).transpose(1, 2)[..., None]
+
+
+def inputs(p: Attention, device: torch.device) -> dict[str, Any]:
+    seen = visible(p, _STANDARD, device)
+    # No query: every key is hidden. Rows that see nothing: their queries may hold anything.
+    hidden_k = hidden_keys(seen, p.batch, p.heads_q, p.heads_kv).cpu()
+    hidden_q = ~seen.any(3).expand(p.batch, p.heads_q, p.seqlen_q).transpose(1, 2)[..., None].cpu()
+    hidden = {"q": hidden_q, "k": hidden_k, "v": hidden_k}
+    tensors, buffers = shared.laid(p.seed, p.dtype, p.style, p.views, p.shapes, hidden, p.hostile, device)
+    if p.visible_nan and tensors[p.visible_nan].numel() and not bool(hidden_k.all()):
+        shown = (~hidden_k[..., 0]).nonzero()
+        b, j, h = shown[p.seed % shown.shape[0]].tolist()
+        tensors[p.visible_nan][b, j, h, p.seed % tensors[p.visible_nan].shape[-1]] = float("nan")
+    observed = set()
+    if bool(hidden_q.any()):
+        observed.add("row_sees_nothing")
+    if bool(hidden_k.any()):
+        observed.add("key_seen_by_none")
+    more = extras(p, (p.batch, p.heads_q, p.seqlen_q), device)
+    return {**tensors, **more, "buffers": buffers, "seen": seen, "observed": observed}
+
+
+def extras(p: Any, lse_shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor | None]:
+    """The sink and the gradient of lse."""
+    sink = None
+    if p.sink:
+        dtype = p.dtype if p.sink == "same" else p.sink
+        sink = shared.values(p.seed, "sink", (p.heads_q,), dtype, "normal").to(device)
+    dlse = None
+    if p.lse_gradient:
+        if p.dlse_view == "expanded":
+            dlse = shared.values(p.seed, "dlse", (1,) * len(lse_shape), "float32", "normal").to(device).expand(lse_shape)
+        elif p.dlse_view == "transposed":
+            shape = (*lse_shape[:-2], lse_shape[-1], lse_shape[-2])
+            dlse = shared.values(p.seed, "dlse", shape, "float32", "normal").to(device).transpose(-1, -2)
+        else:
+            dlse = shared.values(p.seed, "dlse", lse_shape, "float32", "normal").to(device)
+    return {"sink": sink, "dlse": dlse}
+
+
+def keywords(p: Any, given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The keywords that all softmax families take."""
+    found: dict[str, Any] = {"return_lse": True}
+    if p.causal:
+        found["causal"] = True
+    if p.window is not None:
+        found["window"] = p.window
+    if p.scale is not None:
+        found["scale"] = p.scale
+    if p.softcap:
+        found["softcap"] = p.softcap
+    if p.dropout_p:
+        seed = p.dropout_seed
+        found["dropout_p"] = p.dropout_p
+        found["dropout_seed"] = torch.tensor([seed], dtype=torch.int64, device=device) if p.seed_tensor else seed
+    if p.deterministic is not None:
+        found["deterministic"] = p.deterministic
+    if given["sink"] is not None:
+        found["sink"] = given["sink"]
+    return found
+
+
+def run(p: Attention, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
+    device = given["q"].device
+    named = keywords(p, given, device)
+    if p.mask is not None:
+        named["mask"] = masked.build(p.mask, p.seqlen_q, p.seqlen_k, device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        return warploom.attention(q, k, v, backend=backend, **{**named, **more})  # type: ignore[return-value]
+
+    return differentiate(p, given, call)
+
+
+def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor | None]:
+    """out, lse and gradients of call(q, k, v, sink=…)."""
+    if not p.backward:
+        more = {} if given["sink"] is None else {"sink": given["sink"]}
+        for _ in range(3):  # the second call of a kind keeps its launcher, the third takes it
+            out, lse = call(given["q"], given["k"], given["v"], **more)
+        return {"out": out, "lse": lse}
+    leaves = {n: given[n].detach() for n in ("q", "k", "v")}
+    if given["sink"] is not None:
+        leaves["sink"] = given["sink"].detach()
+    wanted = [n for n in leaves if n in p.wants]
+    for name in wanted:
+        leaves[name].requires_grad_()
+    out, lse = call(leaves["q"], leaves["k"], leaves["v"], **{n: leaves[n] for n in leaves if n == "sink"})
+    results, gradients = [], []
+    if p.lse_gradient != "only":
+        results, gradients = [out], [given["dout"]]
+    if p.lse_gradient:
+        results, gradients = [*results, lse], [*gradients, given["dlse"]]
+    # The reference differentiates op by op: values do not reach lse, nor does a sole gradient of theirs.
+    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
+    sources = [leaves[n] for n in wanted]
+    found: Any = [None] * len(sources)
+    if pairs:
+        found = torch.autograd.grad([r for r, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+    found = [torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(wanted, found, strict=True)]
+    return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, found, strict=True)}}
+
+
+def oracle() -> SimpleNamespace:
+    return _STANDARD
+
+
+def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace) -> dict[str, Expected]:
+    device = given["q"].device
+    seen = given["seen"] if oracle is _STANDARD else visible(p, oracle, device)
+    keep = None
+    if p.dropout_p:
+        kept = oracle.kept(p.dropout_seed, p.dropout_p, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, device)
+        keep = kept.double() / (1.0 - p.dropout_p)
+    dlse = given["dlse"] if p.backward else None
+    dout = None if p.lse_gradient == "only" else given["dout"]
+    tensors = {"q": given["q"], "k": given["k"], "v": given["v"], "dout": dout}
+    arguments = {name: None if t is None else t.transpose(1, 2) for name, t in tensors.items()}
+    found = both(p, oracle, arguments, seen, keep, dlse, given["sink"])
+    named = {"out": _back(found["out"]), "lse": found["lse"]}
+    if p.backward:
+        named |= {f"d{n}": _back(found[f"d{n}"]) for n in "qkv" if n in p.wants}
+        if given["sink"] is not None and "sink" in p.wants:
+            named["dsink"] = found["dsink"]
+    return typed(p, named, given)
+
+
+def both(
+    p: Any,
+    oracle: SimpleNamespace,
+    arguments: dict[str, Tensor | None],
+    seen: Tensor,
+    keep: Tensor | None,
+    dlse: Tensor | None,
+    sink: Tensor | None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each result exactly and by the model."""
+    scale = p.head_dim**-0.5 if p.scale is None else p.scale
+    options = {"scale": scale, "softcap": p.softcap, "backward": p.backward}
+
+    def once(wide: torch.dtype, rounded: torch.dtype | None) -> dict[str, Tensor]:
+        cast = {n: None if t is None else t.to(wide) for n, t in arguments.items()}
+        given = {n: None if t is None else t.to(wide) for n, t in (("sink", sink), ("keep", keep), ("dlse", dlse))}
+        return exact.attend(oracle, seen=seen, rounded=rounded, **cast, **given, **options)
+
+    dtype = DTYPES[p.dtype]
+    true, low = once(torch.float64, None), once(torch.promote_types(dtype, torch.float32), dtype)
+    if "dsink" in true:
+        low["dsink"] = exact.dsink_model(true, low)
+    return {name: (true[name], low[name]) for name in true if name != "terms"}
+
+
+def _back(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[0].transpose(1, 2), pair[1].transpose(1, 2)
+
+
+def typed(p: Any, named: dict[str, tuple[Tensor, Tensor]], given: dict[str, Any]) -> dict[str, Expected]:
+    found = {}
+    dtype = DTYPES[p.dtype]
+    for name, (ref, low) in named.items():
+        like = torch.float32 if name == "lse" else dtype
+        if name == "dsink":
+            like = given["sink"].dtype
+        narrow = like if torch.finfo(like).eps > torch.finfo(dtype).eps else None
+        low = low if narrow is None else low.to(narrow)
+        found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like)
+    return found
+
+
+def band(p: Any) -> tuple[int | None, int | None]:
+    """Of all that brings one."""
+    sides = [(None, 0)] if p.causal else []
+    sides += [p.window] if p.window is not None else []
+    if p.mask is not None and p.mask.kind in ("causal", "window"):
+        sides.append((None, 0) if p.mask.kind == "causal" else (p.mask.left, p.mask.right))
+    left = [a for a, _ in sides if a is not None]
+    right = [b for _, b in sides if b is not None]
+    return min(left, default=None), min(right, default=None)
+
+
+def modules(p: Attention, backend: str) -> list[Any]:
+    return shared.modules(p, backend, "dense", p.batch, p.seqlen_q, p.seqlen_k, band(p), False)
+
+
+def refusal(p: Attention, given: dict[str, Any], backend: str) -> str | None:
+    return None
+
+
+def excuse(p: Attention, given: dict[str, Any], error: Exception) -> str | None:
+    """Why an error is right: the intersection is of more than two runs of rows in some column, which is documented."""
+    if p.mask is None or p.mask.kind != "and" or not isinstance(error, ValueError):
+        return None
+    g = dense_masks.grid(_STANDARD, p.seqlen_q, p.seqlen_k, given["q"].device)
+    seen = dense_masks.visible(_STANDARD, p.mask, g)
+    edges = torch.nn.functional.pad(~seen, (0, 0, 1, 0)).to(torch.int8).diff(dim=2) > 0
+    runs = int(edges.sum(2).max()) if edges.numel() else 0
+    return f"intersection of {runs} runs in a column" if runs > 2 and "separate intervals" in str(error) else None
+
+
+def shrink(p: Attention) -> Iterator[Attention]:
+    if p.mask is not None:
+        yield replace(p, mask=None)
+        if p.mask.kind == "and":
+            yield from (replace(p, mask=part) for part in p.mask.parts)
+    plain = {
+        "dropout_p": 0.0,
+        "softcap": 0.0,
+        "sink": "",
+        "lse_gradient": "",
+        "scale": None,
+        "window": None,
+        "causal": False,
+        "hostile": "",
+        "style": "normal",
+        "deterministic": None,
+        "dlse_view": "",
+        "visible_nan": "",
+        "wants": ("q", "k", "v", "sink"),
+    }
+    for name, value in plain.items():
+        if getattr(p, name) != value:
+            yield replace(p, **{name: value})
+    yield from shared.simpler_views(p.views, p)
+    if p.batch > 1 and (p.mask is None or p.mask.batch == 1):
+        yield replace(p, batch=1)
+    if p.heads_q > p.heads_kv and (p.mask is None or p.mask.heads == 1):
+        yield replace(p, heads_q=p.heads_kv)
+    if p.heads_kv > 1 and (p.mask is None or p.mask.heads == 1):
+        yield replace(p, heads_q=p.heads_q // p.heads_kv, heads_kv=1)
+    if p.mask is None:
+        for name in ("seqlen_q", "seqlen_k"):
+            length = getattr(p, name)
+            for shorter in {length // 2, length * 3 // 4, length - 1}:
+                if 0 < shorter < length:
+                    yield replace(p, **{name: shorter})
+        if p.seqlen_q == p.seqlen_k > 1:
+            yield replace(p, seqlen_q=p.seqlen_q // 2, seqlen_k=p.seqlen_k // 2)

@@ -1,0 +1,394 @@
+"""decode() over contiguous and paged caches, after append() at times, against tests/fuzz/oracle/decode.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.draw import Draw
+from tests.fuzz.families.decode_draw import DecodeProblem, DecodeVariant, draw_problem, draw_variant
+from tests.fuzz.oracle.decode import MUTANTS as ORACLES
+from tests.fuzz.oracle.decode import Attended, Decode
+from tests.fuzz.problem import DTYPES, Expected
+from tests.fuzz.views import Placed, View, place
+
+NAME = "decode"
+BACKENDS = ("triton", "cpu", "reference")
+# Oracles that must be caught, by name: a namespace as `oracle` returns.
+MUTANTS = {f"decode: {each.__name__}": SimpleNamespace(decode=each()) for each in ORACLES}
+_GARBAGE = (-1, -7, 2**31 - 1, -(2**31), 10**6)
+
+
+def variants(d: Draw, backend: str, count: int) -> list[DecodeVariant]:
+    """Drawn freely: each is two or three binaries."""
+    return [draw_variant(d, backend) for _ in range(count)]
+
+
+def draw(d: Draw, variant: DecodeVariant | None, backend: str) -> DecodeProblem:
+    return draw_problem(d, draw_variant(d, backend) if variant is None else variant)
+
+
+def oracle() -> SimpleNamespace:
+    return SimpleNamespace(decode=Decode())
+
+
+def features(p: DecodeProblem) -> frozenset[str]:
+    totals = [n + (p.appended or 0) for n in p.lengths]
+    flags = {
+        p.dtype: p.dtype != "float64",
+        "pages": p.page_size > 0,
+        "page shorter than a tile": 0 < p.page_size < 16,
+        "shared pages": p.shared,
+        "garbage in the table": p.garbage,
+        "several queries": p.queries > 1,
+        "heads grouped": p.group > 1,
+        "dims differ": p.dim != p.dim_v,
+        "dim no power of two": bool(p.dim & (p.dim - 1) or p.dim_v & (p.dim_v - 1)),
+        "dim past 128": max(p.dim, p.dim_v) > 128,
+        "an empty sequence": 0 in totals or not totals,
+        "fewer keys than queries": any(n < p.queries for n in totals),
+        "window": p.windowed,
+        "window hides the newest": p.windowed and (p.right or 0) < 0,
+        "softcap": p.softcap != 0.0,
+        "scale": p.scale is not None,
+        "sink": bool(p.sink),
+        "several splits": max(totals, default=0) > 512,
+        "hidden NaN or infinity": bool(p.hostile),
+        "a visible NaN": bool(p.visible_nan),
+        "append": p.appended is not None,
+        "slot mapping": bool(p.slots),
+        "bits": bool(p.bits),
+        "q a view": p.q_view.kind != "contiguous",
+        "cache a view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
+        "shared memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
+        "unaligned": any(view.offset % 8 for view in (p.q_view, p.k_view, p.v_view)),
+    }
+    return frozenset(name for name, present in flags.items() if present)
+
+
+def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
+    """Tensors of the cache before the append, of what is appended and of the call; "buffers" is all their memory."""
+    generator = torch.Generator().manual_seed(p.seed)
+    dtype, batch, heads_q = DTYPES[p.dtype], len(p.lengths), p.heads_kv * p.group
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    slots, kept = _slots(p, generator)
+    totals = [n + k for n, k in zip(p.lengths, kept, strict=True)]
+    table, pool = _table(p, totals, generator)
+    if slots is not None:
+        slots = _slots_of(p, slots, table)
+    seen = _seen(p, totals, table, pool)
+    held = seen & ~_appended_slots(p, slots, table, pool)
+    rows = pool, p.page_size or p.capacity, p.heads_kv
+    blind = [[t < p.queries - n for t in range(p.queries)] for n in totals]
+    hidden_q = torch.tensor(blind, dtype=torch.bool).view(batch, p.queries, 1, 1)
+    hidden_cache = ~held[:, :, None, None]
+    q = place((p.spread * normal(batch, p.queries, heads_q, p.dim)).to(dtype), p.q_view, hidden_q, p.hostile, device)
+    k = place(normal(*rows, p.dim).to(dtype), p.k_view, hidden_cache, p.hostile, device)
+    v = place(normal(*rows, p.dim_v).to(dtype), p.v_view, hidden_cache, p.hostile, device)
+    placed = {"q": q, "k": k, "v": v}
+    if p.appended is not None:
+        left_out = None if slots is None else (slots < 0)[:, :, None, None]
+        shape = batch, p.appended, p.heads_kv
+        placed["new_k"] = place(normal(*shape, p.dim).to(dtype), p.new_k_view, left_out, p.hostile, device)
+        placed["new_v"] = place(normal(*shape, p.dim_v).to(dtype), p.new_v_view, left_out, p.hostile, device)
+    found: dict[str, Any] = {name: each.tensor for name, each in placed.items()}
+    found["lengths"] = torch.tensor([0, *p.lengths, 0], dtype=torch.int32, device=device)[1 : batch + 1]
+    found["table"] = None
+    if table is not None:
+        wide = torch.full((batch, p.width + p.table_gap), _GARBAGE[0], dtype=torch.int32)
+        wide[:, : p.width] = table
+        found["table"] = wide.to(device)[:, : p.width]
+    found["sink"] = None
+    if p.sink:
+        found["sink"] = (2.0 * normal(heads_q * p.sink_step)).to(device, DTYPES[p.sink])[:: p.sink_step]
+    found["slots"] = None if slots is None else slots.to(device, torch.int32 if p.slots == "int32" else torch.int64)
+    _put_visible_nan(p, found, totals)
+    others = [t for t in (found["lengths"], found["table"], found["sink"], found["slots"]) if t is not None]
+    found["buffers"] = [each.buffer for each in placed.values()] + others
+    found["caches"] = (k, v)
+    return found
+
+
+def _slots(p: DecodeProblem, generator: torch.Generator) -> tuple[Tensor | None, list[int]]:
+    """Positions of appended tokens, -1 of those left out, and how many of each sequence are not."""
+    batch, tokens = len(p.lengths), p.appended or 0
+    if not p.slots:
+        return None, [tokens] * batch
+    kept = torch.ones(batch, tokens, dtype=torch.bool)
+    if p.dropped:
+        kept = torch.rand(batch, tokens, generator=generator) < 0.7
+    position = torch.tensor(p.lengths, dtype=torch.int64).view(-1, 1) + kept.cumsum(1) - 1
+    return torch.where(kept, position, -1), kept.sum(1).tolist()
+
+
+def _slots_of(p: DecodeProblem, position: Tensor, table: Tensor | None) -> Tensor:
+    """Places in the pool of positions, any negative number where there is none."""
+    assert table is not None
+    if not position.numel():
+        return position
+    at = position.clamp(min=0)
+    page = table.long().gather(1, (at // p.page_size).clamp(max=p.width - 1))
+    return torch.where(position < 0, -1 - (p.seed % 5), page * p.page_size + at % p.page_size)
+
+
+def _table(p: DecodeProblem, totals: list[int], generator: torch.Generator) -> tuple[Tensor | None, int]:
+    """The page table and the number of pages; without pages None and the batch."""
+    if not p.page_size:
+        return None, len(p.lengths)
+    used = [-(-n // p.page_size) for n in totals]
+    common = min((n // p.page_size for n in p.lengths), default=0) if p.shared else 0
+    pool = common + sum(n - common for n in used) + p.spare
+    order = torch.randperm(pool, generator=generator).tolist()
+    first, table = [order.pop() for _ in range(common)], []
+    for n in used:
+        own = first + [order.pop() for _ in range(n - common)]
+        rest = [_GARBAGE[i % len(_GARBAGE)] if p.garbage else p.seed % pool for i in range(p.width - n)]
+        table.append(own + rest)
+    return torch.tensor(table, dtype=torch.int32).view(len(totals), p.width), pool
+
+
+def _range(p: DecodeProblem, total: int) -> range:
+    """Keys of a sequence of `total` keys that some query sees."""
+    left = p.left if p.windowed else None
+    back = max(0, -(p.right or 0)) if p.windowed else 0
+    if total == 0 or (left is not None and left < back):
+        return range(0)
+    first = 0 if left is None else max(0, max(total - p.queries, 0) - left)
+    return range(first, max(first, total - back))
+
+
+def _place(p: DecodeProblem, table: Tensor | None, b: int, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Where positions of sequence b lie in the cache."""
+    if table is None:
+        return torch.full_like(position, b), position
+    return table[b].long()[position // p.page_size], position % p.page_size
+
+
+def _seen(p: DecodeProblem, totals: list[int], table: Tensor | None, pool: int) -> Tensor:
+    """Slots of the cache, (pool, rows), that some query of some sequence sees."""
+    seen = torch.zeros(pool, p.page_size or p.capacity, dtype=torch.bool)
+    for b, total in enumerate(totals):
+        seen[_place(p, table, b, torch.tensor(list(_range(p, total)), dtype=torch.int64))] = True
+    return seen
+
+
+def _appended_slots(p: DecodeProblem, slots: Tensor | None, table: Tensor | None, pool: int) -> Tensor:
+    """Slots that the append will write: until then they hold anything."""
+    written = torch.zeros(pool, p.page_size or p.capacity, dtype=torch.bool)
+    for b, length in enumerate(p.lengths):
+        if slots is not None:
+            at = slots[b][slots[b] >= 0]
+            written[at // p.page_size, at % p.page_size] = True
+        elif p.appended:
+            written[_place(p, table, b, torch.arange(length, length + p.appended))] = True
+    return written
+
+
+def _put_visible_nan(p: DecodeProblem, found: dict[str, Any], totals: list[int]) -> None:
+    """One NaN in a key or value of the cache that all queries of a sequence see, where one has such a key."""
+    if not p.visible_nan or not totals:
+        return
+    b = p.seed % len(totals)
+    left, back = (p.left, max(0, -(p.right or 0))) if p.windowed else (None, 0)
+    first = 0 if left is None else max(0, totals[b] - 1 - left)
+    last = min(totals[b] - p.queries - back, p.lengths[b] - 1)
+    if first > last:
+        return
+    table = None if found["table"] is None else found["table"].cpu()
+    page, slot = _place(p, table, b, torch.tensor(first + p.seed % (last - first + 1)))
+    t = found[p.visible_nan]
+    t[int(page), int(slot), p.seed % t.shape[2], p.seed % t.shape[3]] = float("nan")
+
+
+def _cache(k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> Any:
+    from warploom import KVCache, PagedKVCache
+
+    return KVCache(k, v, lengths) if table is None else PagedKVCache(k, v, table, lengths)
+
+
+def _again(placed: Placed) -> tuple[Tensor, Tensor]:
+    """A copy of the buffer, and the tensor in it."""
+    buffer, t = placed.buffer.clone(), placed.tensor
+    return buffer.as_strided(t.shape, t.stride(), t.storage_offset()), buffer
+
+
+def _keywords(p: DecodeProblem) -> dict[str, Any]:
+    return {"scale": p.scale, "softcap": p.softcap, "window": (p.left, p.right) if p.windowed else None}
+
+
+def run(p: DecodeProblem, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
+    """Out and lse; of an append also the caches' whole memory and the lengths; whether bits are equal."""
+    from warploom import decode
+
+    found: dict[str, Tensor | None] = {}
+    k, v, lengths = given["k"], given["v"], given["lengths"]
+    if p.appended is not None:
+        (k, k_buffer), (v, v_buffer) = (_again(each) for each in given["caches"])
+        lengths = lengths.clone()
+    cache = _cache(k, v, lengths, given["table"])
+    if p.appended is not None:
+        more = {"slot_mapping": given["slots"]} if given["slots"] is not None else {}
+        cache.append(given["new_k"], given["new_v"], **more)
+        found |= {"k_cache": _bytes(k_buffer), "v_cache": _bytes(v_buffer), "lengths": lengths.double()}
+    options = {"sink": given["sink"], "backend": backend, **_keywords(p)}
+    found["out"], found["lse"] = decode(given["q"], cache, return_lse=True, **options)
+    if p.seed % 4 == 0:
+        # Without lse, and by the short way of a second call.
+        again = decode(given["q"], cache, **options)
+        found["again"] = _differs(again, found["out"])
+    if p.bits:
+        found["bits"] = _bits(p, given["q"], k, v, lengths, given["table"], options, found)
+    return found
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """The memory's bytes as numbers below 1, which the criterion compares exactly."""
+    return buffer.view(torch.uint8).double() / 256
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """1 where bits differ; NaN equals itself."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (~same).any().double().view(1)
+
+
+def _bits(
+    p: DecodeProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    options: dict[str, Any],
+    found: dict[str, Any],
+) -> Tensor:
+    """Whether a sequence has other bits alone, in pages, or in a crowd, than it has in this call."""
+    from warploom import decode
+
+    b = p.seed % len(p.lengths)
+    length = int(lengths[b])
+    keys, values = (_own_rows(p, t, table, b, length) for t in (k, v))
+    capacity = max(length, 1) + p.seed % 70
+    if p.bits == "pages":
+        size = (4, 16, 64)[p.seed % 3]
+        count = -(-capacity // size)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(p.seed)).to(q.device)
+        pools = []
+        for rows in (keys, values):
+            room = rows.new_full((count * size, *rows.shape[1:]), float("nan"))
+            room[:length] = rows
+            pool = torch.empty_like(room).view(count, size, *rows.shape[1:])
+            pool[order] = room.view(count, size, *rows.shape[1:])
+            pools.append(pool)
+        cache = _cache(*pools, lengths[b : b + 1].clone(), order.to(torch.int32)[None])
+        queries, place_of = q[b : b + 1].contiguous(), 0
+    else:
+        others = 0 if p.bits == "alone" else 3
+        rooms = []
+        for rows in (keys, values):
+            room = rows.new_full((1 + others, capacity, *rows.shape[1:]), float("nan"))
+            room[:, :length] = rows
+            rooms.append(room)
+        each = torch.tensor([length // 3, length, length // 2, 0][: 1 + others], dtype=torch.int32, device=q.device)
+        place_of = 0 if p.bits == "alone" else 1
+        each[place_of] = length
+        cache = _cache(*rooms, each, None)
+        queries = q[b : b + 1].expand(1 + others, -1, -1, -1).contiguous()
+    out, lse = decode(queries, cache, return_lse=True, **options)
+    different = _differs(out[place_of], found["out"][b]), _differs(lse[place_of], found["lse"][b])
+    return torch.maximum(*different)
+
+
+def _own_rows(p: DecodeProblem, t: Tensor, table: Tensor | None, b: int, length: int) -> Tensor:
+    """Rows of sequence b, (length, heads, ·)."""
+    if table is None:
+        return t[b, :length]
+    pages = table[b, : -(-length // p.page_size)].long()
+    return t[pages].flatten(0, 1)[:length]
+
+
+def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace) -> dict[str, Expected]:
+    exact: Decode = oracle.decode
+    dtype = DTYPES[p.dtype]
+    found: dict[str, Expected] = {}
+    k, v, lengths = given["k"], given["v"], given["lengths"]
+    bits = torch.float64  # the dtype that grants no rounding
+    zero = torch.zeros(1, dtype=torch.float64, device=k.device)
+    if p.appended is not None:
+        (k, k_buffer), (v, v_buffer) = (_again(each) for each in given["caches"])
+        lengths = lengths.clone()
+        exact.append(k, v, lengths, given["table"], given["slots"], given["new_k"], given["new_v"])
+        for name, t in (("k_cache", _bytes(k_buffer)), ("v_cache", _bytes(v_buffer)), ("lengths", lengths.double())):
+            found[name] = Expected(t, dtype=bits)
+    arguments = (given["q"], k, v, lengths, given["table"])
+    options = {"sink": given["sink"], **_keywords(p)}
+    want, low = exact.attend(*arguments, **options), Decode().attend(*arguments, **options, low=True)
+    if type(exact) is not Decode:
+        # The error that is granted is that of the true call, or a wrong oracle would grant itself its own error.
+        true = Decode().attend(*arguments, **options)
+        low = Attended(*(w + (n.double() - t) for w, n, t in zip(want, low, true, strict=True)))
+    loose = bool(p.visible_nan)
+    found["out"] = Expected(want.out, low.out, loose=loose, like=dtype)
+    found["lse"] = Expected(want.lse, low.lse.float(), dtype=torch.float32, loose=loose, like=torch.float32)
+    if p.seed % 4 == 0:
+        found["again"] = Expected(zero, dtype=bits)
+    if p.bits:
+        found["bits"] = Expected(zero, dtype=bits)
+    return found
+
+
+def refusal(p: DecodeProblem, given: dict[str, Any], backend: str) -> str | None:
+    on_cpu = given["q"].device.type == "cpu"
+    if backend == "cpu":
+        if not on_cpu:
+            return "runs on CPU tensors"
+        return "float64 runs on the reference" if p.dtype == "float64" else None
+    if backend == "triton":
+        if p.dtype == "float64":
+            return "takes float16, bfloat16 or float32"
+        if p.dtype == "bfloat16" and on_cpu:
+            return "interpreter multiplies bfloat16"
+        if any(not 16 <= n <= 256 or n % 8 for n in (p.dim, p.dim_v)):
+            return "from 16 to 256 in steps of 8"
+    return None
+
+
+def shrink(p: DecodeProblem) -> Iterator[DecodeProblem]:
+    """Simpler problems: one thing less each."""
+    plain = {
+        "visible_nan": "", "bits": "", "softcap": 0.0, "sink": "", "scale": None, "spread": 1.0, "garbage": False,
+        "shared": False, "table_gap": 0, "sink_step": 1, "dropped": False, "hostile": "",
+    }  # fmt: skip
+    for n in range(len(p.lengths)):
+        yield replace(p, lengths=p.lengths[:n] + p.lengths[n + 1 :])
+    if p.appended is not None:
+        yield replace(p, appended=None, slots="", dropped=False)
+    for name, value in plain.items():
+        if getattr(p, name) != value:
+            yield replace(p, **{name: value})
+    if p.windowed:
+        yield replace(p, windowed=False, left=None, right=None)
+    for name in ("q_view", "k_view", "v_view", "new_k_view", "new_v_view"):
+        if getattr(p, name) != View():
+            yield replace(p, **{name: View()})
+    if p.queries > 1:
+        yield replace(p, queries=p.queries // 2)
+    if p.group > 1:
+        yield replace(p, group=1)
+    if p.heads_kv > 1:
+        yield replace(p, heads_kv=1)
+    if any(n > 1 for n in p.lengths):
+        yield replace(p, lengths=tuple(n // 2 for n in p.lengths))
+    if p.capacity > max(p.lengths, default=0) + (p.appended or 0) + 1:
+        yield replace(p, capacity=max(p.lengths, default=0) + (p.appended or 0) + 1)
+    for name in ("dim", "dim_v"):
+        if getattr(p, name) > 16:
+            yield replace(p, **{name: 16})

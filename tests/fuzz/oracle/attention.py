@@ -1,0 +1,179 @@
+"""Exact attention and its gradients in closed form, in fp64; and the same as a correct low-precision kernel computes it.
+
+S = c·tanh(scale·QKᵀ / c), P = exp(S - lse), O = (P∘keep)V; with dP = dO·Vᵀ∘keep and delta = rowsum(dO∘O) - dlse:
+dS = P∘(dP - delta)∘(1 - tanh²), dQ = scale·dS·K, dK = scale·dSᵀ·Q, dV = (P∘keep)ᵀdO, dsink = -Σ exp(sink - lse)·delta.
+Every step that a mutant may replace is a function of the namespace that `functions` makes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.oracle import masks, philox
+
+
+def bend(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
+    """Scores under a softcap, and the derivative."""
+    if not softcap:
+        return scores, 1.0
+    squashed = torch.tanh(scores / softcap)
+    return softcap * squashed, 1.0 - squashed * squashed
+
+
+def over_queries(t: Tensor, heads_q: int) -> Tensor:
+    """(batch, heads_kv, …) to the query heads: query head h takes key head h // group."""
+    return t if t.shape[1] == heads_q else t.repeat_interleave(heads_q // t.shape[1], dim=1)
+
+
+def over_keys(t: Tensor, heads_kv: int) -> Tensor:
+    """The sum over the query heads of each key head."""
+    return t if t.shape[1] == heads_kv else t.unflatten(1, (heads_kv, -1)).sum(2)
+
+
+def sink_score(sink: Tensor, scale: float) -> Tensor:
+    """A sink joins the softmax as it is."""
+    return sink
+
+
+def denominator(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """lse (…, 1) of scores and sink; -inf of a row without either."""
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    top = torch.where(top.isinf(), 0.0, top)
+    total = torch.exp(scores - top).sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    return top + torch.log(total)
+
+
+def returned_lse(lse: Tensor, scores: Tensor) -> Tensor:
+    """What the caller gets: the softmax's denominator, whatever it holds."""
+    return lse
+
+
+def delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    found = (dout * out).sum(-1, keepdim=True)
+    return found if dlse is None else found - dlse[..., None]
+
+
+def to_scores(gradient: Tensor, scale: float) -> Tensor:
+    """The gradient of q·k from that of the scaled score."""
+    return gradient * scale
+
+
+def functions() -> SimpleNamespace:
+    """The oracle's functions by name."""
+    return SimpleNamespace(
+        position=masks.position,
+        band=masks.band,
+        interval=masks.interval,
+        over_heads=masks.over_heads,
+        kept=philox.kept,
+        bend=bend,
+        over_queries=over_queries,
+        over_keys=over_keys,
+        sink_score=sink_score,
+        denominator=denominator,
+        returned_lse=returned_lse,
+        delta=delta,
+        scaled_q=to_scores,
+        scaled_k=to_scores,
+        used=lambda used, lengths: torch.minimum(used, lengths),
+    )
+
+
+def attend(
+    oracle: SimpleNamespace,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    keep: Tensor | None = None,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    backward: bool = True,
+    rounded: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv, dsink and the terms that dsink sums.
+
+    Args:
+        q, k, v, dout: (batch, heads, seqlen, dim), in the dtype to compute in (fp64, or fp32 for the model).
+        seen: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
+        sink: (heads_q,); keep: bool multipliers of dropout and 1 / (1 - p) in one, or None.
+        dlse: (batch, heads_q, seqlen_q).
+        rounded: a low-precision model rounds unnormalised P, dS and out to it; None: nothing is rounded.
+    """
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    seen = seen.expand(*q.shape[:3], k.shape[2])
+
+    def low(t: Tensor) -> Tensor:
+        return t if rounded is None else t.to(rounded).to(t.dtype)
+
+    # What no query sees, and a query that sees nothing, changes nothing, whatever it holds.
+    q = torch.where(seen.any(-1)[..., None], q, 0.0)
+    shown = seen.any(2)[..., None]
+    ks, vs = (torch.where(shown, oracle.over_queries(t, heads_q), 0.0) for t in (k, v))
+    lost = torch.isnan(vs)
+    vs = torch.where(lost, 0.0, vs)
+
+    scores, slope = oracle.bend(q @ ks.transpose(-1, -2) * scale, softcap)
+    scores = torch.where(seen, scores, float("-inf"))
+    sinks = None if sink is None else oracle.sink_score(sink, scale).to(q.dtype)[None, :, None, None]
+    lse = oracle.denominator(scores, sinks)
+    empty = lse == float("-inf")
+    level = torch.where(empty, 0.0, lse)
+    weights = torch.exp(scores - level)
+    kept = weights if keep is None else weights * keep
+    if rounded is None:
+        out = kept @ vs
+    else:  # P is rounded before it is divided by its sum
+        top = scores.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(level, float("-inf"))
+        top = torch.where(top.isinf(), 0.0, top)
+        bulk = torch.exp(scores - top)
+        out = low((low(bulk if keep is None else bulk * keep) @ vs) * torch.exp(top - level))
+    if rounded is None:
+        # A NaN among the values stays one wherever it is seen, and nowhere else.
+        out = torch.where((seen.to(vs.dtype) @ lost.to(vs.dtype)) > 0, float("nan"), out)
+    found = {"out": out, "lse": oracle.returned_lse(lse, scores)[..., 0]}
+    if not backward:
+        return found
+
+    if rounded is not None:
+        # A backward pass computes scores again, and sums them in another order.
+        scores, slope = oracle.bend(q.flip(-1) @ ks.flip(-1).transpose(-1, -2) * scale, softcap)
+        weights = torch.exp(torch.where(seen, scores, float("-inf")) - level)
+        kept = weights if keep is None else weights * keep
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dweights = dout @ vs.transpose(-1, -2)
+    if keep is not None:
+        dweights = dweights * keep
+    delta = oracle.delta(dout, out, dlse)
+    slopes = low(weights * (dweights - torch.where(empty, 0.0, delta)) * slope)
+    found["dq"] = low(oracle.scaled_q(slopes @ ks, scale))
+    dk = oracle.scaled_k(slopes.transpose(-1, -2) @ q, scale)
+    dv = low(kept).transpose(-1, -2) @ dout
+    found["dk"], found["dv"] = (low(oracle.over_keys(t, heads_kv)) for t in (dk, dv))
+    if sinks is not None:
+        terms = -(torch.exp(sinks - lse) * delta)[..., 0]
+        found["terms"] = torch.where(lse[..., 0] == float("-inf"), 0.0, terms)
+        found["dsink"] = found["terms"].sum((0, 2))
+    return found
+
+
+def dsink_model(exact: dict[str, Tensor], low: dict[str, Tensor]) -> Tensor:
+    """dsink with the error expected of it.
+
+    One number a head sums many terms, and the model's error may vanish by luck: one and a half times the root of the terms'
+    squared errors, and of the sum's own fp32 roundings, stands for it. Three standard deviations are granted so.
+    """
+    error = (low["terms"].double() - exact["terms"]).square() + (2.0**-24 * exact["terms"]).square()
+    return exact["dsink"] + 1.5 * error.sum((0, 2)).sqrt()
