@@ -10,7 +10,7 @@ from warploom.linear.arguments import linear_call
 from warploom.linear.feature_maps import FeatureMaps
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
-from warploom.runtime import dispatch
+from warploom.runtime import arguments, dispatch
 
 
 def linear_attention(
@@ -75,7 +75,7 @@ def linear_attention(
         lengths=lengths,
         cu_seqlens=cu_seqlens,
     )
-    out, last = _run(call, backend, return_state)
+    out, last = _run(call, backend, arguments.flag("return_state", return_state))
     if q.ndim == 3:
         out = out.squeeze(0)
     return out if last is None else (out, last)
