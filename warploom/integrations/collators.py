@@ -90,7 +90,7 @@ def _checked(name: str, value: Any, rank: int, shape: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; it takes a tensor {shape}")
     if (value.dtype != torch.bool and value.dtype not in arguments.INTEGERS) or arguments.strided(name, value).dim() != rank:
-        raise ValueError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}; it takes integers {shape}")
+        raise ValueError(f"{name}: got {arguments.describe(value)}; it takes integers {shape}")
     arguments.with_values(name, value)
     return value if value.dtype == torch.bool else arguments.widened(value)
 

@@ -333,6 +333,11 @@ def _cache_arguments(
         raise TypeError(
             f"q must have the dtype and head_dim of k_cache, got {arguments.describe(q)} and {arguments.describe(k_cache)}"
         )
+    if v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            "v_cache must agree with k_cache in dtype and all but the last dimension, "
+            f"got {arguments.describe(v_cache)} and {arguments.describe(k_cache)}"
+        )
     batch = q.shape[0]
     block_table = arguments.int32("block_table", block_table, 2, q)
     cache_batch_idx = arguments.int32("cache_batch_idx", cache_batch_idx, 1, q)
@@ -378,7 +383,7 @@ def _deterministic(deterministic: bool) -> bool | None:
 
 
 def _unpack(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, ...]:
-    if arguments.strided(name, packed).ndim != ndim or packed.shape[-3] != count:
+    if arguments.with_values(name, arguments.strided(name, packed)).ndim != ndim or packed.shape[-3] != count:
         raise ValueError(
             f"{name} must have {ndim} dimensions with {count} in the third from last, got shape {tuple(packed.shape)}"
         )

@@ -36,12 +36,12 @@ def integer(name: str, value: Any, minimum: int | None = None, optional: bool = 
     """An int argument, checked; None passes where `optional`."""
     if optional and value is None:
         return None
-    if not is_int(value):
+    found = whole(value)
+    if found is None:
         raise TypeError(f"{name} takes an int{' or None (unlimited)' if optional else ''}, got {describe(value)}")
-    value = whole(value)
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    return value
+    if minimum is not None and found < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {found}")
+    return found
 
 
 def boolean(name: str, value: Any) -> bool:

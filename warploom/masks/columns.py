@@ -89,6 +89,7 @@ class ColumnMask(Mask):
         t, causal = startend_row_indices, boolean("causal", causal)
         if not isinstance(t, Tensor) or t.ndim != 4:
             raise ValueError(f"startend_row_indices takes an int32 tensor (batch, heads, seqlen_k, n), got {describe(t)}")
+        with_values("startend_row_indices", strided("startend_row_indices", t))
         n = t.shape[-1]
         vectors = [t[..., i] for i in range(n)]
         if causal and n in (1, 2):

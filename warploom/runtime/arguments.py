@@ -29,6 +29,8 @@ Window = tuple[int | None, int | None]
 
 def describe(value: Any) -> str:
     """An argument in a few words."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"
     if isinstance(value, Tensor):
         place = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}{place}"
