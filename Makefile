@@ -13,7 +13,7 @@ demo-env:
 	@$(PYTHON) tools/environment.py $(VENV) demo
 endif
 
-.PHONY: help test demo lint docs wheel gpu-test sanitize clean dev demo-env
+.PHONY: help test demo lint docs wheel gpu-test sanitize fuzz fuzz-gpu clean dev demo-env
 
 help:
 	@echo "make test      lint, types, tests and docs, as CI runs them"
@@ -23,6 +23,8 @@ help:
 	@echo "make wheel     build the wheel and the source archive into dist/"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make sanitize  compute-sanitizer over each compiled Triton kernel, on a CUDA device"
+	@echo "make fuzz      random problems against an oracle, on this CPU, up to ten minutes (ARGS='--seed 7')"
+	@echo "make fuzz-gpu  the same on a CUDA device"
 	@echo "make clean     remove what the other targets made, .venv included"
 
 test: dev
@@ -46,6 +48,12 @@ gpu-test: dev
 sanitize: dev
 	@$(PY) -m tests.gpu.sanitize $(ARGS)
 
+fuzz: dev
+	@$(PY) -m tests.fuzz $(ARGS)
+
+fuzz-gpu: dev
+	@$(PY) -m tests.fuzz --device cuda --problems 12000 --json benchmarks/results/fuzz.json $(ARGS)
+
 clean:
-	rm -rf .venv build dist site demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site demo-out fuzz-failures *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Registers, stack and shared memory of every Triton kernel variant, compiled without a GPU.
+"""Registers, stack, shared memory and faults of every Triton kernel variant, compiled without a GPU.
 
 python tools/kernel_resources.py [-j 2] [--only TEXT]    writes tests/attention/resources.json, which a test guards
 
@@ -42,6 +42,8 @@ from warploom.decode.problem import DecodeArgs  # noqa: E402
 from warploom.decode.triton import launch as decode_launch  # noqa: E402
 from warploom.decode.triton import plan as decode_plan  # noqa: E402
 
+from tools.machine_code import faults, listing  # noqa: E402  isort: skip
+
 TABLE = ROOT / "tests" / "attention" / "resources.json"
 ARCHITECTURES = (80, 90)
 # Bytes of shared memory that a block may ask for.
@@ -60,6 +62,7 @@ class Resources:
     stack: int  # bytes a thread, where spilled registers go
     shared: int  # bytes
     wgmma: int  # HGMMA instructions
+    faults: int = 0  # what tools/machine_code.py finds wrong
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,17 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
     return varlen_args(q[0], *pages, cu, max_seqlen_q=_SEQLEN, max_seqlen_k=_SEQLEN, **options)
 
 
+def _odd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
+    """Views whose rows lie an odd number of elements apart, from an odd address on."""
+
+    def odd(t: Tensor) -> Tensor:
+        row = t.shape[2] * t.shape[3] + 5
+        storage = torch.zeros(t.shape[1] * row + 1, dtype=t.dtype)
+        return storage.as_strided(t.shape, (t.shape[1] * row, row, t.shape[3], 1), 1)
+
+    return dense_args(odd(q), odd(k), odd(v), **options)
+
+
 def _vectors() -> masks.ColumnMask:
     return masks.ColumnMask(*(torch.full((1, 1, _SEQLEN), row, dtype=torch.int32) for row in (180, 200, 20, 40)))
 
@@ -105,7 +119,13 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "dropout": (_dense, {"causal": True, "dropout_p": 0.1, "dropout_seed": 1}),
     "packed": (_packed, {"causal": True}),
     "paged": (_paged, {"causal": True}),
+    "odd strides": (_odd, {"causal": True}),
+    "columns, packed": (_packed, {"mask": _vectors()}),
+    "columns, dropout": (_dense, {"mask": masks.Document([100, 156]), "dropout_p": 0.1, "dropout_seed": 1, "softcap": 5.0}),
 }
+
+
+DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
 
 
 @dataclass(frozen=True)
@@ -116,7 +136,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, or "decode" and "paged decode"
+    feature: str  # of FEATURES, or decode: one of DECODE
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -128,9 +148,14 @@ def cases() -> list[Case]:
     found = [
         Case(a, t, d, d, f) for a in reversed(ARCHITECTURES) for t in DTYPES for d in widths for f in ("causal", "columns")
     ]
-    found += [Case(90, "bf16", 128, 128, f) for f in FEATURES if f not in ("causal", "columns")]
+    rest = [f for f in FEATURES if f not in ("causal", "columns")]
+    found += [Case(90, "bf16", d, d, f) for d in widths for f in rest]
     found += [Case(90, "bf16", *dims, "causal") for dims in ((72, 72), (192, 128))]
-    found += [Case(a, t, d, d, f) for a in ARCHITECTURES for t in DTYPES for d in widths for f in ("decode", "paged decode")]
+    # Tiles of unequal widths, by turns in one place of shared memory.
+    unequal = ((64, 16), (40, 24), (24, 16), (72, 32), (96, 16), (256, 32), (16, 64), (32, 128), (64, 128), (192, 128))
+    found += [Case(90, "fp16", *dims, f) for dims in unequal for f in ("odd strides", "columns", "packed")]
+    found += [Case(a, t, d, d, f) for a in ARCHITECTURES for t in DTYPES for d in widths for f in DECODE[:2]]
+    found += [Case(90, "bf16", *dims, f) for dims in ((128, 128), (64, 16), (256, 32), (32, 128)) for f in DECODE[2:]]
     return found
 
 
@@ -159,11 +184,16 @@ def recorded(case: Case) -> dict[str, Recorded]:
 
 def _decode(case: Case, dtype: torch.dtype) -> None:
     batch, capacity, page = 2, 8192, 64
-    q = torch.zeros(batch, 1, 8, case.head_dim, dtype=dtype)
-    k, v = (torch.zeros(1, dtype=dtype).expand(batch, capacity, 2, d) for d in (case.head_dim, case.head_dim_v))
-    k, v, table = k.contiguous(), v.contiguous(), None
-    if case.feature == "paged decode":
-        k, v = (t.view(-1, page, 2, t.shape[-1]) for t in (k, v))
+    # Sixteen queries of four heads fill the rows of Hopper's matrix instructions.
+    queries = 16 if "queries" in case.feature else 1
+    odd = 1 if "odd strides" in case.feature else 0
+    q = torch.zeros(batch, queries, 8, case.head_dim, dtype=dtype)
+    rows = (torch.zeros(batch, capacity, 2 * d + odd, dtype=dtype) for d in (case.head_dim, case.head_dim_v))
+    dims = (case.head_dim, case.head_dim_v)
+    k, v = (t[:, :, : 2 * d].unflatten(2, (2, d)) for t, d in zip(rows, dims, strict=True))
+    table = None
+    if "paged" in case.feature:
+        k, v = (t.reshape(-1, page, 2, t.shape[-1]) for t in (k, v))
         table = torch.zeros(batch, capacity // page, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)
     decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, None, 0, 0.1, 0.0, "triton"))
@@ -233,8 +263,11 @@ def compile_launch(launch: Recorded, architecture: int) -> Resources:
         cubin.flush()
         usage = _cuobjdump("-res-usage", cubin.name)
         wgmma = _cuobjdump("-sass", cubin.name).count("HGMMA") if architecture >= 90 else 0
+    found = faults(compiled.asm["ttgir"], listing(compiled.asm["cubin"])) if architecture >= 90 else []
+    for fault in found:
+        print(f"{launch.kernel.__name__}: {fault}", file=sys.stderr)
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
-    return Resources(registers, stack, compiled.metadata.shared, wgmma)
+    return Resources(registers, stack, compiled.metadata.shared, wgmma, len(found))
 
 
 def _cuobjdump(option: str, path: str) -> str:

@@ -130,3 +130,52 @@ def test_memory_is_linear_in_the_sequence() -> None:
     warploom.attention(q, k, v, mask=masks.Document([256] * (seqlen // 256))).sum().backward()
     peak = memory.stop()
     assert peak is not None and peak < 100 * 2**20, f"took {peak} bytes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seqlen_k", [1, 4, 17, 515, 600])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 0)}, {"softcap": 3.0}], ids=str)
+def test_a_row_of_nan_scores_stays_nan(dtype: torch.dtype, seqlen_k: int, options: dict[str, object]) -> None:
+    """torch's flash kernel took such a row for one that sees nothing: out 0 and lse 0."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 16, dtype=dtype) for n in (5, seqlen_k, seqlen_k))
+    q[0, 4], k[1, :, 0] = float("nan"), float("nan")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    found, expected = (warploom.attention(*inputs, return_lse=True, backend=b, **options) for b in ("cpu", "reference"))  # type: ignore[arg-type]
+    for ours, right in zip(found, expected, strict=True):
+        assert torch.equal(ours.isnan(), right.isnan())
+    gradients = [torch.autograd.grad(out.float().sum(), inputs) for out, _ in (found, expected)]
+    for ours, right in zip(*gradients, strict=True):
+        assert not (right.isnan() & ~ours.isnan()).any()
+
+
+@pytest.mark.parametrize("seqlen_k", [3, 90])
+def test_a_row_of_infinitely_low_scores_sees_nothing(seqlen_k: int) -> None:
+    q, k, v = torch.ones(1, 5, 2, 16), torch.zeros(1, seqlen_k, 2, 16), torch.randn(1, seqlen_k, 2, 16)
+    k[..., 0] = -float("inf")
+    for backend in ("cpu", "reference"):
+        out, lse = warploom.attention(q, k, v, return_lse=True, backend=backend)
+        assert not out.any() and (lse == -float("inf")).all()
+
+
+@pytest.mark.parametrize(
+    "strides", [(1, 112, 16, 1), (560, 112, 1, 1), (560, 1, 16, 1), (1, 1, 1, 1), (0, 112, 16, 1), (3, 8, 5, 1)]
+)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_overlapping_inputs(strides: tuple[int, ...], name: str) -> None:
+    """torch's flash kernel misreads a q whose batches, rows or heads start an element apart."""
+    torch.manual_seed(0)
+    shape = (3, 5, 7, 16)
+    inputs = {key: torch.randn(shape) for key in "qkv"}
+    memory = torch.randn(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1)
+    inputs[name] = memory.as_strided(shape, strides)
+    leaves = {key: t.requires_grad_() for key, t in inputs.items()}
+    plain = {key: t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for key, t in inputs.items()}
+    found, expected = warploom.attention(**leaves), warploom.attention(**plain, backend="reference")
+    torch.testing.assert_close(found, expected)
+    for ours, right in zip(
+        torch.autograd.grad(found.square().sum(), list(leaves.values())),
+        torch.autograd.grad(expected.square().sum(), list(plain.values())),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)

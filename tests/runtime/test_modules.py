@@ -27,7 +27,7 @@ SPEC = ModuleSpec("some_kernel", "sm_90a", "tests.runtime.builders:build", (("wi
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
     monkeypatch.setenv("BUILDER_LOG", str(tmp_path / "log"))
-    (tmp_path / "modules").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the builders, which no worker looks for in the current folder
     return tmp_path
 
 
@@ -264,8 +264,9 @@ def test_a_worker_builds_and_reports_errors() -> None:
 
 
 def test_a_worker_that_dies_is_an_error() -> None:
-    with Worker("sm_90a") as worker, pytest.raises(RuntimeError, match="died"):
-        worker.build(replace(SPEC, config=(("width", -1),)))
+    with Worker("sm_90a") as worker, pytest.raises(RuntimeError, match="died with status -9"):
+        worker.build(replace(SPEC, config=(("width", -signal.SIGKILL),)))
+    assert os.listdir(modules.cache_folder()) == []
 
 
 CODE = """
@@ -337,6 +338,18 @@ def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path, gate: Pat
     _, errors = second.communicate()
     assert second.returncode == 0, errors
     assert modules.refusal(SPEC) is None
+    assert not list(modules.cache_folder().glob(".scratch-*")), "what the first left is still there"
+
+
+def test_a_builder_killed_alone_leaves_a_worker_that_ends_its_work(gate: Path) -> None:
+    process = builder(gate)
+    wait_until_it("builds", process)
+    process.kill()
+    process.wait()
+    gate.open("w").close()
+    process.communicate()  # until the worker has closed its stderr too
+    assert modules.refusal(SPEC) is None
+    assert not list(modules.cache_folder().glob(".scratch-*"))
 
 
 @pytest.mark.parametrize(

@@ -371,8 +371,13 @@ def _sdpa_call(
         # torch aligns top-left, j <= i: in our coordinates p - j >= seqlen_k - seqlen_q.
         options["window"] = (None, seqlen_q - seqlen_k)
     elif isinstance(attn_mask, Tensor):
-        keys = attn_mask.reshape(-1, attn_mask.shape[-1])
-        options["mask"] = Padding(keys.expand(keys.shape[0], seqlen_k))
+        batch = attn_mask.shape[0] if attn_mask.ndim == 4 else 1
+        if batch not in (1, query.shape[0]) or attn_mask.shape[-1] not in (1, seqlen_k):
+            raise ValueError(
+                f"attn_mask must be (batch|1, 1, 1, seqlen_k|1) beside batch {query.shape[0]} and {seqlen_k} keys, "
+                f"got shape {tuple(attn_mask.shape)}"
+            )
+        options["mask"] = Padding(attn_mask.reshape(batch, attn_mask.shape[-1]).expand(batch, seqlen_k))
     elif attn_mask is not None:
         options["mask"] = attn_mask
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))

@@ -8,6 +8,7 @@ out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory is O(s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,6 +44,7 @@ def supports(problem: AttentionProblem) -> str | None:
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    args = _readable(args)
     if args.cu_seqlens_q is None:
         return _forward_dense(args)
     q = args.q
@@ -59,6 +61,7 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    args = _readable(args)
     if args.cu_seqlens_q is None:
         return _backward_dense(args, dout, dlse, out, lse)
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
@@ -87,6 +90,16 @@ def backward(
         if args.sink is not None:
             dsink += part[3]
     return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink
+
+
+def _readable(args: AttentionArgs) -> AttentionArgs:
+    """The call with copies of what torch's flash kernel misreads: tensors with a stride of 1 in a dimension before the last."""
+    q, k, v = (t.clone(memory_format=torch.contiguous_format) if _misread(t) else t for t in (args.q, args.k, args.v))
+    return args._replace(q=q, k=k, v=v)
+
+
+def _misread(t: Tensor) -> bool:
+    return 1 in [stride for size, stride in zip(t.shape[:-1], t.stride(), strict=False) if size > 1]
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,7 @@ def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, T
     if len(parts) == 1 and _is_whole(parts[0].plan, args) and not arithmetic and args.sink is None:
         tile = _Tile(args, parts[0], parts[0].plan[0])
         out, lse = _flash_forward(args, parts[0], tile)
-        return out.transpose(1, 2).contiguous(), lse.contiguous()
+        return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
 
     run = _arithmetic_forward if arithmetic else _flash_forward
     merges = any(_rows_overlap(part.plan) for part in parts) or args.sink is not None
@@ -254,7 +267,20 @@ def _weight(part: Tensor, total: Tensor) -> Tensor:
 def _flash_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor]:
     q = _take(args.q, part, part.heads, tile.rows)
     k, v = (_take(t, part, part.heads_kv, tile.cols) for t in (args.k, args.v))
-    return _flash(q, k, v, 0.0, tile.causal, attn_mask=tile.bias(q.dtype), scale=args.scale)  # type: ignore[no-any-return]
+    out, lse = _flash(q, k, v, 0.0, tile.causal, attn_mask=tile.bias(q.dtype), scale=args.scale)
+    if bool((lse == 0.0).any()) and not _bounded(q, k, args.scale):
+        # The kernel's lse of a row whose scores are all NaN or -inf, which it takes for a row that sees nothing.
+        out, lse = _arithmetic_forward(args, part, tile)
+    return out, lse
+
+
+def _bounded(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether no score of q and k can be NaN or infinite."""
+    most = scale * q.shape[-1]
+    for t in (q, k):
+        low, high = torch.aminmax(t)
+        most *= max(-float(low), float(high)) if bool(low == low) else math.inf
+    return abs(most) < torch.finfo(torch.float32).max
 
 
 def _arithmetic_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor]:
@@ -368,7 +394,7 @@ def _backward_dense(
     dsink = given.q.new_zeros(0)
     if args.sink is not None:
         assert delta is not None
-        share = torch.exp(args.sink.float()[:, None] - lse)
+        share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
         dsink = (-share * delta).sum((0, 2)).to(args.sink.dtype)
     return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsink
 

@@ -157,7 +157,7 @@ def check_tensors(q: object, k: object, v: object, rank: int, layout: str, kv_ra
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    if heads_kv == 0 or heads_q % heads_kv != 0:
+    if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(f"q has {heads_q} heads, which is not a multiple of the {heads_kv} heads of k and v")
 
 

@@ -6,6 +6,8 @@ works through it: double backward, forward AD, vmap.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,14 @@ def supports(problem: AttentionProblem) -> str | None:
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out (…, heads_q, head_dim_v) in q's dtype and lse, fp32 (fp64 for fp64 inputs), of validated arguments."""
+    if torch.is_autocast_enabled(args.q.device.type):
+        # The call's dtypes are settled: autocast would round the scores.
+        with torch.autocast(args.q.device.type, enabled=False):
+            return _forward(args)
+    return _forward(args)
+
+
+def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if args.cu_seqlens_q is None:
         batches = torch.arange(args.q.shape[0], device=args.q.device)
         return _attend(args, batches)
@@ -40,14 +50,16 @@ def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         lses.append(lse[0])
     rest = q.shape[0] - sum(o.shape[0] for o in outs)
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    outs.append(q.new_zeros((rest, q.shape[1], args.v.shape[-1])))
-    lses.append(q.new_full((q.shape[1], rest), float("-inf"), dtype=accumulate))
+    # A sum of nothing ties the tokens of no sequence to every input: gradients are zeros even where there is no sequence.
+    tie = sum(t[:0].sum() for t in (q, args.k, args.v, args.sink) if t is not None)
+    outs.append(q.new_zeros((rest, q.shape[1], args.v.shape[-1])) + tie)
+    lses.append(q.new_full((q.shape[1], rest), float("-inf"), dtype=accumulate) + tie)
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
 def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
     accumulate = torch.promote_types(args.q.dtype, torch.float32)
-    group = args.q.shape[2] // args.k.shape[2]
+    group = args.q.shape[2] // max(args.k.shape[2], 1)
     q = args.q.transpose(1, 2).to(accumulate)
     k, v = (t.transpose(1, 2).to(accumulate).repeat_interleave(group, dim=1) for t in (args.k, args.v))
     heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
@@ -100,12 +112,39 @@ def _has_nonfinite(*tensors: Tensor) -> bool:
 def _scores(q: Tensor, k: Tensor, seen: Tensor, exact: bool) -> Tensor:
     """q·kᵀ; `exact` multiplies element by element, so that a hidden NaN reaches no value and no gradient."""
     if not exact:
-        return q @ k.transpose(-1, -2)
+        return _product(q, k.transpose(-1, -2))
     pairs = torch.where(seen[..., None], k[..., None, :, :], 0.0)
     return (q[..., :, None, :] * pairs).sum(-1)
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, seen: Tensor, exact: bool) -> Tensor:
     if not exact:
-        return weights @ v
+        return _product(weights, v)
     return (weights[..., None] * torch.where(seen[..., None], v[..., None, :, :], 0.0)).sum(-2)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, whose gradients autocast leaves alone too, wherever they are asked for."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
+    ):
+        return a @ b
+    return _Product.apply(a, b)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """a @ b of tensors of one batch shape, to any order of derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        with torch.autocast(gradient.device.type, enabled=False):
+            return _product(gradient, b.transpose(-1, -2)), _product(a.transpose(-1, -2), gradient)

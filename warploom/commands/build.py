@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -41,6 +42,9 @@ def run(options: argparse.Namespace) -> int:
     specs = [spec for spec in named_set(options.arch) if fnmatch.fnmatch(spec.name, options.only)]
     if not specs:
         raise ValueError(f"--only {options.only!r} matches none of the {len(named_set(options.arch))} names of --list")
+    refused = modules.unusable()
+    if refused is not None:
+        raise ValueError(refused)
     if options.list:
         states = [(spec.name, modules.refusal(spec)) for spec in specs]
         found = [{"name": name, "refused": refused} for name, refused in states]
@@ -93,13 +97,16 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
                 break
             try:
                 with modules.build_lock(spec):
-                    if modules.refusal(spec) is None:
+                    if modules.built(spec):
                         row = {**modules.facts(spec), "cached": True}
                     else:
                         worker = worker or Worker(spec.arch)
                         row = worker.build(spec)
             except RuntimeError as error:
-                row, worker = {"error": str(error)}, None
+                row = {"error": str(error)}
+                if worker is not None:  # it may have died
+                    worker.close()
+                    worker = None
             rows[spec.name] = {"name": spec.name, **row}
             if not quiet:
                 _progress(len(rows), len(specs), spec.name)
@@ -109,8 +116,14 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
     threads = [threading.Thread(target=work) for _ in range(min(jobs, len(specs)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        with contextlib.suppress(Empty):
+            while True:  # what is being compiled ends, or was interrupted too, and nothing more begins
+                waiting.get_nowait()
+        raise
     if not quiet:
         _progress(len(specs), len(specs), "")
         print(file=sys.stderr)

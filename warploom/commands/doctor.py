@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ import torch
 import warploom
 from warploom.commands.table import table
 from warploom.runtime import dispatch, modules
+from warploom.runtime.cache import cache_root
+from warploom.runtime.trust import CacheError
 
 EXAMPLES = """examples:
   warploom doctor               versions, devices, implementations
@@ -134,21 +137,30 @@ def driver() -> str | None:
 
 
 def cache() -> dict[str, Any]:
-    """Where compiled kernels are kept between processes: WARPLOOM_CACHE, or ~/.cache/warploom."""
-    folder = Path(os.environ.get("WARPLOOM_CACHE") or Path.home() / ".cache" / "warploom")
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return {"folder": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    """Where compiled kernels are kept between processes; None where that is not known, as ``compiled_modules`` then says."""
+    try:
+        folder = cache_root()
+    except CacheError:
+        return {"folder": None, "files": 0, "bytes": 0}
+    sizes = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                sizes.append(os.lstat(os.path.join(place, name)).st_size)
+    return {"folder": str(folder), "files": len(sizes), "bytes": sum(sizes)}
 
 
 def compiled_modules() -> dict[str, Any]:
-    """Of the named set of `warploom build`: how many the cache holds, and why others there cannot be used."""
+    """Of the named set of `warploom build`: how many the cache holds, and why others there, or all of it, cannot be used."""
     from collections import Counter
 
     from warploom.commands.build import named_set
 
-    found = Counter(modules.refusal(spec) for spec in named_set("sm_90a"))
+    unusable = modules.unusable()
+    found = Counter(modules.refusal(spec) for spec in named_set("sm_90a")) if unusable is None else Counter()
     built, absent = found.pop(None, 0), found.pop("not built", 0)
-    return {"folder": str(modules.cache_folder()), "built": built, "not_built": absent, "refused": dict(found)}
+    folder = cache()["folder"] and str(modules.cache_folder())
+    return {"folder": folder, "built": built, "not_built": absent, "refused": dict(found), "unusable": unusable}
 
 
 def render(report: dict[str, Any]) -> str:
@@ -166,6 +178,7 @@ def render(report: dict[str, Any]) -> str:
         devices.append(("cuda", no_gpu(report)))
     devices.append(("driver", report["driver"] or "no NVIDIA driver found"))
     stored = report["cache"]
+    held = f"{stored['folder']}: {stored['files']} files, {stored['bytes'] / 2**20:.1f} MiB" if stored["folder"] else "nowhere"
     runs = [(row["name"], row["reason"] or "can run here") for row in report["implementations"]]
     sections = [
         f"warploom {report['warploom']}, Python {report['python']}, {report['platform']}",
@@ -173,13 +186,15 @@ def render(report: dict[str, Any]) -> str:
         "devices\n" + table(devices),
         "implementations, in the order they are asked\n" + table(runs),
         "cache of compiled kernels\n"
-        f"  {stored['folder']}: {stored['files']} files, {stored['bytes'] / 2**20:.1f} MiB\n"
+        f"  {held}\n"
         f"  Hopper modules: {module_words(report['modules'])}",
     ]
     return "\n\n".join(sections) + "\n"
 
 
 def module_words(state: dict[str, Any]) -> str:
+    if state["unusable"]:
+        return f"none can be used: {state['unusable']}"
     words = [f"{state['built']} built", f"{state['not_built']} not built (warploom build)"]
     return ", ".join(words + [f"{count} {reason}" for reason, count in state["refused"].items()])
 

@@ -64,7 +64,7 @@ def decode(
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
     out, lse = op.decode_op(*args) if op.needs_op(q) else op.run(args)
-    if short and chosen == "triton" and args.q is q and os.environ.get("WARPLOOM_CHECK") != "1":
+    if short and chosen == "triton" and args.q is q and not op.is_empty(args) and os.environ.get("WARPLOOM_CHECK") != "1":
         run = triton.ready(args)
         if run is not None:
             cache.ready[key] = run

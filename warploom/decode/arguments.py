@@ -13,6 +13,8 @@ from warploom.decode.problem import DecodeArgs
 Window = tuple[int | None, int | None]
 
 MAX_QUERIES = 16
+# More keys than any cache holds, in 32 bits.
+_FAR = 2**30
 
 
 def decode_args(
@@ -55,11 +57,13 @@ def decode_args(
     if head_dim == 0 or v.shape[3] == 0:
         raise ValueError(f"head_dim must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     heads_kv = k.shape[2]
-    if heads_kv == 0 or heads_q % heads_kv:
+    if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(f"q has {heads_q} heads, which is not a multiple of the cache's {heads_kv}")
     scale = head_dim**-0.5 if scale is None else scale
     check_scalars(scale, softcap, 0.0)
     check_sink(sink, q)
+    if sink is not None and sink.stride(0) != 1:
+        sink = sink.contiguous()
     check_contents(k, lengths, block_table)
     left, right = _band(window)
     if q.stride(-1) != 1 and head_dim > 1:
@@ -77,7 +81,11 @@ def _band(window: Window | None) -> tuple[int | None, int]:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
             raise TypeError(f"window's {name} must be an int or None, got {bound!r}")
     left, right = window
-    return left, 0 if right is None else min(right, 0)
+    right = 0 if right is None else min(right, 0)
+    if left is not None and left < -right:
+        # It keeps no key, and so none is to be read, which may hold anything: the newest ones are hidden, and all before them.
+        return left, -_FAR
+    return left, right
 
 
 def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:

@@ -31,24 +31,27 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     heads_kv = args.k.shape[2]
     out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
     lse = args.q.new_empty((batch, heads_q, queries), dtype=torch.float32)
+    most = heads_kv * min(SPLIT, args.capacity)
+    rooms = [torch.empty(most * t.shape[-1], dtype=torch.float32) for t in (args.k, args.v)]
     for b, (k, v) in enumerate(keys_and_values(args)):
         # Rows of a kv head: T queries of each head of its group, so that K and V are read once.
-        rows = args.q[b].float().unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        part, part_lse = _attend(args, rows, k, v)
+        own = args.q[b].unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)
+        rows = torch.empty(own.shape, dtype=torch.float32).copy_(own).flatten(1, 2)
+        part, part_lse = _attend(args, rows, k, v, rooms)
         out[b] = part.view(heads_q, queries, -1).transpose(0, 1)
         lse[b] = part_lse.view(heads_q, queries)
     return out, lse
 
 
-def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Out (heads_kv, group · T, head_dim_v) and lse of one sequence."""
+def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Out (heads_kv, group · T, head_dim_v) and lse of one sequence; ``rooms`` hold a split's keys and values."""
     queries, length = args.q.shape[1], k.shape[0]
     position = torch.arange(length - queries, length).repeat(rows.shape[1] // queries)[:, None]
     first = 0 if args.left is None else max(length - queries - args.left, 0)
     outs, lses = [], []
     for begin in range(first, length + args.right, SPLIT):
         end = min(begin + SPLIT, length + args.right)
-        keys, values = (t[begin:end].transpose(0, 1).float() for t in (k, v))
+        keys, values = (_tile(room, t[begin:end]).transpose(0, 1) for room, t in zip(rooms, (k, v), strict=True))
         scores = rows @ keys.transpose(-1, -2) * args.scale
         if args.softcap:
             scores = args.softcap * torch.tanh(scores / args.softcap)
@@ -69,3 +72,12 @@ def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     if not outs:
         outs, lses = [rows.new_zeros((*rows.shape[:2], v.shape[-1]))], [rows.new_full(rows.shape[:2], float("-inf"))]
     return merge(torch.stack(outs), torch.stack(lses), sink)
+
+
+def _tile(room: Tensor, t: Tensor) -> Tensor:
+    """A copy of t in fp32, contiguous and aligned, in memory that all splits share.
+
+    How a matrix product sums depends on strides and addresses: without it a sequence's bits would follow the layout of its
+    cache.
+    """
+    return room[: t.numel()].view(t.shape).copy_(t)

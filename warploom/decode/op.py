@@ -21,9 +21,14 @@ _library.define(
 )
 
 
+def is_empty(args: DecodeArgs) -> bool:
+    """Whether there is no query or no key: no implementation sees such a call."""
+    return args.q.numel() == 0 or args.capacity == 0 or args.k.shape[0] == 0
+
+
 def run(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     """Out (batch, T, heads_q, head_dim_v) and lse, fp32 (batch, heads_q, T), of validated arguments."""
-    if args.q.numel() == 0 or args.capacity == 0 or args.k.shape[0] == 0:
+    if is_empty(args):
         out, lse = _results(args)
         lse.fill_(float("-inf"))
         if args.sink is not None:
@@ -50,6 +55,8 @@ def append(
     advance: bool,
 ) -> None:
     """Write validated new keys and values behind each sequence's length; ``advance`` adds them to the lengths."""
+    if k.shape[0] == 0 or k.shape[1] == 0:
+        return
     if k.is_cuda and k.numel() and _triton() is not None:
         _triton().append(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
     else:

@@ -42,9 +42,11 @@ def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None
             outs.append(part_out)
             norms.append(part_norm)
             states.append(part_state)
-        outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64))
+        # A sum of nothing ties these tokens to every input, so that gradients are zeros even where there is no sequence.
+        tie = sum(t[:0].sum().double() for t in (q, k, v, call.s, call.z) if t is not None)
+        outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64) + tie)
         norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
-        empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64)
+        empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64) + tie
         states.append(LinearState(empty.new_zeros((*empty.shape, v.shape[3])), empty))
         # A sum over nothing of everything given: without a sequence, gradients are zeros rather than torch's error.
         nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in (q, k, v, call.s, call.z) if t is not None)
@@ -83,7 +85,7 @@ def _leaves(call: LinearCall) -> tuple[str, ...]:
 
 def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     """Out, norm and the last state of a call that is not packed, in fp64."""
-    group = call.q.shape[2] // call.k.shape[2]
+    group = call.q.shape[2] // max(call.k.shape[2], 1)
     q, k, v = call.q.double(), call.k.double(), call.v.double()
     if call.lengths is None:
         k = NAMED[call.map_k](k)

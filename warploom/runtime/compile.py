@@ -22,7 +22,8 @@ def compile_kernel(kernel: Any, arguments: list[Any], name: str, library: Path) 
     """
     with tempfile.TemporaryDirectory() as folder:
         kept = os.environ.get("WARPLOOM_KEEP_CUBIN")
-        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}" + (" --keep-ptx" if kept else "")
+        # Relative to the worker's folder: the compiler reads this path as options, where a space or a quote would end it.
+        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={os.path.relpath(folder)}" + (" --keep-ptx" if kept else "")
         compiled = cute.compile(kernel, *arguments, options=options)
         cubins = sorted(Path(folder).glob("*.cubin"))
         found = [kernel for cubin in cubins for kernel in resources(cubin.read_bytes())]

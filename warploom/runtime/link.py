@@ -14,9 +14,9 @@ def link(objects: Path, library: Path) -> None:
     """Make a shared library of an object file; RuntimeError names what would do where there is no linker."""
     commands = [[path] for path in map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang", "ld")) if path]
     if find_spec("ziglang") is not None:
-        commands.append([sys.executable, "-m", "ziglang", "cc"])
+        commands.append([sys.executable, "-P", "-m", "ziglang", "cc"])
     if not commands:
         raise RuntimeError("no linker found; install gcc, clang or binutils, or pip install ziglang")
     run = subprocess.run([*commands[0], "-shared", "-o", str(library), str(objects)], capture_output=True, text=True)
     if run.returncode:
-        raise RuntimeError(f"{commands[0][0]} failed: {run.stderr.strip()}")
+        raise RuntimeError(f"{commands[0][0]} failed with status {run.returncode}: {run.stderr.strip()}")

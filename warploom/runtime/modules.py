@@ -1,23 +1,23 @@
 """Compiled kernel modules: found in the cache, verified, loaded without their compiler, or built once under a lock.
 
 A module is a shared library with the host launcher and the GPU code of one kernel variant, next to a manifest that says
-what it was made from. The manifest is written last, so a builder that dies leaves nothing that looks whole. Loading
+what it was made from. The manifest is written last, so a builder that dies leaves nothing that looks whole. File names
+end with a digest of what the manifest says: versions and machines that share a cache keep a module each. Loading
 needs apache-tvm-ffi and the CuTe DSL's runtime library, not the DSL itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import json
-import os
 import platform
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -28,7 +28,12 @@ from typing import Any
 
 import torch
 
+from warploom.runtime import cache as files
+from warploom.runtime.cache import cache_folder, open_cache
+from warploom.runtime.trust import CacheError, Folder
+
 FORMAT = 1  # of the manifest
+_DIGITS = 12  # of the digest in a file name
 _OLDEST_DRIVER = 13000  # CUDA 13.0, as the driver counts
 _PACKAGE = Path(__file__).parents[1]
 # Instruction sets that a compiler uses unasked. Others (sse4a, xop, adx, amx) need intrinsics, and the remaining flags of
@@ -63,14 +68,17 @@ class ModuleSpec:
             "tvm_ffi": ffi_version() or "any",
         }
 
+    def stem(self) -> str:
+        """The file name, without its suffix, of a module built here and now."""
+        return f"{self.name}-{_digest(json.dumps([self.described(), cpu_features()]).encode())[:_DIGITS]}"
+
     def library(self) -> Path:
-        """Where the module lies in the cache."""
-        return cache_folder() / f"{self.name}.so"
+        """Where such a module lies in the cache."""
+        return cache_folder() / f"{self.stem()}.so"
 
 
-def cache_folder() -> Path:
-    """WARPLOOM_CACHE, or ~/.cache/warploom."""
-    return Path(os.environ.get("WARPLOOM_CACHE") or Path.home() / ".cache" / "warploom") / "modules"
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @cache
@@ -185,68 +193,150 @@ def cannot_build() -> str | None:
     return None
 
 
+class Missing(RuntimeError):
+    """The cache has no module that may be run, which building one would mend; ``rank`` is higher the nearer one has come."""
+
+    def __init__(self, words: str, rank: int = 0) -> None:
+        super().__init__(words)
+        self.rank = rank
+
+
+def find(spec: ModuleSpec) -> tuple[Path, dict[str, Any]]:
+    """The library and manifest of a module in the cache that may be run.
+
+    What was built here is looked for first, then what another machine or version of the DSL has built and may do here.
+
+    Raises:
+        Missing: there is none.
+        CacheError: the cache must not or cannot be used.
+    """
+    try:
+        folder = open_cache()
+    except FileNotFoundError:
+        raise Missing("not built") from None
+    with folder:
+        own = spec.stem()
+        try:
+            return _examine(spec, folder, own)
+        except Missing as missing:
+            nearest = missing
+        ours = nearest.rank > 0
+        others = re.compile(rf"({re.escape(spec.name)}-[0-9a-f]{{{_DIGITS}}})\.json")
+        stems = {found[1] for name in folder.names() if (found := others.fullmatch(name))}
+        for stem in sorted(stems - {own}):
+            try:
+                return _examine(spec, folder, stem)
+            except Missing as missing:
+                if not ours and missing.rank > nearest.rank:
+                    nearest = missing
+        raise nearest
+
+
+def _examine(spec: ModuleSpec, folder: Folder, stem: str) -> tuple[Path, dict[str, Any]]:
+    """The files of that name if they are whole and fit; raises as ``find``."""
+    try:
+        manifest = json.loads(folder.read(f"{stem}.json"))
+        content = folder.read(f"{stem}.so")
+    except FileNotFoundError:
+        raise Missing("not built") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise Missing(f"unreadable ({error})", 1) from error
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(content):
+        raise Missing("truncated or corrupted", 1)
+    for rank, (key, value) in enumerate(spec.described().items(), 2):
+        if manifest.get(key) != value and not (key == "dsl" and value == "any"):
+            raise Missing(_MEANINGS[key], rank)
+    cpu = manifest.get("cpu")
+    if not (isinstance(cpu, list) and cpu and all(isinstance(flag, str) for flag in cpu)):
+        raise Missing("truncated or corrupted", 1)
+    machine, *used = cpu
+    lacking = [] if machine == platform.machine() else [machine]
+    lacking += [flag for flag in used if _INSTRUCTIONS.match(flag) and flag not in cpu_features()]
+    if lacking:
+        words = f"built on a machine whose processor has {', '.join(lacking)}, which this one lacks"
+        raise Missing(words, len(_MEANINGS) + 2)
+    return folder.path / f"{stem}.so", manifest
+
+
+def built(spec: ModuleSpec) -> bool:
+    """Whether the cache has the module; CacheError where building it would not help."""
+    try:
+        find(spec)
+    except Missing:
+        return False
+    return True
+
+
 def refusal(spec: ModuleSpec) -> str | None:
     """Why the cache's module of ``spec`` is missing or must not be run, or None."""
-    library = spec.library()
     try:
-        manifest = json.loads(library.with_suffix(".json").read_text())
-        content = library.read_bytes()
+        find(spec)
+    except (Missing, CacheError) as error:
+        return str(error)
+    return None
+
+
+def absence(spec: ModuleSpec) -> str | None:
+    """Why the module can be neither loaded nor built here, for the user, or None."""
+    reason = cannot_build()
+    if reason is None:
+        return None
+    try:
+        find(spec)
+    except Missing as missing:
+        return f"its module {spec.name} is {missing} in {cache_folder()}, and {reason}"
+    except CacheError as error:
+        return f"its module {spec.name} is refused: {error}"
+    return None
+
+
+def outlook(spec: ModuleSpec) -> str:
+    """Whether the module is ready, or what happens at the first call, for explain()."""
+    if loaded(spec) is not None:
+        return "ready"
+    try:
+        find(spec)
+    except Missing as missing:
+        return f"{missing}, compiled at first use"
+    except CacheError as error:
+        return f"refused: {error}"
+    return "ready"
+
+
+def unusable() -> str | None:
+    """Why the cache must not or cannot be used, whatever lies in it, or None."""
+    try:
+        open_cache().close()
     except FileNotFoundError:
-        return "not built"
-    except (OSError, ValueError) as error:
-        return f"unreadable ({error})"
-    if not isinstance(manifest, dict) or manifest.get("sha256") != hashlib.sha256(content).hexdigest():
-        return "truncated or corrupted"
-    for key, value in spec.described().items():
-        if manifest.get(key) != value and not (key == "dsl" and value == "any"):
-            return _MEANINGS[key]
-    machine, *used = manifest.get("cpu") or ["?"]
-    missing = [] if machine == platform.machine() else [machine]
-    missing += [flag for flag in used if _INSTRUCTIONS.match(flag) and flag not in cpu_features()]
-    if missing:
-        return f"built on a machine whose processor has {', '.join(missing)}, which this one lacks"
+        return None
+    except CacheError as error:
+        return str(error)
     return None
 
 
 def store(spec: ModuleSpec, library: Path, facts: dict[str, Any]) -> None:
-    """Put a built library and its manifest into the cache, each in one step, the manifest last."""
-    target = spec.library()
+    """Put a built library and its manifest into the cache, each in one step, the manifest last; CacheError if it cannot be."""
     content = library.read_bytes()
-    manifest = {
-        **spec.described(),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "cpu": list(cpu_features()),
-        "facts": facts,
-    }
-    target.with_suffix(".json").unlink(missing_ok=True)
-    _write(target, content)
-    _write(target.with_suffix(".json"), json.dumps(manifest, indent=1).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)
+    manifest = {**spec.described(), "sha256": _digest(content), "cpu": list(cpu_features()), "facts": facts}
+    with open_cache(make=True) as folder:
+        stem = spec.stem()
+        files.remove(folder, f"{stem}.json")
+        files.put(folder, f"{stem}.so", content)
+        files.put(folder, f"{stem}.json", json.dumps(manifest, indent=1).encode())
 
 
 def facts(spec: ModuleSpec) -> dict[str, Any]:
     """What the builder measured: registers, stack, shared, seconds; empty for a module that is not there."""
     try:
-        found: dict[str, Any] = json.loads(spec.library().with_suffix(".json").read_text())["facts"]
-        return found
-    except (OSError, ValueError, KeyError):
+        found = find(spec)[1].get("facts")
+    except (Missing, CacheError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
-@contextlib.contextmanager
-def build_lock(spec: ModuleSpec) -> Iterator[None]:
+def build_lock(spec: ModuleSpec) -> AbstractContextManager[None]:
     """One builder of a module at a time, across processes; a builder that dies lets go."""
-    import fcntl
-
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with open(cache_folder() / f"{spec.name}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return files.lock(f"{spec.stem()}.lock")
 
 
 _loaded: dict[ModuleSpec, Callable[..., None]] = {}
@@ -267,7 +357,8 @@ def load(spec: ModuleSpec) -> Callable[..., None]:
     """The module's function: from the cache in about a millisecond, else built first, which is said on stderr.
 
     Raises:
-        RuntimeError: it can be neither loaded nor built here; the message says why.
+        RuntimeError: it can be neither loaded nor built here; the message says why. A CacheError where others could change
+            what is in the cache, or nothing can be written there.
     """
     function = _loaded.get(spec)
     if function is not None:
@@ -283,14 +374,19 @@ def _load(spec: ModuleSpec) -> Callable[..., None]:
     reason = cannot_load()
     if reason is not None:
         raise RuntimeError(f"{spec.name} cannot be loaded: {reason}")
-    missing = refusal(spec)
-    if missing is not None:
-        build(spec, missing)
+    try:
+        library, _ = find(spec)
+    except Missing as missing:
+        build(spec, str(missing))
+        library, _ = find(spec)
     _load_runtime()
     import tvm_ffi
 
-    module = tvm_ffi.load_module(str(spec.library()))
-    function: Callable[..., None] = getattr(module, spec.name)
+    try:
+        # By its path: nobody else can put another file there, and only this user and root can change it.
+        function: Callable[..., None] = getattr(tvm_ffi.load_module(str(library)), spec.name)
+    except (RuntimeError, OSError, AttributeError) as error:
+        raise RuntimeError(f"{library} cannot be loaded: {error}") from error
     return function
 
 
@@ -306,14 +402,17 @@ def build(spec: ModuleSpec, why: str) -> None:
         raise RuntimeError(f"{spec.name} is {why} in {cache_folder()} and cannot be built: {reason}")
     from warploom.runtime.module_worker import Worker
 
-    with build_lock(spec):
-        if refusal(spec) is None:
-            return
-        print(f"warploom: compiling {spec.name} ({why}; once, about 10 s)", file=sys.stderr, flush=True)
-        start = time.perf_counter()
-        with Worker(spec.arch) as worker:
-            worker.build(spec)
-        print(f"warploom: compiled {spec.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    try:
+        with build_lock(spec):
+            if built(spec):
+                return
+            print(f"warploom: compiling {spec.name} ({why}; once, about 10 s)", file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            with Worker(spec.arch) as worker:
+                worker.build(spec)
+    except CacheError as error:
+        raise CacheError(f"{spec.name} is {why}, and cannot be built: {error}") from error
+    print(f"warploom: compiled {spec.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def to_json(spec: ModuleSpec) -> str:

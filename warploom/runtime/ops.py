@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 import typing
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,17 +48,33 @@ def _is_empty(args: AttentionArgs) -> bool:
     return args.q.numel() == 0 or args.k.numel() == 0
 
 
+def _only_sinks(args: AttentionArgs) -> Tensor:
+    """The lse of a call without keys: the sink, or -inf without one and of packed tokens past the last sequence."""
+    lse = args.q.new_full(_lse_shape(args), float("-inf"), dtype=torch.float32)
+    if args.sink is None:
+        return lse
+    lse.copy_(args.sink[:, None].expand(lse.shape))
+    if args.cu_seqlens_q is not None:
+        nobody = torch.arange(args.q.shape[0], device=args.q.device) >= args.cu_seqlens_q[-1]
+        lse.masked_fill_(nobody, float("-inf"))
+    return lse
+
+
+def _settled_dtypes(t: Tensor) -> Any:
+    """A context in which autocast leaves an implementation's own arithmetic alone: the call's dtypes are settled."""
+    device = t.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     return _compute(AttentionArgs(*flat))
 
 
 def _compute(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if _is_empty(args):
-        lse = args.q.new_full(_lse_shape(args), float("-inf"), dtype=torch.float32)
-        if args.sink is not None:
-            lse.copy_(args.sink[:, None].expand(lse.shape))
-        return args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1])), lse
-    return dispatch.find(args.backend).module.forward(args)
+        return args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1])), _only_sinks(args)
+    with _settled_dtypes(args.q):
+        return dispatch.find(args.backend).module.forward(args)  # type: ignore[no-any-return]
 
 
 def _backward(
@@ -72,12 +89,15 @@ def _compute_backward(
     if _is_empty(args):
         dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
         if args.sink is not None and dlse is not None:
+            # Where lse is -inf it is not the sink: a token of no sequence.
+            dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
             dsink += dlse.sum(dim=[d for d in range(dlse.ndim) if d != dlse.ndim - 2]).to(dsink.dtype)
         dq, dk, dv = (t.new_zeros(t.shape) for t in (args.q, args.k, args.v))
         return dq, dk, dv, dsink
     if dout is None:
         dout = torch.zeros_like(out)
-    return dispatch.find(args.backend).module.backward(args, dout, dlse, out, lse)
+    with _settled_dtypes(args.q):
+        return dispatch.find(args.backend).module.backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:

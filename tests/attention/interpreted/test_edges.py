@@ -175,3 +175,51 @@ def drawn_call(seed: int) -> Call:
 def test_drawn_calls_in_other_tiles(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "config", lambda *_: TILINGS[name])
     check(drawn_call(secrets.randbelow(2**31)), "triton")
+
+
+def _poisoned(t: Tensor, start: int, stop: int) -> Tensor:
+    """The same values but in rows [start, stop), which hold infinity and NaN."""
+    t = t.clone()
+    t[..., start:stop, :, :] = float("inf")
+    t[..., start:stop, :, ::2] = NAN
+    return t
+
+
+@pytest.mark.parametrize("window", [(0, -37), (-22, 0), (-5, 3)], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_infinity_behind_an_empty_window_reached_out(window: tuple[int, int], packed: bool) -> None:
+    """found.md 3: a tile that an empty window would show if it were wider was multiplied by zero probabilities."""
+    q, k, v = (torch.randn(117, 2, 24).to(HALF) for _ in range(3))
+    leaves = [q, _poisoned(k, 0, 117), _poisoned(v, 0, 117)]
+    if packed:
+        cu = torch.tensor([0, 50, 50, 117], dtype=torch.int32)
+        leaves = [t.requires_grad_() for t in leaves]
+        options: dict[str, Any] = {"window": window, "dropout_p": 0.2, "dropout_seed": 3}
+        out, lse = warploom.attention_varlen(*leaves, cu, return_lse=True, backend="triton", **options)
+    else:
+        leaves = [t[None].requires_grad_() for t in leaves]
+        out, lse = warploom.attention(*leaves, window=window, return_lse=True, backend="triton")
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    for gradient in torch.autograd.grad(out.sum(), leaves):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_unused_keys_had_gradients(causal: bool) -> None:
+    """found.md 2: without a band no test hid the keys past seqused_k, which lie within the sequence's stored ones."""
+    cu_q, cu_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 40, 50], [0, 70, 150]))
+    used = torch.tensor([30, 3], dtype=torch.int32)
+    q, k, v = (torch.randn(n, 2, 16).to(HALF) for n in (50, 150, 150))
+    for first, stop in ((30, 70), (73, 150)):
+        k, v = _poisoned(k, first, stop), _poisoned(v, first, stop)
+    dout = torch.randn(50, 2, 16).to(HALF)
+
+    def run(backend: str) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = warploom.attention_varlen(*leaves, cu_q, cu_k, seqused_k=used, causal=causal, backend=backend)
+        return torch.autograd.grad(out, leaves, dout)
+
+    for found, want in zip(run("triton"), run("reference"), strict=True):
+        torch.testing.assert_close(found, want, rtol=2e-2, atol=4e-3)
+        assert found.isfinite().all()
+    assert (found[30:70] == 0).all() and (found[73:] == 0).all()

@@ -104,6 +104,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         sizes = (seqlen_q, seqlen_k, left_by_window, right_by_window)
         if seqlen_k == 0 or (shared.is_edge(*sizes) == v.edges and (not v.boxes or shared.is_boxed(*sizes))):
             break
+    if backend == "hopper":
+        v = replace(v, **dict(zip(("head_dim", "head_dim_v"), shared.within_tile(d, v.head_dim, v.head_dim_v), strict=True)))
     mask = _mask(d, v, kind, free, batch, heads_q, heads_kv, seqlen_q, seqlen_k)
     causal, window, mask = _band_as(d, left_by_window, right_by_window, mask)
     found = Attention(
@@ -435,6 +437,21 @@ def typed(p: Any, named: dict[str, tuple[Tensor, Tensor]], given: dict[str, Any]
         low = low if narrow is None else low.to(narrow)
         found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like)
     return found
+
+
+def band(p: Any) -> tuple[int | None, int | None]:
+    """Of all that brings one."""
+    sides = [(None, 0)] if p.causal else []
+    sides += [p.window] if p.window is not None else []
+    if p.mask is not None and p.mask.kind in ("causal", "window"):
+        sides.append((None, 0) if p.mask.kind == "causal" else (p.mask.left, p.mask.right))
+    left = [a for a, _ in sides if a is not None]
+    right = [b for _, b in sides if b is not None]
+    return min(left, default=None), min(right, default=None)
+
+
+def modules(p: Attention, backend: str) -> list[Any]:
+    return shared.modules(p, backend, "dense", p.batch, p.seqlen_q, p.seqlen_k, band(p), False)
 
 
 def refusal(p: Attention, given: dict[str, Any], backend: str) -> str | None:

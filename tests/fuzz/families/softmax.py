@@ -166,7 +166,9 @@ def draw_views(d: Draw, shapes: dict[str, tuple[int, ...]], variant: Variant | N
     found = {}
     for name, shape in shapes.items():
         aligned = name not in (variant.unaligned or ())
-        only = ["contiguous"] if d.chance(0.3) else kinds
+        # A tensor that is copied first is aligned, wherever it was.
+        fitting = [k for k in kinds if aligned or k != "last_dim_strided"]
+        only = ["contiguous"] if d.chance(0.3) else fitting
         found[name] = d.view(shape, kinds=only, unit=variant.unit, aligned=aligned)
         if not aligned and found[name].offset % 8 == 4:
             found[name] = replace(found[name], offset=found[name].offset + 1)  # an address that fp32 would find aligned
@@ -256,6 +258,59 @@ def laid(
         tensors[name] = placed.tensor
         buffers.append(placed.buffer)
     return tensors, buffers
+
+
+# Head dims that Hopper's kernels are compiled for: smaller ones run in the next larger tile, so that they are run-time numbers.
+HOPPER_TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+
+def within_tile(d: Draw, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Other head dims that the same Hopper modules serve."""
+
+    def tile(a: int, b: int) -> tuple[int, int]:
+        return min(t for t in HOPPER_TILES if t[0] >= a and t[1] >= b)
+
+    while d.chance(0.7):
+        pair = 8 * d.integer(1, 32), 8 * d.integer(1, 32)
+        if tile(*pair) == tile(head_dim, head_dim_v):
+            return pair
+    return head_dim, head_dim_v
+
+
+def modules(
+    p: Any, backend: str, layout: str, batch: int, longest_q: int, longest_k: int, band: tuple[Any, Any], used: bool
+) -> list[Any]:
+    """The compiled modules that a problem takes, by the packages' own names."""
+    from warploom.attention.problem import AttentionProblem
+
+    if 0 in (batch, longest_q, longest_k):
+        return []
+    described = AttentionProblem(
+        device="cuda",
+        dtype=DTYPES[p.dtype],
+        layout=layout,
+        batch=batch,
+        seqlen_q=longest_q,
+        seqlen_k=longest_k,
+        heads_q=p.heads_q,
+        heads_kv=p.heads_kv,
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        left=band[0],
+        right=band[1],
+        softcap=p.softcap != 0.0,
+        sink=bool(p.sink),
+        deterministic=p.deterministic is True,
+        backward=p.backward,
+    )
+    if backend == "ampere":
+        from warploom.attention.ampere.plan import config_for as ampere
+
+        return [ampere(described, (9, 0)).spec]
+    from warploom.attention.hopper.plan import backward_config_for, config_for
+
+    found = [config_for(described, used).spec]
+    return [*found, backward_config_for(described, bool(p.lse_gradient), used).spec] if p.backward else found
 
 
 def view_features(views: dict[str, View], shapes: dict[str, tuple[int, ...]], dtype: str) -> Iterator[str]:

@@ -131,6 +131,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         cells = heads_q * count * max(lengths_q, default=0) * max(keys, default=0)
         if shared.cells_fit(cells, device, backend):
             break
+    if backend == "hopper":
+        v = replace(v, **dict(zip(("head_dim", "head_dim_v"), shared.within_tile(d, v.head_dim, v.head_dim_v), strict=True)))
     used = tuple(d.pick((n, d.integer(0, n), d.integer(0, n))) for n in keys) if v.used else None
     extra = d.pick((0, 1, d.integer(1, 40)), (2, 1, 1))
     longest_q, longest_k = max(lengths_q, default=0), max(keys, default=0)
@@ -402,6 +404,17 @@ def _placed(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
 
 def _mapped(pair: tuple[Tensor, Tensor], change: Any) -> tuple[Tensor, Tensor]:
     return change(pair[0]), change(pair[1])
+
+
+def modules(p: Varlen, backend: str) -> list[Any]:
+    longest = [p.total_q, p.total_k]
+    if p.longest:
+        longest = [max(n, default=0) + (17 if p.longest == "bound" else 0) for n in (p.lengths_q, p.keys)]
+    empty = 0 in (p.total_q, p.total_k)
+    count = 0 if empty else len(p.lengths_q)
+    return shared.modules(
+        p, backend, "varlen", count, max(longest[0], 1), max(longest[1], 1), dense.band(p), p.used is not None
+    )
 
 
 def refusal(p: Varlen, given: dict[str, Any], backend: str) -> str | None:

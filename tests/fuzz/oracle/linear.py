@@ -140,10 +140,9 @@ class Linear:
         named = _named_gradients(grads, rows)
         return results | {n: t.to(dtype) if n in ("dq", "dk", "dv") else t for n, t in named.items()}
 
-    def steps(self, given: Given, options: Options, low: bool = False) -> Named:
-        """Out, s and z of tokens one after another; ``low``: by a correct step, sums in fp32, nothing rounded but out."""
-        if not low:
-            return self.exact(given, options, gradients=False)
+    def steps(self, given: Given, options: Options, gradients: bool = False) -> Named:
+        """Out, s and z by a correct step for each token: sums in fp32, nothing rounded but out. It has no gradients."""
+        assert not gradients
         dtype = given.v.dtype
         wide = torch.promote_types(dtype, torch.float32)
         assert given.s is not None and given.z is not None

@@ -105,7 +105,13 @@ def test_modules_that_cannot_come(normalize: bool, machine: None, monkeypatch: p
     monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
     last = configs(256, normalize)[-1]
     there = {variant.spec for variant in configs(256, normalize)} - {last.spec}
-    monkeypatch.setattr(modules, "refusal", lambda spec: None if spec in there else "not built")
+
+    def find(spec: modules.ModuleSpec) -> tuple[Path, dict[str, Any]]:
+        if spec not in there:
+            raise modules.Missing("not built")
+        return spec.library(), {}
+
+    monkeypatch.setattr(modules, "find", find)
     found = hopper.supports(call(normalize=normalize))
     assert found == f"its module {last.name} is not built in {tmp_path / 'modules'}, and the CuTe DSL is not installed"
     there.add(last.spec)

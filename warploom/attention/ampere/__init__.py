@@ -89,9 +89,7 @@ def supports(problem: AttentionProblem) -> str | None:
     if modules.cannot_build() is not None:
         # Devices of one machine may differ; what their modules need does not, but for the tiling.
         spec = config_for(problem, _capabilities()[0]).spec
-        missing = None if modules.loaded(spec) is not None else modules.refusal(spec)
-        if missing is not None:
-            return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+        return None if modules.loaded(spec) is not None else modules.absence(spec)
     return None
 
 

@@ -94,9 +94,9 @@ def _module_refusal(
     if key in _found or modules.cannot_build() is None:
         return None
     spec = config(str(dtype).removeprefix("torch."), *key[1:]).spec
-    missing = modules.refusal(spec)
+    missing = modules.absence(spec)
     if missing is not None:
-        return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+        return missing
     _found.add(key)
     return None
 
@@ -139,9 +139,9 @@ def _backward_module_refusal(
     if key in _found or modules.cannot_build() is None:
         return None
     spec = backward_config(str(dtype).removeprefix("torch."), *key[2:]).spec
-    missing = modules.refusal(spec)
+    missing = modules.absence(spec)
     if missing is not None:
-        return f"its module {spec.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+        return missing
     _found.add(key)
     return None
 
@@ -159,9 +159,7 @@ def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     variant = config_for(problem)
     if variant.grouped and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
         variant = replace(variant, grouped=0)
-    missing = None if modules.loaded(variant.spec) else modules.refusal(variant.spec)
-    state = "ready" if missing is None else f"{missing}, compiled at first use"
-    words = f"module {variant.name} ({state})"
+    words = f"module {variant.name} ({modules.outlook(variant.spec)})"
     if problem.backward and _no_backward(problem) is None:
         words += f"; backward {backward_config_for(problem).name}"
         if problem.layout == "dense":

@@ -466,6 +466,10 @@ def dkdv_kernel(
     dv_at = (batch * stride_dvb + tl.cast(head_kv, tl.int64) * stride_dvh) * OUT_UNIT
     dk_ptrs = dk_ptr + dk_at + (row * (stride_dks * OUT_UNIT))[:, None] + dims[None, :]
     dv_ptrs = dv_ptr + dv_at + (row * (stride_dvs * OUT_UNIT))[:, None] + dims_v[None, :]
+    if used_ptr is not None:
+        # Keys past the used ones lie within the sequence's stored ones, and no test has hidden them.
+        dk = tl.where((cols < len_k)[:, None], dk, 0.0)
+        dv = tl.where((cols < len_k)[:, None], dv, 0.0)
     if WITH_DK:
         store_rows(dk_ptrs, dk * scale, inside, live)
     if WITH_DV:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from warploom.attention import philox
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.triton.config import Config, config, padded
+from warploom.attention.triton.config import Config, config
+from warploom.kernels.triton.widths import tile_widths
 
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
 UNIT = 8
@@ -85,7 +86,7 @@ class Call:
         boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned and (not columns or args.bounds is not None)
         boxes = boxes and (left is None or seqlen_k - seqlen_q <= left) and (right is None or right >= 0)
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
-        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns, boxes)
+        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns, boxes, args.dropout_p != 0.0)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = any(t.stride(-3) * longest >= limit for t in inputs)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
@@ -153,7 +154,8 @@ class Call:
 def dims(variant: Variant) -> dict[str, int]:
     """Head dims as the kernels' constants."""
     d, dv = variant.head_dim, variant.head_dim_v
-    return {"DIM": d, "DIM_V": dv, "D": padded(d), "DV": padded(dv), "UNIT": variant.unit}
+    width, width_v = tile_widths(d, dv, variant.dtype.itemsize)
+    return {"DIM": d, "DIM_V": dv, "D": width, "DV": width_v, "UNIT": variant.unit}
 
 
 def out_strides(t: Tensor) -> tuple[int, ...]:

@@ -407,6 +407,8 @@ def live_columns(shift, band, len_k):
         first = clamp(shift - band.left, 0, len_k)
     if band.right is not None:
         last = clamp(len_k + band.right, 0, len_k)
+    if band.left is not None and band.right is not None:
+        last = tl.where(band.left < -band.right, first, last)
     return first, last
 
 

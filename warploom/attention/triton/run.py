@@ -13,8 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
 from warploom.attention.triton.call import Call, Variant, dims, lse_strides, out_strides
-from warploom.attention.triton.config import Tiling, padded
+from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
+from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -31,7 +32,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         _forward_launch(call.variant, tiling)(
             (tiles * batches * call.heads, 1),
             *(q, k, v, out, lse, *call.vectors, args.bounds, args.sink, _seed(args), *call.sequences, table),
-            *_key_boxes(k, v, tiling),
+            *_key_boxes(k, v, tiling, call.variant),
             *(*call.strides, *out_strides(out), *lse_strides(lse), *call.mask_strides, *call.bounds_strides),
             *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, k.shape[0], k.shape[1]),
             *call.mask,
@@ -67,7 +68,7 @@ def backward(
         for part, with_edges in product(call.config.dkdv_parts, (False, True) if variant.edges else (False,)):
             # Rows that see nothing are not read: descriptors cannot leave them out.
             boxes = tiling.boxes and not with_edges
-            rows_of = (_boxes(q, tiling.m), _boxes(dout, tiling.m)) if boxes else (q, dout)
+            rows_of = _box_pair(q, dout, tiling.m, variant) if boxes else (q, dout)
             _dkdv_launch(variant, tiling, part, with_edges)(
                 (tiles * batches * call.heads_kv, 1),
                 *(rows_of[0], k, v, rows_of[1], rows, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
@@ -79,20 +80,27 @@ def backward(
         _dq_launch(variant, tiling, row_tile)(
             (tiles * batches * call.heads, 1),
             *(*inputs, dq, *call.vectors, args.bounds, _seed(args), *call.sequences),
-            *_key_boxes(k, v, tiling),
+            *_key_boxes(k, v, tiling, variant),
             *(*call.strides, *out_strides(dq), *call.mask_strides, *call.bounds_strides),
             *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
         )
     return dq, dk, dv, _dsink(args, dout, dlse, out, lse)
 
 
-def _boxes(t: Tensor, rows: int) -> TensorDescriptor:
-    """A (batch, seqlen, heads, head_dim) tensor as the copy engine reads it, `rows` of one head at a time."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
+def _box_pair(t: Tensor, t_v: Tensor, rows: int, variant: Variant) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Tensors of head_dim and head_dim_v, (batch, seqlen, heads, ·), read by the copy engine `rows` of one head at a time."""
+    widths = tile_widths(variant.head_dim, variant.head_dim_v, variant.dtype.itemsize)
+    first, second = (
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width])
+        for x, width in zip((t, t_v), widths, strict=True)
+    )
+    return first, second
 
 
-def _key_boxes(k: Tensor, v: Tensor, tiling: Tiling) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    return (_boxes(k, tiling.n), _boxes(v, tiling.n)) if tiling.boxes else (None, None)
+def _key_boxes(
+    k: Tensor, v: Tensor, tiling: Tiling, variant: Variant
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    return _box_pair(k, v, tiling.n, variant) if tiling.boxes else (None, None)
 
 
 def _seed(args: AttentionArgs) -> Tensor | None:

@@ -155,9 +155,10 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
     a column mask: nothing is known about blocks of columns, all are treated as edges.
     """
     low, high, full_low, full_high = band_columns(m0, m1, tile.lengths.k - tile.lengths.q, tile.band, tile.lengths.k)
+    # A tile that some row would see were the band wider may hold NaN: where the band is empty no tile is read.
     if tile.has_columns is not None:
         first = low // BOUND_BLOCK
-        last = tl.cdiv(high, BOUND_BLOCK)
+        last = tl.where(low < high, tl.cdiv(high, BOUND_BLOCK), first)
         if bounds_ptr is None:
             # Rare, and its loads depend on the vectors: not worth a pipeline's shared memory.
             for n0 in tl.range(first * BOUND_BLOCK, last * BOUND_BLOCK, N, num_stages=1):
@@ -167,7 +168,7 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
                 state = _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N, SPLIT)
     else:
         first = low // N
-        last = tl.maximum(tl.cdiv(high, N), first)
+        last = tl.where(low < high, tl.cdiv(high, N), first)
         full_first = clamp(tl.cdiv(full_low, N), first, last)
         full_last = clamp(full_high // N, full_first, last)
         tested = last - first - (full_last - full_first)

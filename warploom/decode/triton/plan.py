@@ -10,6 +10,7 @@ import torch
 
 from warploom.decode.triton.config import GROUP_SPLITS, Config, config, power_of_two
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
+from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.triton_launch import Launch
 
 # Programs that keep a large GPU's memory busy in whole waves: from this many groups of splits on, a program takes a whole
@@ -115,13 +116,14 @@ def _constants(
     }
     if pdl:
         shared["launch_pdl"] = True
+    width, width_v = tile_widths(s.head_dim, s.head_dim_v, s.dtype.itemsize)
     split = {
         "HEADS_KV": s.heads_kv,
         "GROUP": s.heads_q // s.heads_kv,
         "HEAD_DIM": s.head_dim,
         "M": c.block_m,
-        "D": power_of_two(s.head_dim),
-        "DV": power_of_two(s.head_dim_v),
+        "D": width,
+        "DV": width_v,
         "PAGES": pages,
         "SOFTCAP": s.softcap,
         "FINAL": final,

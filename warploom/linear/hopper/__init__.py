@@ -72,9 +72,9 @@ def _module_refusal(width: int, normalize: bool) -> str | None:
     if (width, normalize) in _found or modules.cannot_build() is None:
         return None
     for variant in configs(width, normalize):
-        missing = modules.refusal(variant.spec)
+        missing = modules.absence(variant.spec)
         if missing is not None:
-            return f"its module {variant.name} is {missing} in {modules.cache_folder()}, and {modules.cannot_build()}"
+            return missing
     _found.add((width, normalize))
     return None
 

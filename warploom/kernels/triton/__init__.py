@@ -1,0 +1,1 @@
+"""What Triton kernels of several families share."""
