@@ -25,8 +25,8 @@ def patch_numpy_scalars() -> None:
     """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses.
 
     And let a loop's variable, a plain int there, be divided by a constexpr with remainder, as a compiled one can be. And spare
-    two fifths of the time: look for what is to be replaced once, not at every call of a device function, and leave out the overflow
-    checks that the interpreter computes and, as it is not told to debug, throws away.
+    two fifths of the time: look for what is to be replaced once, not at every call of a device function, and leave out the
+    overflow checks that the interpreter computes and, as it is not told to debug, throws away.
     """
     from dataclasses import replace
     from functools import cache
