@@ -45,7 +45,7 @@ def arguments() -> argparse.ArgumentParser:
     backends = ("triton", "hopper", "ampere")
     parser.add_argument("--backend", action="append", choices=backends, help="may be repeated; default: triton")
     parser.add_argument("--seed", type=int, default=0, help="of variants and problems; default 0")
-    parser.add_argument("--variants", type=int, default=130, help="drawn from the fuzzer's families, all together; default 130")
+    parser.add_argument("--variants", type=int, default=110, help="drawn from the fuzzer's families, all together; default 110")
     parser.add_argument("--race", type=int, default=24, help="problems under racecheck; default 24")
     parser.add_argument("--at-least", type=int, default=300, help="fewer kernels under memcheck are a failure; default 300")
     parser.add_argument("--only", action="append", metavar="NAME", help="this problem alone, under both tools; may be repeated")

@@ -20,7 +20,7 @@ class Options:
     """What the problems depend on."""
 
     seed: int = 0
-    variants: int = 130  # of all families together
+    variants: int = 110  # of all families together
     backends: tuple[str, ...] = ("triton",)
     device: str = "cuda"
 
