@@ -46,7 +46,8 @@ def test_descriptors_of_a_product() -> None:
 
 
 def test_the_stack_pointer_in_arithmetic() -> None:
-    head = "        /*0000*/ LDC R1, c[0x0][0x28] ;\n        /*0010*/ VIADD R1, R1, 0xffffff80 ;\n        /*0020*/ STL [R1+0x4], R4 ;\n"
+    head = "        /*0000*/ LDC R1, c[0x0][0x28] ;\n        /*0010*/ VIADD R1, R1, 0xffffff80 ;\n"
+    head += "        /*0020*/ STL [R1+0x4], R4 ;\n"
     assert undefined(head + "        /*0030*/ EXIT ;") == []
     lost = head + "        /*0030*/ IADD3.X R6, R1, -0x7fffffe0, RZ, P2, !PT ;\n        /*0040*/ EXIT ;"
     assert undefined(lost) == ["IADD3.X R6, R1, -0x7fffffe0, RZ, P2, !PT (R1)"]
