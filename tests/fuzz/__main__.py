@@ -41,7 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--inline",
         metavar="I/N",
-        help="run in this process, for compute-sanitizer or a debugger: one problem of each variant, every N-th from the I-th on",
+        help="one problem of each variant (every N-th from the I-th on), in this process: for compute-sanitizer",
     )
     parser.add_argument("--list-features", action="store_true", help="count features of the problems without running any")
     parser.add_argument("--list-variants", action="store_true", help="print the jobs of the run and end")
