@@ -34,6 +34,8 @@ def check_cache(
             f"{k_name} and {v_name} must agree in all but the last dimension, got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     check_int32("lengths", lengths, 1, k)
+    if lengths.shape[0] > 1 and lengths.stride(0) != 1:
+        raise ValueError(f"lengths must be contiguous, got strides {lengths.stride()}; append() advances them where they are")
     check_int32("block_table", block_table, 2, k)
     if block_table is None:
         if lengths.shape[0] != k.shape[0]:

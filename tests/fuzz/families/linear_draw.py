@@ -115,7 +115,8 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
     if backend == "hopper":
         return _walks(d)
     served = backend == "triton"
-    dtype = d.pick(("float16", "bfloat16", "float32"), (3, 4, 3))
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    dtype = d.pick(("float16", "bfloat16", "float32"), (3, 0.2 if interpreted else 4, 3))
     if not served and d.chance(0.07):
         dtype = "float64"
     limits = size(backend)
@@ -263,6 +264,7 @@ def _with_views(d: Draw, p: LinearProblem, w: LinearVariant) -> LinearProblem:
             if off and view.offset == 4:
                 view = replace(view, offset=5)  # four elements of fp32 are 16 bytes
         found[name] = view
-    if p.visible_nan and found[f"{p.visible_nan}_view"].aliased:
-        found[f"{p.visible_nan}_view"] = View()
+    own = f"{p.visible_nan}_view"
+    if p.visible_nan and found[own].aliased:
+        found[own] = View(offset=found[own].offset)  # the NaN is to be one
     return replace(p, **found)
