@@ -20,15 +20,6 @@ from warploom.runtime.module_worker import Worker
 class Built:
     """Of each name its configuration, what its build reports, and the file of its GPU code.
 
-<<<<<<< HEAD
-def built(configs: Mapping[str, Any], arch: str, folder: Path) -> Built:
-    """Of each name its configuration, what its build reports, and the file of its GPU code in an empty ``folder``."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARPLOOM_CACHE", str(folder))
-        patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
-        with Worker(arch) as worker:
-            return {name: (c, worker.build(c.spec), folder / f"{c.name}.cubin") for name, c in configs.items()}
-=======
     A module is compiled when a test first asks for it, and once in a run, whichever of the run's processes needs it.
     """
 
@@ -37,7 +28,7 @@ def built(configs: Mapping[str, Any], arch: str, folder: Path) -> Built:
         if "PYTEST_XDIST_WORKER" in os.environ:
             shared = shared.parent  # each process has a folder of its own in the run's
         self.configs, self.arch, self.folder = configs, arch, shared / f"modules-{arch}"
-        (self.folder / "modules").mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a cache, whatever the umask
         self.worker: Worker | None = None
 
     def __getitem__(self, name: str) -> tuple[Any, dict[str, int], Path]:
@@ -64,7 +55,6 @@ def built(configs: Mapping[str, Any], arch: str, folder: Path) -> Built:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self.worker is not None:
             self.worker.close()
->>>>>>> clock
 
 
 def machine_code(cubin: Path) -> str:

@@ -381,6 +381,17 @@ def test_a_cache_of_another_user_was_run(shared: Path) -> None:
 
 
 @root_only
+def test_doctor_of_a_user_who_reaches_nothing(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(SPEC)
+    assert main(["doctor"]) == 0  # which also imports what it needs, of which that user may read nothing
+    (shared / "cache").chmod(0o700)
+    assert as_user(NOBODY, lambda: main(["doctor"])) == 0
+    monkeypatch.delenv("WARPLOOM_CACHE")
+    monkeypatch.setenv("HOME", "/nonexistent")
+    assert as_user(NOBODY, lambda: main(["doctor"])) == 0
+
+
+@root_only
 def test_a_user_without_a_home_is_told(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WARPLOOM_CACHE")
     monkeypatch.setenv("HOME", "/nonexistent")

@@ -341,12 +341,12 @@ def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path, gate: Pat
     assert not list(modules.cache_folder().glob(".scratch-*")), "what the first left is still there"
 
 
-def test_a_builder_killed_alone_leaves_a_worker_that_ends_its_work(cache: Path) -> None:
-    process = builder()
-    deadline = time.monotonic() + 60
-    while not (cache / "log").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+def test_a_builder_killed_alone_leaves_a_worker_that_ends_its_work(cache: Path, gate: Path) -> None:
+    process = builder(gate)
+    wait_until_it("builds", process)
     process.kill()
+    process.wait()
+    gate.open("w").close()
     process.communicate()  # until the worker has closed its stderr too
     assert modules.refusal(SPEC) is None
     assert not list(modules.cache_folder().glob(".scratch-*"))

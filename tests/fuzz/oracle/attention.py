@@ -196,8 +196,11 @@ def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, 
 
 def farthest(exact: Tensor, models: list[Tensor]) -> Tensor:
     """Element by element the model's result with the largest error."""
-    errors = torch.stack([(m.double() - exact).nan_to_num() for m in models])
-    return exact + errors.gather(0, errors.abs().argmax(0, keepdim=True))[0]
+    worst = torch.zeros_like(exact)
+    for model in models:
+        error = model.double() - exact
+        worst = torch.where(error.abs() > worst.abs(), error, worst)  # a NaN, of two infinities, is not taken
+    return exact + worst
 
 
 def dsink_model(exact: dict[str, Tensor], low: dict[str, Tensor]) -> Tensor:
