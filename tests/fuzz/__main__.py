@@ -93,7 +93,7 @@ def summary(tally: Tally) -> str:
 def _list_features(run: Options, problems: int) -> int:
     from tests.fuzz.coverage import Coverage
 
-    coverage = Coverage()
+    coverage = Coverage(run.device)
     for number in range(problems):
         job, problem = plan.problem(run, number)
         coverage.add(job.family, sorted(families.load(job.family).features(problem)))

@@ -28,6 +28,7 @@ def is_detail(feature: str) -> bool:
 class Coverage:
     """Counts by family."""
 
+    device: str = "cpu"
     problems: Counter[str] = field(default_factory=Counter)
     features: dict[str, Counter[str]] = field(default_factory=dict)
     pairs: dict[str, Counter[tuple[str, str]]] = field(default_factory=dict)
@@ -50,7 +51,9 @@ class Coverage:
         """Sets of features of which no problem has two, with the reason."""
         from tests.fuzz import families
 
-        return list(getattr(families.load(family), "EXCLUSIVE", []))
+        module = families.load(family)
+        there = list(getattr(module, "EXCLUSIVE", []))
+        return there + list(getattr(module, "EXCLUSIVE_ON_GPU", [])) if self.device == "cuda" else there
 
     def scarce(self) -> dict[str, list[str]]:
         """Possible pairs of each family that fewer than PAIR problems had."""

@@ -49,7 +49,7 @@ class Family(Protocol):
     BACKENDS: tuple[str, ...]  # in the order of dispatch, those that can serve the family
 
     def variants(self, d: Draw, backend: str, count: int) -> list[Any]:
-        """Up to `count` variants: each is all that a compiled GPU kernel depends on."""
+        """`count` drawn variants, frozen dataclasses: each is all that a compiled GPU kernel depends on."""
 
     def draw(self, d: Draw, variant: Any, backend: str) -> Any:
         """A problem; of the variant, or of any where that is None."""

@@ -54,6 +54,9 @@ class Tally:
     failures: dict[int, Failure] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.coverage.device = self.options.device
+
     @property
     def done(self) -> int:
         return sum(self.statuses.values())
@@ -331,13 +334,17 @@ def replay(failure: Failure, options: Options) -> dict[str, Any]:
 
 
 def _units(options: Options, numbers: list[int], workers: int) -> list[list[int]]:
-    """Numbers by job: those that compile whole and first, others in portions that keep all workers busy."""
+    """Numbers by variant: those that compile whole and first, others in portions that keep all workers busy."""
     every = plan.jobs(options)
-    by_job: dict[int, list[int]] = {}
+    slow_by: dict[Any, list[int]] = {}
+    quick_by: dict[int, list[int]] = {}
     for n in numbers:
-        by_job.setdefault(n % len(every), []).append(n)
-    slow = [group for job, group in by_job.items() if every[job].compiles]
-    quick = [group for job, group in by_job.items() if not every[job].compiles]
+        job = every[n % len(every)]
+        if job.compiles:
+            slow_by.setdefault((job.family, job.backend, job.index), []).append(n)
+        else:
+            quick_by.setdefault(n % len(every), []).append(n)
+    slow, quick = list(slow_by.values()), list(quick_by.values())
     size = max(1, min(200, sum(map(len, quick)) // (4 * workers) or 1))
     portions = [group[at : at + size] for group in quick for at in range(0, len(group), size)]
     portions.sort(key=lambda group: group[0])

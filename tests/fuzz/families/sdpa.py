@@ -83,9 +83,10 @@ def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     def make() -> Variant:
         drawn = shared.draw_variant(d, backend)
         keys = d.chance(0.4)
-        return Variant(drawn.dtype, drawn.head_dim, drawn.head_dim_v, vectors=("lts",) if keys else (), unit=8, unaligned=())
+        dims = drawn.head_dim, drawn.head_dim_v
+        return Variant(drawn.dtype, *dims, vectors=("lts",) if keys else (), unit=8, unaligned=(), layout="sdpa")
 
-    return shared.choose_variants(d, count, make)
+    return [make() for _ in range(count)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
@@ -93,7 +94,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
     v = variant or shared.draw_variant(d, backend)
     while True:
         heads_q, heads_kv = d.heads()
-        lead = d.pick(((), (1,), (2,), (3,), (0,), (2, 2), (1, 3)), (3, 6, 8, 4, 1, 3, 1))
+        lead = d.pick(((), (1,), (2,), (3,), (0,), (2, 2), (1, 3)), (4, 6, 8, 4, 1, 4, 2))
         seqlen_q, seqlen_k = d.lengths(700 if device == "cuda" else 300)
         found = Sdpa(
             seed=d.seed(),
@@ -108,7 +109,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
             style=d.pick(shared.STYLES, (6, 2, 1, 1, 1)),
             hostile=d.hostile(),
             scale=shared.draw_scale(d, v.descending if variant is not None else None),
-            backward=d.chance(0.9),
+            backward=d.chance(0.8),
         )
         if shared.cells_fit(found.batch * heads_q * seqlen_q * seqlen_k, device, backend):
             break

@@ -37,6 +37,8 @@ EXCLUSIVE = [
     ({"paged", "mask"}, _NO_COLUMNS),
     ({"paged", "mask_per_head"}, _NO_COLUMNS),
 ]
+# Besides, on a GPU.
+EXCLUSIVE_ON_GPU = [({"paged", "lse_gradient"}, "pages have no gradients there")]
 
 
 @spec
@@ -121,7 +123,7 @@ class Varlen:
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     layouts = ("varlen", "varlen", "varlen", "paged") if backend != "hopper" else ("varlen",)
-    return shared.choose_variants(d, count, lambda: shared.draw_variant(d, backend, layouts))
+    return [shared.draw_variant(d, backend, layouts) for _ in range(count)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:

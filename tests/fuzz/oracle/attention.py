@@ -143,7 +143,8 @@ def attend(
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(level, float("-inf"))
         top = torch.where(top.isinf(), 0.0, top) + shift
         bulk = torch.exp(scores - top)
-        out = low((low(bulk if keep is None else bulk * keep) @ vs) * torch.exp(top - level))
+        out = (low(bulk if keep is None else bulk * keep) @ vs) * torch.exp(top - level)
+        out = low(_jittered(out, rounded, shift) if shift else out)
     if rounded is None:
         # A NaN among the values stays one wherever it is seen, and nowhere else.
         out = torch.where((seen.to(vs.dtype) @ lost.to(vs.dtype)) > 0, float("nan"), out)
@@ -174,6 +175,12 @@ def attend(
         found["terms"] = torch.where(lse[..., 0] == float("-inf"), 0.0, terms)
         found["dsink"] = found["terms"].sum((0, 2))
     return found
+
+
+def _jittered(t: Tensor, dtype: torch.dtype, turn: float) -> Tensor:
+    """Off by up to half an ulp of the dtype, as P's rounding leaves it: the next rounding goes either way."""
+    noise = torch.frac(torch.sin(torch.arange(t.numel(), device=t.device, dtype=torch.float64) * 12.9898 + turn) * 43758.5453)
+    return t * (1 + torch.finfo(dtype).eps / 2 * noise.view(t.shape).to(t.dtype))
 
 
 def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, turn: int, **options: Any) -> dict[str, Tensor]:
