@@ -118,7 +118,7 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     off = tuple(d.chance(0.6) for _ in range(3)) if layout == "off" else (False, False, False)
     if layout == "off" and not any(off):
         off = (True, False, True)
-    parts = d.pick((1, 2, 3), (100, 0, 0) if interpreted else (80, 19, 1) if served else (92, 8, 0))
+    parts = d.pick((1, 2, 3), (100, 0, 0) if interpreted else (80, 19, 1) if served else (89, 11, 0))
     if parts == 3:
         heads_kv, heads_q, dims, queries = 16, 16, [16, 16], min(queries, 2)
     crowd = served and parts == 2 and d.chance(0.15)
@@ -184,7 +184,7 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         sink_step=d.pick((1, 2), (4, 1)) if w.sink else 1,
         spread=d.pick((1.0, 3.0, 20.0), (8, 2, 1)),
         hostile=d.hostile(),
-        visible_nan=d.pick(("", "k", "v"), (14, 1, 1)),
+        visible_nan=d.pick(("", "k", "v"), (11, 1, 1)),
         appended=appended,
         slots=w.slots,
         dropped=bool(w.slots) and d.chance(0.5),
@@ -246,7 +246,7 @@ def _with_views(d: Draw, p: DecodeProblem, w: DecodeVariant) -> DecodeProblem:
     found: dict[str, Any] = {}
     for (name, shape), off in zip(shapes.items(), w.off, strict=True):
         cache = name != "q_view"
-        found[name] = _view(d, shape, w.layout, off, cache, p.appended is not None)
+        found[name] = _view(d, shape, w.layout, off, cache, cache and p.appended is not None)
     own = f"{p.visible_nan}_view"
     if p.visible_nan and found[own].aliased:
         found[own] = View(offset=found[own].offset)  # the NaN is to be one
