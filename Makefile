@@ -13,7 +13,7 @@ demo-env:
 	@$(PYTHON) tools/environment.py $(VENV) demo
 endif
 
-.PHONY: help test demo lint docs wheel gpu-test fuzz fuzz-gpu clean dev demo-env
+.PHONY: help test demo lint docs wheel gpu-test sanitize fuzz fuzz-gpu clean dev demo-env
 
 help:
 	@echo "make test      lint, types, tests and docs, as CI runs them"
@@ -22,6 +22,7 @@ help:
 	@echo "make docs      build the documentation into site/"
 	@echo "make wheel     build the wheel and the source archive into dist/"
 	@echo "make gpu-test  the tests that need a CUDA device"
+	@echo "make sanitize  compute-sanitizer over each compiled Triton kernel, on a CUDA device"
 	@echo "make fuzz      random problems against an oracle, on this CPU, up to ten minutes (ARGS='--seed 7')"
 	@echo "make fuzz-gpu  the same on a CUDA device"
 	@echo "make clean     remove what the other targets made, .venv included"
@@ -43,6 +44,9 @@ wheel: dev
 
 gpu-test: dev
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+sanitize: dev
+	@$(PY) -m tests.gpu.sanitize $(ARGS)
 
 fuzz: dev
 	@$(PY) -m tests.fuzz $(ARGS)

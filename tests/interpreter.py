@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,8 +24,13 @@ def run_interpreted(*paths: Path) -> str:
 def patch_numpy_scalars() -> None:
     """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses.
 
-    And let a loop's variable, a plain int there, be divided by a constexpr with remainder, as a compiled one can be.
+    And let a loop's variable, a plain int there, be divided by a constexpr with remainder, as a compiled one can be. And spare
+    two fifths of the time: look for what is to be replaced once, not at every call of a device function, and leave out the
+    overflow checks that the interpreter computes and, as it is not told to debug, throws away.
     """
+    from dataclasses import replace
+    from functools import cache
+
     from triton import language
     from triton.runtime import interpreter
 
@@ -36,3 +43,18 @@ def patch_numpy_scalars() -> None:
         tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
 
     interpreter._patch_lang_tensor = patched
+
+    @cache
+    def builtins(package: Any) -> list[tuple[str, Any]]:
+        return [(name, each) for name, each in inspect.getmembers(package) if language.core.is_builtin(each)]
+
+    def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
+        for name, builtin in builtins(package):
+            if getattr(package, name) is builtin:  # else replaced already, by the kernel that calls the function
+                interpreter._patch_attr(package, name, builtin, builder, *scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)

@@ -21,13 +21,14 @@ WAITS = {"join", "wait", "communicate", "timeout"}
 DURATIONS = {"seconds", "ms", "elapsed", "duration", "duration_ms", "wall", "wall_s"}
 ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 HOUR = 3600
+# Commands with a budget of seconds, which end what hangs; only their tests are meant.
+COMMANDS = {ROOT / "tests" / name for name in ("fuzz", "gpu/sanitize", "integrations/sweep")}
 
 
 def collected() -> list[Path]:
     """What pytest collects, and the configuration and the helpers beside it; commands of their own are no tests."""
     files = sorted(set((ROOT / "tests").rglob("*.py")) - {Path(__file__)})  # whose samples look at clocks
-    fuzzer = ROOT / "tests" / "fuzz"  # a command with a budget of seconds and a watchdog, whose tests alone are meant
-    return [f for f in files if fuzzer not in f.parents or f.name.startswith(("test_", "conftest"))]
+    return [f for f in files if not COMMANDS & set(f.parents) or f.name.startswith(("test_", "conftest"))]
 
 
 def clocks(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -78,6 +78,7 @@ def main(words: list[str] | None = None) -> int:
         folder=Path(options.failures),
         json_path=Path(options.json) if options.json else None,
     ).run()
+    print(tally.coverage.table())
     print(summary(tally))
     return int(bool(tally.failures) or tally.done == 0)
 
@@ -96,10 +97,7 @@ def _list_features(run: Options, problems: int) -> int:
     for number in range(problems):
         job, problem = plan.problem(run, number)
         coverage.add(job.family, sorted(families.load(job.family).features(problem)))
-    for family, count in coverage.problems.items():
-        print(f"{family}: {count} problems")
-        for feature, n in coverage.features[family].most_common():
-            print(f"    {n / count:6.1%}  {feature}")
+    print(coverage.table())
     return 0
 
 

@@ -21,6 +21,8 @@ from tests.fuzz.plan import Options
 ROOT = Path(__file__).parents[2]
 # Seconds without a word after which a worker counts as hung: compiling a variant's kernels takes up to a minute.
 PATIENCE = {"cpu": 120.0, "cuda": 200.0}
+# Seconds past the run's end that a problem in hand is given.
+GRACE = 30.0
 
 
 @dataclass
@@ -99,10 +101,13 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """Of the tree; '+' marks changes that are not committed."""
+    """Of the tree; '+' marks changes that are not committed. Where there is no git, FUZZ_COMMIT says it."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     head = git("rev-parse", "--short", "HEAD") or os.environ.get("FUZZ_COMMIT", "unknown")
@@ -275,6 +280,10 @@ class Run:
         self._report(self.tally.failures[number])
 
     def _watch(self) -> None:
+        if time.time() > self.until + GRACE:
+            for worker in self.alive:
+                worker.end()
+            self.alive.clear()
         limit = PATIENCE[self.options.device]
         for worker in list(self.alive):
             if worker.numbers and time.monotonic() - worker.last > limit + (self.shrink_seconds if worker.shrinking else 0):

@@ -52,7 +52,8 @@ def adversarial(rng, q, k, beyond=2):
         causal=rng.random() < 0.3,
     )
     if rng.random() < 0.4:
-        mask = mask & SlidingWindow(rng.choice([None, rng.randint(-4, k)]), rng.choice([None, rng.randint(-4, k)]))
+        left, right = rng.choice([None, rng.randint(-4, k)]), rng.choice([None, rng.randint(-4, k)])
+        mask = mask & SlidingWindow(left, right if (left, right) != (-1, -1) else -2)  # which is refused
     return mask
 
 

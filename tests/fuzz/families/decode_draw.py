@@ -106,7 +106,10 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         dims[1] = dims[0]
     if not served and d.chance(0.1):
         dims = [d.integer(1, 70), d.integer(1, 70)]
-    heads_q, heads_kv = d.heads(14 if d.chance(0.3) else 8)
+    if interpreted:
+        # A program takes milliseconds there, whatever it computes, and each key head has its own.
+        dims = [d.any_of({n: w for n, w in DIMS.items() if n <= 72}) for _ in range(2)]
+    heads_q, heads_kv = d.heads(4 if interpreted else 14 if d.chance(0.3) else 8)
     queries = d.pick((1, 2, 3, 4, 5, 7, 8, 13, 16), (9, 2, 2, 2, 1, 1, 1, 1, 2))
     paging = d.pick(PAGINGS, (5, 1, 2, 3))
     append = d.chance(0.25)
@@ -115,10 +118,10 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     off = tuple(d.chance(0.6) for _ in range(3)) if layout == "off" else (False, False, False)
     if layout == "off" and not any(off):
         off = (True, False, True)
-    parts = d.pick((1, 2, 3), (92, 8, 0) if interpreted or not served else (80, 19, 1))
+    parts = d.pick((1, 2, 3), (100, 0, 0) if interpreted else (80, 19, 1) if served else (92, 8, 0))
     if parts == 3:
         heads_kv, heads_q, dims, queries = 16, 16, [16, 16], min(queries, 2)
-    crowd = served and not interpreted and parts == 2 and d.chance(0.15)
+    crowd = served and parts == 2 and d.chance(0.15)
     if crowd:
         dims, append = [16, 24], False
     return DecodeVariant(

@@ -1,0 +1,93 @@
+"""Problems picked by hand: what variants of the fuzzer do not name, and the schedules of the Hopper kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+import warploom
+from tests.attention.cases import case, masked
+from tests.attention.harness import results
+from tests.attention.packed import PACKED, Packed
+from tests.decode.cases import case as decode_case
+from tests.decode.harness import run
+
+DENSE = [
+    "causal, queries that see nothing",
+    "head_dim 128",
+    "group of 7",
+    "softcap, sink and lse",
+    "dropout",
+    "strided",
+    "head_dim 72",
+]
+MASKED = ["Document", "GlobalWindow", "Padding anywhere"]
+VARLEN = ["empty sequences", "used keys", "four vectors", "pages of 16"]
+DECODE = ["one query", "group of 7, 5 queries, batch 3", "pages of 16", "empty sequences"]
+# Of the Hopper forward: no mask in turns and pieces merged; several heads a tile, split; whole rounds before split tiles.
+# Queries, keys, heads and their groups' number, head_dim, causal.
+HOPPER = [(400, 3000, 2, 1, 64, False), (5, 3000, 8, 2, 128, True), (1100, 3000, 17, 17, 128, False)]
+# Of linear attention past head_dim 128 on Hopper: batch, tokens, heads, E, M. Clusters and none, several waves, ragged ends.
+LINEAR = [(2, 200, 3, 256, 256), (1, 129, 2, 136, 192), (4, 100, 40, 256, 200)]
+MAPS = (("identity", False), ("identity", True), ("elu+1", True))
+# What the others refuse.
+TRITON_ONLY = ("dropout", "four vectors", "pages of 16")
+HALF = torch.bfloat16
+
+Problem = Callable[[torch.device], list[torch.Tensor]]
+
+
+def problems(backend: str) -> dict[str, Problem]:
+    """By name, functions that run one on a device and return its results."""
+    found: dict[str, Problem] = {}
+    triton = backend == "triton"
+    for name in DENSE:
+        if triton or name not in TRITON_ONLY:
+            found[f"dense, {name}"] = lambda device, name=name: list(
+                results(case(name, 1, dtype=HALF, device=str(device)), backend).values()
+            )
+    for name in VARLEN if backend != "ampere" else []:
+        if triton or name not in TRITON_ONLY:
+            found[f"varlen, {name}"] = lambda device, name=name: list(
+                Packed(seed=1, dtype=HALF, device=str(device), **PACKED[name]).results(backend).values()
+            )
+    if triton:
+        for name in MASKED:
+            found[f"mask, {name}"] = lambda device, name=name: list(
+                results(masked(name, 1, str(device), dtype=HALF), backend).values()
+            )
+        for name in DECODE:
+            found[f"decode, {name}"] = lambda device, name=name: list(
+                run(replace(decode_case(name, 1), dtype=HALF, device=str(device)), backend)
+            )
+    if backend == "hopper":
+        for shape in HOPPER:
+            found[f"hopper, {shape[0]} × {shape[1]}"] = lambda device, shape=shape: _forward(device, *shape)
+        for shape in LINEAR:
+            for map_name, normalize in MAPS:
+                name = f"linear, {shape[3]} × {shape[4]}, {map_name}{', normalized' * normalize}"
+                found[name] = lambda device, of=(*shape, map_name, normalize): _linear(device, *of)
+    return found
+
+
+def _forward(
+    device: torch.device, queries: int, keys: int, heads: int, heads_kv: int, dim: int, causal: bool
+) -> list[torch.Tensor]:
+    shapes = (1, queries, heads, dim), (1, keys, heads_kv, dim), (1, keys, heads_kv, dim)
+    q, k, v = (torch.randn(shape, device=device, dtype=HALF) for shape in shapes)
+    return list(warploom.attention(q, k, v, causal=causal, return_lse=True, backend="hopper"))
+
+
+def _linear(
+    device: torch.device, batch: int, tokens: int, heads: int, e: int, m: int, map_name: str, normalize: bool
+) -> list[torch.Tensor]:
+    """The Hopper walks and the passes over rows around them, forward and backward; none of Triton's kernels beside them."""
+    from warploom.linear import hopper
+    from warploom.linear.problem import LinearCall
+
+    q, k, v, dout = (torch.rand(batch, tokens, heads, dim, device=device, dtype=HALF) for dim in (e, e, m, m))
+    call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
+    out, norm, *_ = hopper.forward(call, False)
+    return [out, *hopper.backward(call, dout, norm, None, None)[:3]]
