@@ -62,9 +62,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
         raise ValueError("--device cuda: torch sees no CUDA device here, and a plan holds for the machine it is made on")
 
     def tensor(seqlen: int, heads: int, dim: int) -> torch.Tensor:
-        # One row seen everywhere by strides of 0: the shape of the call without its memory.
-        row = torch.zeros(dim, dtype=DTYPES[options.dtype], device=device, requires_grad=options.backward)
-        return row.expand(options.batch, seqlen, heads, dim)
+        # Rows that overlap: the shape of the call without its memory. Strides of 8 elements are as good to every kernel as
+        # those of a contiguous tensor, which strides of 0 are not.
+        shape = (options.batch, seqlen, heads, dim)
+        needed = sum(8 * max(0, length - 1) for length in shape[:3]) + dim
+        row = torch.zeros(needed, dtype=DTYPES[options.dtype], device=device, requires_grad=options.backward)
+        return row.as_strided(shape, (8, 8, 8, 1))
 
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     seqlen_k = options.seqlen if options.seqlen_k is None else options.seqlen_k
