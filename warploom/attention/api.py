@@ -66,7 +66,13 @@ def attention(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     key = None
-    if mask is None and _no_dropout(dropout_p, dropout_seed) and not torch.compiler.is_compiling():
+    if (  # what is not of the plainest type is for the checks
+        mask is None
+        and (type(dropout_p) is float or type(dropout_p) is int)
+        and not dropout_p
+        and dropout_seed is None
+        and not torch.compiler.is_compiling()
+    ):
         key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend, return_lse)
         if launch is not None:
             out, lse = launch(q, k, v, sink)
@@ -137,7 +143,9 @@ def attention_varlen(
     if (
         mask is None
         and block_table is None
-        and _no_dropout(dropout_p, dropout_seed)
+        and (type(dropout_p) is float or type(dropout_p) is int)
+        and not dropout_p
+        and dropout_seed is None
         and not torch.compiler.is_compiling()
         and not checked()
     ):
@@ -280,12 +288,6 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
 
 
 _NUMBERS = (float, int, type(None))
-_FLAGS = (bool, type(None))
-
-
-def _no_dropout(dropout_p: Any, dropout_seed: Any) -> bool:
-    """Whether there is none, said so in the plainest way: anything else is for the checks."""
-    return (type(dropout_p) is float or type(dropout_p) is int) and not dropout_p and dropout_seed is None
 
 
 def _bound(
@@ -316,9 +318,9 @@ def _bound(
             or torch._C._is_any_autocast_enabled()
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
-            or type(causal) is not bool
-            or type(return_lse) is not bool
-            or type(deterministic) not in _FLAGS
+            or not (causal is False or causal is True)
+            or not (return_lse is False or return_lse is True)
+            or not (deterministic is None or deterministic is False or deterministic is True)
         ):
             return None, None
         key: tuple[Any, ...] = (
