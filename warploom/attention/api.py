@@ -376,6 +376,7 @@ def _why_torch(query: Tensor, attn_mask: Tensor | Mask | None) -> str | None:
 
 def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> None:
     """The tensors of a drop-in call, whoever takes it: names and shapes as the caller has them."""
+    arguments.with_values("query", arguments.strided("query", query))
     for name, t in (("query", query), ("key", key), ("value", value)):
         if arguments.strided(name, t).ndim < 3 or t.ndim != query.ndim:
             raise ValueError(
@@ -390,7 +391,6 @@ def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: boo
             raise ValueError(f"{name} is on {t.device} but query is on {query.device}; move them to one device")
         if t.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{name} and query must agree before the heads, got {tuple(t.shape)} and {tuple(query.shape)}")
-    arguments.with_values("query", query)
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
             f"key and value must agree in all but the last dimension, got {tuple(key.shape)}, {tuple(value.shape)}"
