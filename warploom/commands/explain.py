@@ -10,6 +10,8 @@ import torch
 import warploom
 from warploom.attention.plan import Plan
 from warploom.commands.mask_argument import builders, parse_mask
+from warploom.commands.numbers import whole
+from warploom.masks.base import LONGEST
 
 EXAMPLES = """examples:
   warploom explain --seqlen 4096 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal
@@ -22,13 +24,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = parser.add_argument_group("shapes")
-    shapes.add_argument("--batch", type=_size, default=1, metavar="B", help="default: 1")
-    shapes.add_argument("--seqlen", type=_size, required=True, metavar="S", help="queries")
-    shapes.add_argument("--seqlen-k", type=_size, metavar="S", help="keys; default: --seqlen")
-    shapes.add_argument("--heads", type=_size, required=True, metavar="H", help="query heads")
-    shapes.add_argument("--kv-heads", type=_size, metavar="H", help="key and value heads; default: --heads")
-    shapes.add_argument("--head-dim", type=_size, default=64, metavar="D", help="default: 64")
-    shapes.add_argument("--head-dim-v", type=_size, metavar="D", help="of the values; default: --head-dim")
+    shapes.add_argument("--batch", type=whole(), default=1, metavar="B", help="default: 1")
+    shapes.add_argument("--seqlen", type=whole(most=LONGEST), required=True, metavar="S", help="queries")
+    shapes.add_argument("--seqlen-k", type=whole(most=LONGEST), metavar="S", help="keys; default: --seqlen")
+    shapes.add_argument("--heads", type=whole(), required=True, metavar="H", help="query heads")
+    shapes.add_argument("--kv-heads", type=whole(), metavar="H", help="key and value heads; default: --heads")
+    shapes.add_argument("--head-dim", type=whole(), default=64, metavar="D", help="default: 64")
+    shapes.add_argument("--head-dim-v", type=whole(), metavar="D", help="of the values; default: --head-dim")
     shapes.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     shapes.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     features = parser.add_argument_group("what the call asks for")
@@ -86,12 +88,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
         deterministic=options.deterministic or None,
         backend=options.backend,
     )
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"takes a whole number from 0, got {text!r}")
-    return int(text)
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
