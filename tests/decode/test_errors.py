@@ -81,6 +81,7 @@ def tensors(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
         ({"k": torch.zeros(2, 32, 2, 16).int()}, TypeError, "k has dtype torch.int32"),
         ({"k": torch.zeros(2, 32, 16, 2).transpose(2, 3)}, ValueError, "contiguous in its last dimension"),
         ({"lengths": torch.zeros(2)}, TypeError, "lengths must be an int32 tensor"),
+        ({"lengths": torch.zeros(4, dtype=torch.int32)[::2]}, ValueError, r"lengths must be contiguous, got strides \(2,\)"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, "lengths has 3 entries but k has batch 2"),
     ],
 )

@@ -34,6 +34,8 @@ def check_cache(
         )
     if lengths is None or (block_table is None and paged):
         raise TypeError(f"{'lengths' if lengths is None else 'block_table'} must be an int32 tensor, got None")
+    if isinstance(lengths, Tensor) and lengths.dtype == torch.int32 and lengths.ndim == 1 and not lengths.is_contiguous():
+        raise ValueError(f"lengths must be contiguous, got strides {lengths.stride()}; append() advances them where they are")
     lengths = arguments.int32("lengths", lengths, 1, k, k_name)
     block_table = arguments.int32("block_table", block_table, 2, k, k_name)
     if block_table is None:

@@ -50,7 +50,6 @@ def linear_call(
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s, z = checked_state(state, (sequences, k.shape[2], q.shape[3], v.shape[3]), q)
     q, k, v = (last_contiguous(t) for t in (q, k, v))
-    lengths, cu_seqlens = (None if t is None else t.contiguous() for t in (lengths, cu_seqlens))
     return LinearCall(q, k, v, names[0], names[1], causal, normalize, eps, scale, s, z, lengths, cu_seqlens)
 
 

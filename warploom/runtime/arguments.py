@@ -194,7 +194,7 @@ def with_values(name: str, value: Tensor) -> Tensor:
 
 
 def int32(name: str, value: Any, ndim: int, like: Tensor, owner: str = "q") -> Any:
-    """An index tensor as int32, from any integer dtype; None passes.
+    """An index tensor as int32, from any integer dtype, a vector contiguous, as kernels read it; None passes.
 
     Values past int32 are an error where they may be read, and saturate elsewhere.
 
@@ -212,7 +212,7 @@ def int32(name: str, value: Any, ndim: int, like: Tensor, owner: str = "q") -> A
     if value.device != like.device:
         raise ValueError(f"{name} is on {value.device} but {owner} is on {like.device}")
     if value.dtype == torch.int32:
-        return value
+        return value.contiguous() if ndim == 1 else value
     check_fits(name, value)
     return saturated(value)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.families.decode_draw import DecodeProblem, DecodeVariant, draw_problem, draw_variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.decode import MUTANTS as ORACLES
 from tests.fuzz.oracle.decode import Attended, Decode
 from tests.fuzz.problem import DTYPES, Expected
@@ -28,8 +29,8 @@ EXCLUSIVE: list[tuple[set[str], str]] = []
 
 
 def variants(d: Draw, backend: str, count: int) -> list[DecodeVariant]:
-    """Drawn freely: each is two or three binaries."""
-    return [draw_variant(d, backend) for _ in range(count)]
+    """Each is two or three binaries."""
+    return spread(lambda: draw_variant(d, backend), count)
 
 
 def draw(d: Draw, variant: DecodeVariant | None, backend: str) -> DecodeProblem:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.families.linear_draw import LinearProblem, LinearVariant, draw_problem, draw_variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.linear import MUTANTS as ORACLES
 from tests.fuzz.oracle.linear import Given, Linear, Options
 from tests.fuzz.problem import DTYPES, Expected
@@ -46,8 +47,8 @@ EXCLUSIVE = [
 
 
 def variants(d: Draw, backend: str, count: int) -> list[LinearVariant]:
-    """Drawn freely: each is three to eight binaries."""
-    return [draw_variant(d, backend) for _ in range(count)]
+    """Each is three to eight binaries."""
+    return spread(lambda: draw_variant(d, backend), count)
 
 
 def draw(d: Draw, variant: LinearVariant | None, backend: str) -> LinearProblem:
