@@ -152,13 +152,16 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError: a projection is missing or has another shape, naming it.
         """
+        if not isinstance(weights, Mapping) or not all(isinstance(key, str) for key in weights):
+            raise TypeError(f"weights must be a state dict, names to tensors, got {type(weights).__name__}")
+        arguments.text("prefix", prefix, optional=False)
         own = {name: t for name, t in self.state_dict().items() if name.partition(".")[0] in _PROJECTIONS}
         for name, t in own.items():
             if prefix + name not in weights:
                 near = [key for key in weights if key.endswith("query_projection.weight")]
                 hint = f"; it has layers at {[key.removesuffix('query_projection.weight') for key in near]}" if near else ""
                 raise ValueError(f"the state dict has no {prefix + name!r}{hint}")
-            if weights[prefix + name].shape != t.shape:
+            if arguments.strided(f"weights[{prefix + name!r}]", weights[prefix + name]).shape != t.shape:
                 raise ValueError(
                     f"{prefix + name} has shape {tuple(weights[prefix + name].shape)}, this layer {tuple(t.shape)}: "
                     "heads, kv_heads, head_dim and head_dim_v must be the layer's"

@@ -66,7 +66,13 @@ def attention(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     key = None
-    if mask is None and _no_dropout(dropout_p, dropout_seed) and not torch.compiler.is_compiling():
+    if (  # what is not of the plainest type is for the checks
+        mask is None
+        and (type(dropout_p) is float or type(dropout_p) is int)
+        and not dropout_p
+        and dropout_seed is None
+        and not torch.compiler.is_compiling()
+    ):
         key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend, return_lse)
         if launch is not None:
             out, lse = launch(q, k, v, sink)
@@ -137,7 +143,9 @@ def attention_varlen(
     if (
         mask is None
         and block_table is None
-        and _no_dropout(dropout_p, dropout_seed)
+        and (type(dropout_p) is float or type(dropout_p) is int)
+        and not dropout_p
+        and dropout_seed is None
         and not torch.compiler.is_compiling()
         and not checked()
     ):
@@ -280,12 +288,6 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
 
 
 _NUMBERS = (float, int, type(None))
-_FLAGS = (bool, type(None))
-
-
-def _no_dropout(dropout_p: Any, dropout_seed: Any) -> bool:
-    """Whether there is none, said so in the plainest way: anything else is for the checks."""
-    return (type(dropout_p) is float or type(dropout_p) is int) and not dropout_p and dropout_seed is None
 
 
 def _bound(
@@ -316,9 +318,9 @@ def _bound(
             or torch._C._is_any_autocast_enabled()
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
-            or type(causal) is not bool
-            or type(return_lse) is not bool
-            or type(deterministic) not in _FLAGS
+            or not (causal is False or causal is True)
+            or not (return_lse is False or return_lse is True)
+            or not (deterministic is None or deterministic is False or deterministic is True)
         ):
             return None, None
         key: tuple[Any, ...] = (
@@ -374,6 +376,7 @@ def _why_torch(query: Tensor, attn_mask: Tensor | Mask | None) -> str | None:
 
 def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> None:
     """The tensors of a drop-in call, whoever takes it: names and shapes as the caller has them."""
+    arguments.with_values("query", arguments.strided("query", query))
     for name, t in (("query", query), ("key", key), ("value", value)):
         if arguments.strided(name, t).ndim < 3 or t.ndim != query.ndim:
             raise ValueError(
@@ -388,7 +391,6 @@ def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: boo
             raise ValueError(f"{name} is on {t.device} but query is on {query.device}; move them to one device")
         if t.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{name} and query must agree before the heads, got {tuple(t.shape)} and {tuple(query.shape)}")
-    arguments.with_values("query", query)
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
             f"key and value must agree in all but the last dimension, got {tuple(key.shape)}, {tuple(value.shape)}"

@@ -50,7 +50,15 @@ def decode(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes; also where an input
             requires grad while gradients are recorded.
     """
-    short = _is_plain(q, sink, cache) and _are_plainest(scale, softcap, window, return_lse, backend)
+    # Keywords of the plainest types: 1 is equal to True, and would find what True left.
+    short = (
+        (scale is None or type(scale) is float or type(scale) is int)
+        and (type(softcap) is float or type(softcap) is int)
+        and (window is None or _whole(window))
+        and (return_lse is False or return_lse is True)
+        and (backend is None or type(backend) is str)
+        and _is_plain(q, sink, cache)
+    )
     if short:
         sink_key = None if sink is None else (sink.dtype, sink.shape)
         key = (q.shape, q.stride(), q.dtype, scale, softcap, window, sink_key, backend)
@@ -71,21 +79,9 @@ def decode(
     return (out, lse) if return_lse else out
 
 
-_NUMBERS = (float, int, type(None))
-
-
-def _are_plainest(scale: object, softcap: object, window: Window | None, return_lse: object, backend: object) -> bool:
-    """Whether the keywords are of the types a key tells apart: 1 is equal to True, and would find what it left."""
-    return (
-        type(scale) in _NUMBERS
-        and type(softcap) in _NUMBERS
-        and type(return_lse) is bool
-        and (backend is None or type(backend) is str)
-        and (
-            window is None
-            or (type(window) is tuple and len(window) == 2 and type(window[0]) in _SIDES and type(window[1]) in _SIDES)
-        )
-    )
+def _whole(window: object) -> bool:
+    """Whether a window is a pair of ints or None, and of nothing that is merely equal to them."""
+    return type(window) is tuple and len(window) == 2 and type(window[0]) in _SIDES and type(window[1]) in _SIDES
 
 
 _SIDES = (int, type(None))

@@ -33,7 +33,7 @@ def decode_args(
     else:
         raise TypeError(f"cache must be a KVCache or PagedKVCache, got {type(cache).__name__}")
     lengths = cache.lengths
-    if arguments.strided("q", q).ndim != 4:
+    if arguments.with_values("q", arguments.strided("q", q)).ndim != 4:
         raise ValueError(f"q must have 4 dimensions (batch, T, heads_q, head_dim), got shape {tuple(q.shape)}")
     if sink is not None:
         arguments.strided("sink", sink)

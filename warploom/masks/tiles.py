@@ -267,6 +267,19 @@ class TileClasses:
         total = self.hidden.numel() * self.shape[0] * self.shape[1]
         return int(self.hidden.sum()) / total if total else 0.0
 
+    def in_tiles(self, block_n: int) -> dict[str, int]:
+        """Tiles of ``block_n`` keys, which divides this one's, by the class of the tile here that holds them.
+
+        So counts a kernel that walks in narrower tiles than it skips by. Over all batch entries and heads of the mask.
+        """
+        each = self.block_n // block_n
+        past = self.shape[1] * each - (self.seqlen_k + block_n - 1) // block_n  # of the last block, behind the last key
+        counts = [each * int(count.sum()) for count in (self.hidden, self.partial, self.full)]
+        if past:
+            last = sum(torch.stack([(part[..., -1] == kind).sum() for kind in range(3)]) for part in self._chunks())
+            counts = [count - past * int(n) for count, n in zip(counts, torch.as_tensor(last).tolist(), strict=True)]
+        return dict(zip(("hidden", "partial", "full"), counts, strict=True))
+
     def rows(self) -> Iterator[tuple[int, int, Tensor]]:
         """Row block by row block: first row, past-the-last row, int8 classes (batch|1, heads|1, n_blocks)."""
         start = 0

@@ -1,4 +1,4 @@
-"""These tests need TRITON_INTERPRET=1 before triton is imported; tests/attention/test_interpreted.py runs them so."""
+"""These tests need TRITON_INTERPRET=1 before triton is imported; tests/fuzz/test_fuzz.py runs them so."""
 
 import os
 from collections.abc import Iterator
