@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.fuzz.draw import Draw
 from tests.fuzz.families.decode_draw import DecodeProblem, DecodeVariant, draw_problem, draw_variant
 from tests.fuzz.families.spread import spread
+from tests.fuzz.oracle.attention import farthest
 from tests.fuzz.oracle.decode import MUTANTS as ORACLES
 from tests.fuzz.oracle.decode import Attended, Decode
 from tests.fuzz.problem import DTYPES, Expected
@@ -334,14 +335,15 @@ def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace) -> 
             found[name] = Expected(t, dtype=bits)
     arguments = (given["q"], k, v, lengths, given["table"])
     options = {"sink": given["sink"], **_keywords(p)}
-    want, low = exact.attend(*arguments, **options), Decode().attend(*arguments, **options, low=True)
-    if type(exact) is not Decode:
-        # The error that is granted is that of the true call, or a wrong oracle would grant itself its own error.
-        true = Decode().attend(*arguments, **options)
-        low = Attended(*(w + (n.double() - t) for w, n, t in zip(want, low, true, strict=True)))
+    want = exact.attend(*arguments, **options)
+    # The error that is granted is that of the true call, or a wrong oracle would grant itself its own error.
+    true = want if type(exact) is Decode else Decode().attend(*arguments, **options)
+    # Of few rows one model's error may be small by luck.
+    models = [Decode().attend(*arguments, **options, low=True, turn=turn) for turn in range(1 if want.lse.numel() > 256 else 3)]
+    low = Attended(*(w + (farthest(t, list(m)) - t) for w, t, m in zip(want, true, zip(*models, strict=True), strict=True)))
     loose = bool(p.visible_nan)
     found["out"] = Expected(want.out, low.out, loose=loose, like=dtype)
-    found["lse"] = Expected(want.lse, low.lse.float(), dtype=torch.float32, loose=loose, like=torch.float32)
+    found["lse"] = Expected(want.lse, low.lse, dtype=torch.float32, loose=loose, like=torch.float32)
     if p.seed % 4 == 0:
         found["again"] = Expected(zero, dtype=bits)
     if p.bits:

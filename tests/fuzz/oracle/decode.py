@@ -35,10 +35,12 @@ class Decode:
         window: tuple[int | None, int | None] | None = None,
         sink: Tensor | None = None,
         low: bool = False,
+        turn: int = 0,
     ) -> Attended:
         """Out and lse of a call in fp64; with ``low`` those of a correct kernel of q's dtype.
 
-        The model has fp32 scores and softmax, P unnormalised and rounded to the dtype, fp32 sums, and rounds out once.
+        The model has fp32 scores and softmax, P unnormalised and rounded to the dtype, fp32 sums, and rounds out once. Each
+        ``turn`` of it sums in another order and rounds P at another scale.
         """
         dtype = q.dtype
         wide = torch.promote_types(dtype, torch.float32) if low else torch.float64
@@ -51,6 +53,7 @@ class Decode:
         values = values.to(wide).masked_fill(~shown, 0.0)
         # A query that sees nothing may hold anything too.
         blind = ~seen.any(2)
+        keys, q = keys.roll(5 * turn, -1), q.roll(5 * turn, -1)
         rows = q.to(wide).masked_fill(blind[:, :, None, None], 0.0).unflatten(2, (heads_kv, heads // max(heads_kv, 1)))
         scores = torch.einsum("bthgd,bnhd->bhgtn", rows, keys) * self.scale(scale, dim)
         if softcap:
@@ -68,10 +71,12 @@ class Decode:
         empty = total == 0
         lse = (top + torch.log(total.masked_fill(empty, 1.0))).masked_fill(empty, float("-inf"))
         if low:
-            weights = weights.to(dtype).to(wide)
+            weights = (weights * 2.0 ** (0.37 * turn)).to(dtype).to(wide)
+            total = total * 2.0 ** (0.37 * turn)
         out = torch.einsum("bhgtn,bnhm->bhgtm", weights, values) / total.masked_fill(empty, 1.0)
         out = out.flatten(1, 2).transpose(1, 2)
-        return Attended(out.to(dtype) if low else out, lse.flatten(1, 2).squeeze(-1))
+        lse = lse.flatten(1, 2).squeeze(-1)
+        return Attended(out.to(dtype), lse.float()) if low else Attended(out, lse)
 
     def rows(self, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of every sequence by position, (batch, longest length, heads_kv, ·)."""

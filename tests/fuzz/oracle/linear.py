@@ -125,17 +125,18 @@ class Linear:
         starts = starts.long()
         return starts[:-1], starts[1:] - starts[:-1]
 
-    def model(self, given: Given, options: Options, gradients: bool = True) -> Named:
+    def model(self, given: Given, options: Options, gradients: bool = True, turn: int = 0) -> Named:
         """What a correct kernel of v's dtype returns: sums in fp32 over chunks, operands of matrix products rounded.
 
         Rounded are mapped queries and keys, scores, states, scale / denominator · phi(q), and results, once each; fp32 operands
-        to two TF32 numbers. Slopes of maps come from their rounded values.
+        to two TF32 numbers. Slopes of maps come from their rounded values. Each ``turn`` but 0 has operands that are off by up
+        to half an ulp before they are rounded, as by sums in another order or a factor applied elsewhere.
         """
         rows = _Rows(given, options, self)
         dtype = given.v.dtype
         wide = torch.promote_types(dtype, torch.float32)
         tensors = {name: t.to(wide) for name, t in rows.tensors.items()}
-        results, grads = _chunked(tensors, rows, given, options, dtype, gradients)
+        results, grads = _chunked(tensors, rows, given, options, dtype, gradients, turn)
         results["out"] = rows.back(results["out"], "q").to(dtype)
         named = _named_gradients(grads, rows)
         return results | {n: t.to(dtype) if n in ("dq", "dk", "dv") else t for n, t in named.items()}
@@ -221,12 +222,21 @@ def _rounded(t: Tensor, narrow: torch.dtype) -> Tensor:
     return (t / factor).to(narrow).to(t.dtype) * factor
 
 
+def _jittered(t: Tensor, dtype: torch.dtype, turn: int) -> Tensor:
+    """Off by up to half an ulp of the dtype, by numbers that look random."""
+    place = torch.arange(t.numel(), device=t.device, dtype=torch.float64).view(t.shape)
+    noise = torch.sin(torch.frac(place * 0.618 + 0.37 * turn) * 12345.678)
+    return t * (1 + torch.finfo(dtype).eps / 2 * noise).to(t.dtype)
+
+
 def _tf32(t: Tensor) -> Tensor:
     """The upper ten bits of fp32's mantissa."""
     return (t.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
-def _chunked(t: Named, rows: _Rows, given: Given, o: Options, dtype: torch.dtype, gradients: bool) -> tuple[Named, Named]:
+def _chunked(
+    t: Named, rows: _Rows, given: Given, o: Options, dtype: torch.dtype, gradients: bool, turn: int
+) -> tuple[Named, Named]:
     """The model's out, s and z, and its gradients of q, k, v, s and z, all chunks at once; see `Linear.model`."""
     plain = Linear()
     group = t["q"].shape[2] // t["k"].shape[2]
@@ -235,7 +245,7 @@ def _chunked(t: Named, rows: _Rows, given: Given, o: Options, dtype: torch.dtype
     chunks = max(-(-max(seqlen_q, seqlen_k) // CHUNK), 1)
 
     def r(x: Tensor) -> Tensor:
-        return _rounded(x, dtype)
+        return _rounded(_jittered(x, dtype, turn) if turn else x, dtype)
 
     def cut(x: Tensor, repeat: int) -> Tensor:
         """(batch, heads_q, chunks, CHUNK, ·)."""
