@@ -28,7 +28,7 @@ class Built:
         if "PYTEST_XDIST_WORKER" in os.environ:
             shared = shared.parent  # each process has a folder of its own in the run's
         self.configs, self.arch, self.folder = configs, arch, shared / f"modules-{arch}"
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a cache, whatever the umask
         self.worker: Worker | None = None
 
     def __getitem__(self, name: str) -> tuple[Any, dict[str, int], Path]:

@@ -156,6 +156,7 @@ def cases() -> list[Case]:
     found += [Case(90, "fp16", *dims, f) for dims in unequal for f in ("odd strides", "columns", "packed")]
     found += [Case(a, t, d, d, f) for a in ARCHITECTURES for t in DTYPES for d in widths for f in DECODE[:2]]
     found += [Case(90, "bf16", *dims, f) for dims in ((128, 128), (64, 16), (256, 32), (32, 128)) for f in DECODE[2:]]
+    found += [Case(90, "fp32", *dims, f) for dims in ((160, 48), (16, 64)) for f in ("decode, queries", "causal")]
     return found
 
 
@@ -263,7 +264,7 @@ def compile_launch(launch: Recorded, architecture: int) -> Resources:
         cubin.flush()
         usage = _cuobjdump("-res-usage", cubin.name)
         wgmma = _cuobjdump("-sass", cubin.name).count("HGMMA") if architecture >= 90 else 0
-    found = faults(compiled.asm["ttgir"], listing(compiled.asm["cubin"])) if architecture >= 90 else []
+    found = faults(compiled.asm["ttgir"], compiled.asm["ptx"], listing(compiled.asm["cubin"])) if architecture >= 90 else []
     for fault in found:
         print(f"{launch.kernel.__name__}: {fault}", file=sys.stderr)
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]

@@ -2,8 +2,8 @@
 
 python tools/machine_code.py FOLDER    every kernel in a cache of Triton's; prints the faults, exit status 1 if there are any
 
-Three faults of Triton 3.6 and the ptxas that it brings (12.8.93) were met, each wrong or not by the order of a kernel's
-instructions; docs/lab-notes.md tells of all three.
+Faults of Triton 3.6 and of the ptxas that it brings (12.8.93) were met, each wrong or not by the order of a kernel's
+instructions; docs/lab-notes.md tells of each.
 """
 
 from __future__ import annotations
@@ -29,12 +29,24 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
 
 
-def faults(ttgir: str, listing: str) -> list[str]:
-    """What is wrong with a kernel, from Triton's GPU dialect and from nvdisasm's listing of its machine code."""
+def faults(ttgir: str, ptx: str, listing: str) -> list[str]:
+    """What is wrong with a kernel, from Triton's GPU dialect, its PTX and nvdisasm's listing of its machine code."""
     ttgir = _unique(re.sub(r" loc\(#loc\d*\)", "", ttgir))
     found = [f"waits twice for {product}" for product in waited_twice(ttgir)]
     found += [f"a copy may overwrite {buffer}, which a product reads" for buffer in overwritten(ttgir)]
+    found += [f"describes one address in two ways: {base}" for base in described_twice(ptx)]
     return found + [f"reads what was never written: {text}" for text in undefined(listing)]
+
+
+def described_twice(ptx: str) -> list[str]:
+    """Addresses of shared memory that matrix descriptors of different upper halves (swizzle, strides) are made from.
+
+    ptxas 12.8 may drop the first write of the second one's upper half, and then adds to a register that holds anything.
+    """
+    uppers: dict[str, set[int]] = {}
+    for base, constant in re.findall(r"(?:or|add)\.[bsu]64\s+%rd\d+, (%rd\d+), (-?\d{18,});", ptx):
+        uppers.setdefault(base, set()).add((int(constant) & (2**64 - 1)) >> 32)
+    return sorted(base for base, found in uppers.items() if len(found) > 1)
 
 
 def _unique(ttgir: str) -> str:
@@ -85,18 +97,19 @@ def overwritten(ttgir: str) -> list[str]:
 class _Block:
     """Instructions that run one after another: (text, registers read, registers written), and the blocks that may follow."""
 
-    instructions: list[tuple[str, set[int], set[int]]] = field(default_factory=list)
+    instructions: list[tuple[str, set[str], set[str]]] = field(default_factory=list)
     following: list[str] = field(default_factory=list)
 
     @property
-    def written(self) -> set[int]:
+    def written(self) -> set[str]:
         return set().union(*(writes for _, _, writes in self.instructions))
 
 
 def undefined(listing: str) -> list[str]:
-    """Instructions of a kernel that read a uniform register which nothing has written on some way to them.
+    """Instructions of a kernel that read a register which nothing has written on some way to them.
 
-    Matrix descriptors live in uniform registers. An instruction under a predicate counts as run.
+    An instruction under a predicate counts as run. The stack pointer, R1, is written before the first instruction; in
+    arithmetic it stands for a register that was never given a place.
     """
     blocks = _blocks(listing)
     everything = set().union(*(block.written for block in blocks.values()))
@@ -117,7 +130,7 @@ def undefined(listing: str) -> list[str]:
         have = set(known[name])
         for text, reads, writes in blocks[name].instructions:
             if reads - have:
-                found.append(f"{text} ({', '.join(f'UR{n}' for n in sorted(reads - have))})")
+                found.append(f"{text} ({', '.join(sorted(reads - have))})")
             have |= writes
     return sorted(found)
 
@@ -155,17 +168,19 @@ def _blocks(listing: str) -> dict[str, _Block]:
     return blocks
 
 
-def _effects(opcode: str, operands: str) -> tuple[set[int], set[int]]:
-    """Uniform registers that an instruction reads and writes."""
+def _effects(opcode: str, operands: str) -> tuple[set[str], set[str]]:
+    """Uniform registers that an instruction reads and writes, and a read of R1 that is none of the stack."""
     name = opcode.partition(".")[0]
     parts = [part.strip() for part in operands.split(",")]
+    # A predicate may be a first result.
+    result = next((i for i, part in enumerate(parts) if not re.match(r"UP[\dT]", part)), 0)
     has_result = (name.startswith("U") and not name.startswith(_NO_RESULT)) or name in _OTHERS
     pair = ".64" in opcode or ".WIDE" in opcode
     reads: set[int] = set()
     writes: set[int] = set()
     for i, part in enumerate(parts):
         for n in map(int, _REGISTER.findall(part)):
-            if has_result and i == 0:
+            if has_result and i == result:
                 writes |= set(range(n, n + (4 if ".128" in opcode else 2 if pair else 1)))
             elif part.startswith("gdesc"):
                 # The descriptors of both operands; the first half is unused where the first operand lies in registers.
@@ -175,7 +190,8 @@ def _effects(opcode: str, operands: str) -> tuple[set[int], set[int]]:
                 reads |= {n, n + 1}
             else:
                 reads.add(n)
-    return reads, writes
+    stack = any(re.fullmatch(r"[-~|]*R1(\.\w+)*\|?", part) for part in parts[1:]) and parts[0] != "R1"
+    return {f"UR{n}" for n in reads} | ({"R1"} if stack else set()), {f"UR{n}" for n in writes}
 
 
 def listing(cubin: bytes) -> str:
@@ -190,9 +206,14 @@ def listing(cubin: bytes) -> str:
         return subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
+def _faults_of(cubin: Path) -> list[str]:
+    ttgir, ptx = (cubin.with_suffix(suffix).read_text() for suffix in (".ttgir", ".ptx"))
+    return faults(ttgir, ptx, listing(cubin.read_bytes()))
+
+
 def _checked(folder: Path) -> Iterator[tuple[str, list[str]]]:
     def check(cubin: Path) -> tuple[str, list[str]]:
-        return str(cubin), faults(cubin.with_suffix(".ttgir").read_text(), listing(cubin.read_bytes()))
+        return str(cubin), _faults_of(cubin)
 
     with ThreadPoolExecutor() as pool:
         yield from pool.map(check, sorted(folder.glob("*/*.cubin")))

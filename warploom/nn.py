@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from warploom.linear.api import linear_attention, linear_attention_step
-from warploom.linear.feature_maps import FeatureMaps
+from warploom.linear.arguments import numbers
+from warploom.linear.feature_maps import FeatureMaps, resolve
 from warploom.linear.state import LinearState
+from warploom.runtime import arguments, dispatch
 
 _PROJECTIONS = ("query_projection", "key_projection", "value_projection", "out_projection")
 
@@ -55,7 +57,16 @@ class LinearAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
+        dim, heads = arguments.integer("dim", dim, 1), arguments.integer("heads", heads)
+        kv_heads = heads if kv_heads is None else arguments.integer("kv_heads", kv_heads)
+        head_dim = arguments.integer("head_dim", head_dim, 1, optional=True)
+        head_dim_v = arguments.integer("head_dim_v", head_dim_v, 1, optional=True)
+        bias, normalize = arguments.flag("bias", bias), arguments.flag("normalize", normalize)
+        eps, scale = numbers(eps, scale, normalize)
+        resolve(feature_map)
+        if backend is not None:
+            dispatch.find(backend, "linear")
+        dtype = None if dtype is None else arguments.float_dtype("dtype", dtype)
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads and both at least 1, got {heads} and {kv_heads}")
         if head_dim is None:
@@ -63,7 +74,7 @@ class LinearAttention(nn.Module):
                 raise ValueError(f"dim must be a multiple of heads where head_dim is not given, got {dim} and {heads}")
             head_dim = dim // heads
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        self.heads, self.kv_heads, self.feature_map = heads, kv_heads, feature_map
+        self.dim, self.heads, self.kv_heads, self.feature_map = dim, heads, kv_heads, feature_map
         if isinstance(feature_map, tuple):
             # Modules among them are registered, so that their parameters and buffers are this module's too.
             self.feature_maps = nn.ModuleList(each for each in feature_map if isinstance(each, nn.Module))
@@ -96,6 +107,7 @@ class LinearAttention(nn.Module):
         """
         keys = queries if keys is None else keys
         values = keys if values is None else values
+        self._check(2 if cu_seqlens is not None else 3, queries=queries, keys=keys, values=values)
         result = linear_attention(
             *self._project(queries, keys, values),
             causal=self.causal,
@@ -115,6 +127,18 @@ class LinearAttention(nn.Module):
         k = self.key_projection(keys).unflatten(-1, (self.kv_heads, -1))
         return q, k, self.value_projection(values).unflatten(-1, (self.kv_heads, -1))
 
+    def _check(self, least: int, **inputs: Tensor) -> None:
+        """The projections' inputs: (…, dim) of ``least`` or 3 dimensions, in the parameters' dtype unless autocast."""
+        weight = self.query_projection.weight.dtype
+        for name, t in inputs.items():
+            if arguments.strided(name, t).ndim not in (least, 3) or t.shape[-1] != self.dim:
+                shape = "(batch, dim)" if name == "x" else "(total_tokens, dim)" if least == 2 else "(batch, seqlen, dim)"
+                raise ValueError(f"{name} must have shape {shape} with dim {self.dim}, got {tuple(t.shape)}")
+            arguments.with_values(name, t)
+            mixed = t.dtype != weight and weight in arguments.FLOATS and not torch.is_autocast_enabled(t.device.type)
+            if t.dtype not in arguments.FLOATS or mixed:
+                raise TypeError(f"{name} has dtype {t.dtype} but the module's parameters have {weight}")
+
     def _options(self) -> dict[str, object]:
         return {"feature_map": self.feature_map, "normalize": self.normalize, "eps": self.eps, "scale": self.scale}
 
@@ -128,13 +152,16 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError: a projection is missing or has another shape, naming it.
         """
+        if not isinstance(weights, Mapping) or not all(isinstance(key, str) for key in weights):
+            raise TypeError(f"weights must be a state dict, names to tensors, got {type(weights).__name__}")
+        arguments.text("prefix", prefix, optional=False)
         own = {name: t for name, t in self.state_dict().items() if name.partition(".")[0] in _PROJECTIONS}
         for name, t in own.items():
             if prefix + name not in weights:
                 near = [key for key in weights if key.endswith("query_projection.weight")]
                 hint = f"; it has layers at {[key.removesuffix('query_projection.weight') for key in near]}" if near else ""
                 raise ValueError(f"the state dict has no {prefix + name!r}{hint}")
-            if weights[prefix + name].shape != t.shape:
+            if arguments.strided(f"weights[{prefix + name!r}]", weights[prefix + name]).shape != t.shape:
                 raise ValueError(
                     f"{prefix + name} has shape {tuple(weights[prefix + name].shape)}, this layer {tuple(t.shape)}: "
                     "heads, kv_heads, head_dim and head_dim_v must be the layer's"
@@ -160,6 +187,7 @@ class CausalLinearAttention(LinearAttention):
         Returns:
             (batch, dim) and the new state.
         """
+        self._check(2, x=x)
         q, k, v = self._project(x, x, x)
         if state is None:
             # The maps decide E, so one token through the general call makes the first state.

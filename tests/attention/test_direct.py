@@ -142,6 +142,34 @@ def test_the_third_call_of_a_kind_only_launches(kernel: Kernel) -> None:
     assert out.shape == q.shape and lse.shape == (2, 2, 3) and kernel.ways() == ["bound"]
 
 
+GOOD_AND_ITS_EQUALS: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"causal": True}, [1, 1.0]),
+    ({"causal": False}, [0, None, ""]),
+    ({"deterministic": True}, [1]),
+    ({"window": (1, 2)}, [(1.0, 2), (True, 2), {1: 0, 2: 0}]),
+    ({"scale": 1.0}, [True]),
+    ({"softcap": 0.0}, [False, None]),
+    ({"dropout_p": 0.0}, [None, False, ""]),
+    ({"return_lse": True}, [1, "yes"]),
+    ({"return_lse": False}, [0, None]),
+    ({"dropout_seed": None}, ["x", 2**70]),
+]
+
+
+@pytest.mark.parametrize("good,equals", GOOD_AND_ITS_EQUALS, ids=str)
+def test_a_bad_value_does_not_find_the_launcher_of_a_good_one_that_it_equals(
+    good: dict[str, Any], equals: list[Any], kernel: Kernel
+) -> None:
+    q = plain()
+    for _ in range(3):
+        call(q, **good)
+    assert kernel.ways() == ["checked", "checked", "bound"]
+    (name,) = good
+    for bad in equals:
+        with pytest.raises((TypeError, ValueError), match=name):
+            call(q, **{name: bad})
+
+
 def test_plain_gradients_skip_the_op(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
 
@@ -222,8 +250,18 @@ def test_packed_calls_too(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> No
     for keywords in different:
         packed(q, **keywords)
         assert kernel.ways() == ["checked"], keywords
+    for _ in range(3):  # converted at every call: a kept launcher would read 64 bits as 32
+        torch.testing.assert_close(packed(q, torch.tensor([0, 1, 3])), q / 4)
+    assert kernel.ways() == ["checked"] * 3
+    for _ in range(2):
+        packed(q, max_seqlen_q=3)
+    with pytest.raises(TypeError, match=r"max_seqlen_q must be an int or None, got float 3\.0"):
+        packed(q, max_seqlen_q=3.0)  # equal to the 3 that a launcher is kept for
+    with pytest.raises(TypeError, match="causal must be True or False, got int 0"):
+        packed(q, causal=0)
+    kernel.ways()
     with pytest.raises(TypeError, match="cu_seqlens_q"):
-        packed(q, torch.tensor([0, 1, 3]))
+        packed(q, torch.tensor([0.0, 1.0, 3.0]))
     monkeypatch.setenv("WARPLOOM_CHECK", "1")
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         packed(q, torch.tensor([0, 5, 3], dtype=torch.int32))

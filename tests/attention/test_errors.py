@@ -100,10 +100,15 @@ PAGED = {
 
 BAD_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"q": q()}, ValueError, r"q must have 3 dimensions \(total_tokens, heads, head_dim\)"),
-    "int64": (
-        {"cu_seqlens_q": cu(0, 3, 8, dtype=torch.int64)},
+    "float": (
+        {"cu_seqlens_q": cu(0, 3, 8, dtype=torch.float32)},
         TypeError,
-        "cu_seqlens_q must be an int32 tensor, got a torch.int64",
+        "cu_seqlens_q must be an int32 tensor, got a torch.float32",
+    ),
+    "past int32": (
+        {"cu_seqlens_q": cu(0, 3, 2**32 + 8, dtype=torch.int64)},
+        ValueError,
+        "cu_seqlens_q must hold values that fit int32, got 4294967304",
     ),
     "none": ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be an int32 tensor"),
     "decreasing": (
@@ -122,6 +127,7 @@ BAD_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "max": ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4 but the longest sequence of cu_seqlens_q has 5"),
     "negative max": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must not be negative"),
     "seqused": ({"seqused_k": cu(3)}, ValueError, "seqused_k has 1 entries but cu_seqlens_q describes 2 sequences"),
+    "seqused past the keys": ({"seqused_k": cu(3, 6)}, ValueError, r"seqused_k\[1\] is 6, but sequence 1 has 5 keys"),
     "negative seqused": ({"seqused_k": cu(3, -1)}, ValueError, "seqused_k must not be negative, got -1"),
     "builder": ({"mask": masks.PrefixLM(2)}, ValueError, "attention_varlen takes a band.*got PrefixLM"),
     "mask length": ({"mask": masks.ColumnMask(torch.zeros(1, 1, 9, dtype=I32))}, ValueError, "9.*8"),

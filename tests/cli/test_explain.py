@@ -68,6 +68,10 @@ def test_allocates_nothing_of_the_call_s_size() -> None:
         (["--kv-heads", "3"], "heads"),
         (["--backend", "nonsense"], "backend"),
         (["--softcap", "-1"], "softcap"),
+        (["--softcap", "nan"], "softcap"),
+        (["--dropout", "2"], "dropout_p"),
+        (["--window=-1,-1"], "None"),
+        (["--mask", "Padding([97])"], "97"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -75,6 +79,15 @@ def test_bad_input_in_words(arguments: list[str], words: str, capsys: pytest.Cap
     assert main(["explain", "--device", "cpu", "--seqlen", "96", "--heads", "4", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("warploom explain: ") and words in error
+
+
+@pytest.mark.parametrize("name", ["--batch", "--seqlen-k", "--heads", "--head-dim"])
+@pytest.mark.parametrize("value", ["99999999999999999999", "-1", "1.5", "x"])
+def test_sizes_past_their_limits_in_words(name: str, value: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["explain", "--device", "cpu", "--seqlen", "96", "--heads", "4", f"{name}={value}"])
+    assert left.value.code == 2
+    assert f"argument {name}: takes a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")

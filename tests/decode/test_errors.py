@@ -80,7 +80,8 @@ def tensors(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
         ({"v": torch.zeros(2, 32, 2, 16).half()}, TypeError, "v has dtype torch.float16 but k has torch.float32"),
         ({"k": torch.zeros(2, 32, 2, 16).int()}, TypeError, "k has dtype torch.int32"),
         ({"k": torch.zeros(2, 32, 16, 2).transpose(2, 3)}, ValueError, "contiguous in its last dimension"),
-        ({"lengths": torch.zeros(2).long()}, TypeError, "lengths must be an int32 tensor"),
+        ({"lengths": torch.zeros(2)}, TypeError, "lengths must be an int32 tensor"),
+        ({"lengths": torch.zeros(4, dtype=torch.int32)[::2]}, ValueError, r"lengths must be contiguous, got strides \(2,\)"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, "lengths has 3 entries but k has batch 2"),
     ],
 )
@@ -136,8 +137,24 @@ def test_contents() -> None:
         (torch.zeros(2, 1, 2, 16, requires_grad=True), torch.zeros(2, 1, 2, 16), None, ValueError, r"k requires grad.*detach"),
     ],
 )
-def test_append(k: Any, v: Any, slots: Any, error: type[Exception], words: str) -> None:
+def test_append_refuses(k: Any, v: Any, slots: Any, error: type[Exception], words: str) -> None:
     held = paged()
     with pytest.raises(error, match=words):
         held.append(k, v, slots)
     assert not held.lengths.any()
+
+
+@pytest.mark.parametrize("kind", [cache, paged])
+def test_tokens_past_the_capacity_are_refused_rather_than_dropped(kind: Any) -> None:
+    held = kind()
+    held.lengths.copy_(torch.tensor([32, 30]))
+    with pytest.raises(ValueError, match="3 new tokens for sequence 0, which holds 32 keys already; the cache has room for 32"):
+        held.append(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16))
+    held.lengths[0] = 29
+    with pytest.raises(ValueError, match="3 new tokens for sequence 1, which holds 30 keys already"):
+        held.append(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16))
+    if isinstance(held, PagedKVCache):
+        with pytest.raises(ValueError, match="3 new tokens for sequence 1, which holds 30 keys already"):
+            held.append(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16), torch.arange(6).view(2, 3))
+        held.append(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16), torch.tensor([[1, 2, 3], [4, 5, -1]]))
+        assert held.lengths.tolist() == [32, 32]

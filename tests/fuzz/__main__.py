@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   python -m tests.fuzz --seed 7 --only 1234               one problem of a run again
   python -m tests.fuzz --replay fuzz-failures/*.json      problems that were kept
   python -m tests.fuzz --device cuda --problems 10000     a GPU: problems grouped by what is compiled
+  compute-sanitizer python -m tests.fuzz --device cuda --inline 0/1    one problem of each compiled variant
 """
 
 
@@ -28,7 +29,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--family", action="append", default=[], choices=families.NAMES, help="may be repeated; default: all")
     parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="may be repeated; default: all that run")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn; default 0")
-    parser.add_argument("--problems", type=int, default=3000, help="problems 0 to this number; default 3000")
+    parser.add_argument("--problems", type=int, default=20000, help="problems 0 to this number; default 20000")
     parser.add_argument("--seconds", type=float, default=570.0, help="stop giving out problems after so long; default 570")
     parser.add_argument("--workers", type=int, default=0, help="processes; default: 12 on a GPU, else one a core")
     parser.add_argument("--variants", type=int, default=200, help="compiled variants on a GPU, of all families; default 200")
@@ -37,6 +38,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--failures", default="fuzz-failures", metavar="DIR", help="keeps failures; default %(default)s")
     parser.add_argument("--shrink", type=float, default=None, metavar="S", help="seconds to simplify a failure; 0: not at all")
     parser.add_argument("--json", metavar="PATH", help="write the result there")
+    parser.add_argument(
+        "--inline",
+        metavar="I/N",
+        help="one problem of each variant (every N-th from the I-th on), in this process: for compute-sanitizer",
+    )
     parser.add_argument("--list-features", action="store_true", help="count features of the problems without running any")
     parser.add_argument("--list-variants", action="store_true", help="print the jobs of the run and end")
     parser.add_argument("--mutants", action="store_true", help="show that wrong oracles are told from the right one")
@@ -65,6 +71,11 @@ def main(words: list[str] | None = None) -> int:
         from tests.fuzz.modules import build
 
         return build(run, options.problems, options.build_modules)
+    if options.inline:
+        from tests.fuzz.inline import run_inline
+
+        part, _, parts = options.inline.partition("/")
+        return run_inline(run, int(part), int(parts or 1), options.only)
     workers = options.workers or (12 if options.device == "cuda" else os.cpu_count() or 2)
     shrink = options.shrink if options.shrink is not None else (15.0 if options.device == "cpu" else 6.0)
     print(f"seed {options.seed}: python -m tests.fuzz {run.words()} --problems {options.problems}", file=sys.stderr)
@@ -78,6 +89,7 @@ def main(words: list[str] | None = None) -> int:
         folder=Path(options.failures),
         json_path=Path(options.json) if options.json else None,
     ).run()
+    print(tally.coverage.table())
     print(summary(tally))
     return int(bool(tally.failures) or tally.done == 0)
 
@@ -92,14 +104,11 @@ def summary(tally: Tally) -> str:
 def _list_features(run: Options, problems: int) -> int:
     from tests.fuzz.coverage import Coverage
 
-    coverage = Coverage()
+    coverage = Coverage(run.device)
     for number in range(problems):
         job, problem = plan.problem(run, number)
         coverage.add(job.family, sorted(families.load(job.family).features(problem)))
-    for family, count in coverage.problems.items():
-        print(f"{family}: {count} problems")
-        for feature, n in coverage.features[family].most_common():
-            print(f"    {n / count:6.1%}  {feature}")
+    print(coverage.table())
     return 0
 
 

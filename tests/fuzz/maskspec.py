@@ -102,8 +102,8 @@ def limit(d: Draw, seqlen_q: int, seqlen_k: int) -> int | None:
             0: 3,
             d.integer(0, 8): 2,
             d.integer(0, span): 5,
-            -d.integer(1, 8): 1,
-            -d.integer(1, span + 2): 1,
+            -d.integer(1, 8): 1.5,
+            -d.integer(1, span + 2): 1.5,
             10**12: 0.3,
         }
     )

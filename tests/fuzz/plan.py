@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.util import find_spec
+from itertools import combinations
 from typing import Any
 
 from tests.fuzz import families
@@ -56,16 +57,16 @@ class Job:
 # (family, backend): share of the variants, jobs a variant. What is compiled ahead or serves many shapes has few variants and
 # many jobs.
 _GPU = {
-    ("attention", "triton"): (0.42, 1),
-    ("varlen", "triton"): (0.20, 1),
-    ("sdpa", "triton"): (0.04, 1),
+    ("attention", "triton"): (0.40, 1),
+    ("varlen", "triton"): (0.19, 1),
+    ("sdpa", "triton"): (0.06, 3),
     ("attention", "hopper"): (0.06, 3),
     ("varlen", "hopper"): (0.05, 3),
     ("attention", "ampere"): (0.05, 2),
     ("attention", "reference"): (0.0, 4),
-    ("decode", "triton"): (0.16, 1),
-    ("linear", "triton"): (0.10, 1),
-    ("linear", "hopper"): (0.04, 3),
+    ("decode", "triton"): (0.17, 2),
+    ("linear", "triton"): (0.13, 2),
+    ("linear", "hopper"): (0.05, 3),
 }
 _CPU = {
     ("attention", "cpu"): 8,
@@ -109,11 +110,27 @@ def jobs(options: Options) -> tuple[Job, ...]:
             found += [Job(family, backend, 0, None, copy) for copy in range(copies)]
             continue
         draw = Draw(options.seed, "variants", family, backend)
-        drawn = families.load(family).variants(draw, backend, max(1, round(options.variants * part)))
+        count = max(1, round(options.variants * part))
+        drawn = _spread(families.load(family), draw, backend, count)
         found += [Job(family, backend, n, v, c) for n, v in enumerate(drawn) for c in range(copies)]
     if not found:
         raise ValueError(f"no family and backend is left by {options.words()}")
     return tuple(found)
+
+
+def _spread(family: Any, draw: Draw, backend: str, count: int) -> list[Any]:
+    """Of many variants those that bring the most pairs of values not had yet."""
+    chosen: list[Any] = []
+    seen: set[Any] = set()
+    for _ in range(count):
+        best = max(family.variants(draw, backend, 40), key=lambda v: len(_pairs(v) - seen))
+        chosen.append(best)
+        seen |= _pairs(best)
+    return chosen
+
+
+def _pairs(variant: Any) -> set[Any]:
+    return set(combinations([(f.name, getattr(variant, f.name)) for f in fields(variant)], 2))
 
 
 def problem(options: Options, number: int) -> tuple[Job, Any]:

@@ -25,6 +25,7 @@ class Expected:
     dtype: what the result is rounded to, where that is narrower than the inputs' dtype; None: the inputs'.
     loose: NaN is allowed in the result where `ref` has a number (a visible NaN may reach rows that share its tile).
     like: dtype the result must have; None: not looked at.
+    atol: slack of the largest error, where it is another than the dtype's.
     """
 
     ref: Tensor
@@ -32,6 +33,7 @@ class Expected:
     dtype: torch.dtype | None = None
     loose: bool = False
     like: torch.dtype | None = None
+    atol: float | None = None
 
 
 class Family(Protocol):
@@ -47,7 +49,7 @@ class Family(Protocol):
     BACKENDS: tuple[str, ...]  # in the order of dispatch, those that can serve the family
 
     def variants(self, d: Draw, backend: str, count: int) -> list[Any]:
-        """Up to `count` variants: each is all that a compiled GPU kernel depends on."""
+        """`count` drawn variants, frozen dataclasses: each is all that a compiled GPU kernel depends on."""
 
     def draw(self, d: Draw, variant: Any, backend: str) -> Any:
         """A problem; of the variant, or of any where that is None."""

@@ -21,6 +21,8 @@ from tests.fuzz.plan import Options
 ROOT = Path(__file__).parents[2]
 # Seconds without a word after which a worker counts as hung: compiling a variant's kernels takes up to a minute.
 PATIENCE = {"cpu": 120.0, "cuda": 200.0}
+# Seconds past the run's end that a problem in hand is given.
+GRACE = 30.0
 
 
 @dataclass
@@ -51,6 +53,9 @@ class Tally:
     coverage: Coverage = field(default_factory=Coverage)
     failures: dict[int, Failure] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.coverage.device = self.options.device
 
     @property
     def done(self) -> int:
@@ -99,10 +104,13 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """Of the tree; '+' marks changes that are not committed."""
+    """Of the tree; '+' marks changes that are not committed. Where there is no git, FUZZ_COMMIT says it."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     head = git("rev-parse", "--short", "HEAD") or os.environ.get("FUZZ_COMMIT", "unknown")
@@ -275,6 +283,10 @@ class Run:
         self._report(self.tally.failures[number])
 
     def _watch(self) -> None:
+        if time.time() > self.until + GRACE:
+            for worker in self.alive:
+                worker.end()
+            self.alive.clear()
         limit = PATIENCE[self.options.device]
         for worker in list(self.alive):
             if worker.numbers and time.monotonic() - worker.last > limit + (self.shrink_seconds if worker.shrinking else 0):
@@ -322,13 +334,17 @@ def replay(failure: Failure, options: Options) -> dict[str, Any]:
 
 
 def _units(options: Options, numbers: list[int], workers: int) -> list[list[int]]:
-    """Numbers by job: those that compile whole and first, others in portions that keep all workers busy."""
+    """Numbers by variant: those that compile whole and first, others in portions that keep all workers busy."""
     every = plan.jobs(options)
-    by_job: dict[int, list[int]] = {}
+    slow_by: dict[Any, list[int]] = {}
+    quick_by: dict[int, list[int]] = {}
     for n in numbers:
-        by_job.setdefault(n % len(every), []).append(n)
-    slow = [group for job, group in by_job.items() if every[job].compiles]
-    quick = [group for job, group in by_job.items() if not every[job].compiles]
+        job = every[n % len(every)]
+        if job.compiles:
+            slow_by.setdefault((job.family, job.backend, job.index), []).append(n)
+        else:
+            quick_by.setdefault(n % len(every), []).append(n)
+    slow, quick = list(slow_by.values()), list(quick_by.values())
     size = max(1, min(200, sum(map(len, quick)) // (4 * workers) or 1))
     portions = [group[at : at + size] for group in quick for at in range(0, len(group), size)]
     portions.sort(key=lambda group: group[0])

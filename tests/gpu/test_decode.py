@@ -231,3 +231,34 @@ def test_strided_and_expanded() -> None:
     assert torch.equal(decode(q, shared)[0], want[0])
     turned = q.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(decode(turned, cache), want)
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_empty_calls_return_early(kind: Any) -> None:
+    """An empty batch divided by zero while its short way was made ready."""
+    for batch, queries, heads, capacity in ((0, 1, 4, 64), (2, 0, 4, 64), (2, 1, 0, 64), (2, 1, 4, 0)):
+        cache = kind.allocate(batch, capacity, 2, 64, device="cuda")
+        q = torch.zeros(batch, queries, heads, 64, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            out, lse = decode(q, cache, return_lse=True)
+            assert out.shape == q.shape and lse.shape == (batch, heads, queries)
+            assert not out.any() and (lse == float("-inf")).all()
+
+
+def test_a_bad_value_does_not_find_the_short_way_of_a_good_one() -> None:
+    cache = KVCache.allocate(2, 64, 2, 64, device="cuda")
+    q = torch.zeros(2, 1, 4, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        decode(q, cache, scale=1.0, softcap=0.0, window=(1, 0))
+    for name, bad in (("scale", True), ("softcap", False), ("window", (True, 0)), ("window", (1.0, 0)), ("return_lse", 0)):
+        with pytest.raises(TypeError, match=name):
+            decode(q, cache, **{"scale": 1.0, "softcap": 0.0, "window": (1, 0), name: bad})
+
+
+def test_lengths_and_tables_of_64_bits() -> None:
+    c = on_gpu(Case(3, [40, 7], capacity=64, page_size=16))
+    drawn = c.cache()
+    assert isinstance(drawn, PagedKVCache)
+    q = torch.randn(2, 1, 4, drawn.k_pages.shape[3], device="cuda").to(drawn.k_pages.dtype)
+    wide = PagedKVCache(drawn.k_pages, drawn.v_pages, drawn.block_table.long(), drawn.lengths.long())
+    assert torch.equal(decode(q, wide), decode(q, drawn))

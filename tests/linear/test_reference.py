@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.linear.cases import CASES, case
-from tests.linear.harness import check
+from tests.linear.harness import Case, check
 from warploom import LinearState, linear_attention
 from warploom.linear.reference import cumulative, quadratic
 
@@ -95,3 +95,33 @@ def test_backward_is_its_own_derivative() -> None:
         strict=True,
     ):
         assert torch.equal(got, want), c
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_keys_past_the_last_query_may_hold_anything(backend: str) -> None:
+    """When causal nobody sees them: NaN there once reached out and all gradients, unless the state is asked for."""
+    c = Case(secrets.randbelow(2**31), seqlen_q=40, seqlen_k=90, lengths=[90, 50])
+    arguments = {name: t.detach() if isinstance(t, torch.Tensor) else t for name, t in c.draw().items()}
+    results = []
+    for hidden in (0.0, float("nan")):
+        for name in ("k", "v"):
+            arguments[name] = arguments[name].clone()
+            arguments[name][:, 40:] = hidden
+        leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v")]
+        out = linear_attention(**arguments, backend=backend)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert b.isfinite().all() and torch.equal(a, b), c
+    assert not results[1][2][:, 40:].any() and not results[1][3][:, 40:].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_no_packed_sequence_has_gradients_of_zero(tokens: int, backend: str) -> None:
+    """cu_seqlens=[0]: the reference once had no gradient at all."""
+    q, k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(3))
+    starts = torch.zeros(1, dtype=torch.int32)
+    out, state = linear_attention(q, k, v, cu_seqlens=starts, return_state=True, backend=backend)
+    assert not out.any() and state.s.shape == (0, 2, 8, 8)
+    for t in torch.autograd.grad(out.sum() + state.s.sum(), (q, k, v)):
+        assert t.shape == (tokens, 2, 8) and not t.any()

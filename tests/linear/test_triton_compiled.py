@@ -94,7 +94,7 @@ def test_kernels(
         binary = compiled(kernel, constants, arguments)
         assert binary.metadata.shared <= SHARED_LIMIT, name
         assert "wgmma.mma_async" in binary.asm["ptx"], name
-        assert not faults(binary.asm["ttgir"], listing(binary.asm["cubin"])), name
+        assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
         ttgir = binary.asm["ttgir"]
         bodies = [loop.partition("scf.yield")[0] for loop in ttgir.split("scf.for")[1:]]
         products = [body for body in bodies if "ttng.warp_group_dot " in body]

@@ -82,6 +82,8 @@ def causal(rng: random.Random) -> Sample:
 def sliding_window(rng: random.Random) -> Sample:
     q, k, _ = _lengths(rng)
     left, right = _limit(rng), _limit(rng)
+    if left == right == -1:  # refused: it means no window elsewhere
+        left = -2
     return Sample(masks.SlidingWindow(left, right), predicates.sliding_window(left, right), q, k)
 
 

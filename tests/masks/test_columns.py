@@ -236,9 +236,9 @@ def test_repr():
 V = vector(1, 2, 3)
 ERRORS = [
     (
-        lambda: ColumnMask(V.long()),
+        lambda: ColumnMask(V.float()),
         TypeError,
-        r"lts takes an int32 .*int64 tensor of shape \(3,\); use .to\(torch.int32\)",
+        r"lts takes an int32 .*float32 tensor of shape \(3,\); use .to\(torch.int32\)",
     ),
     (lambda: ColumnMask(V > 1), TypeError, "for a dense mask use ColumnMask.from_dense"),
     (lambda: ColumnMask([1, 2]), TypeError, "lts takes an int32 tensor .*got list"),

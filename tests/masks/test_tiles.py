@@ -52,7 +52,8 @@ def adversarial(rng, q, k, beyond=2):
         causal=rng.random() < 0.3,
     )
     if rng.random() < 0.4:
-        mask = mask & SlidingWindow(rng.choice([None, rng.randint(-4, k)]), rng.choice([None, rng.randint(-4, k)]))
+        left, right = rng.choice([None, rng.randint(-4, k)]), rng.choice([None, rng.randint(-4, k)])
+        mask = mask & SlidingWindow(left, right if (left, right) != (-1, -1) else -2)  # which is refused
     return mask
 
 
@@ -228,3 +229,17 @@ def test_bad_arguments():
         masks.Causal().tiles(4, 4)
     with pytest.raises(ValueError, match="the mask has 2 batch entries and 1 heads"):
         masks.Document([[3], [2]]).tiles(4, 4, 8, 8).matrix(batch=2)
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 63, 64, 70, 100, 128, 129, 200])
+@pytest.mark.parametrize("block_n", [16, 32, 64])
+def test_narrower_tiles_take_the_class_of_their_block(seqlen_k: int, block_n: int) -> None:
+    lengths = [[seqlen_k // 3, seqlen_k - seqlen_k // 3], [seqlen_k, 0]]
+    tiles = masks.Document(lengths, causal=False).tiles(32, 64, 150, seqlen_k)
+    wanted = [0, 0, 0]
+    for batch in range(2):
+        for row in tiles.matrix(batch).tolist():
+            for first in range(0, seqlen_k, block_n):
+                wanted[row[first // 64]] += 1
+    assert list(tiles.in_tiles(block_n).values()) == wanted
+    assert tiles.in_tiles(64) == {kind: int(getattr(tiles, kind).sum()) for kind in ("hidden", "partial", "full")}

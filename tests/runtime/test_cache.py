@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -28,11 +29,14 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, 
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    before = os.umask(0o022)
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(modules, "cannot_load", lambda: None)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
     monkeypatch.setattr("warploom.runtime.module_worker.Worker", lambda arch: pytest.fail("it compiles"))
+    yield
+    os.umask(before)
 
 
 def store(spec: ModuleSpec, content: bytes = b"machine code") -> None:
@@ -381,6 +385,17 @@ def test_a_cache_of_another_user_was_run(shared: Path) -> None:
 
 
 @root_only
+def test_doctor_of_a_user_who_reaches_nothing(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(SPEC)
+    assert main(["doctor"]) == 0  # which also imports what it needs, of which that user may read nothing
+    (shared / "cache").chmod(0o700)
+    assert as_user(NOBODY, lambda: main(["doctor"])) == 0
+    monkeypatch.delenv("WARPLOOM_CACHE")
+    monkeypatch.setenv("HOME", "/nonexistent")
+    assert as_user(NOBODY, lambda: main(["doctor"])) == 0
+
+
+@root_only
 def test_a_user_without_a_home_is_told(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WARPLOOM_CACHE")
     monkeypatch.setenv("HOME", "/nonexistent")
@@ -398,3 +413,24 @@ def test_a_planted_link_in_tmp_was_followed(shared: Path) -> None:
     (shared / "cache").unlink()
     as_user(NOBODY, lambda: os.makedirs(shared / "cache" / "modules"))
     assert f"{shared / 'cache'} belongs to user {NOBODY}" in (modules.refusal(SPEC) or "")
+
+
+@root_only
+def test_a_container_without_root_builds(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user namespace of one user, as rootless containers and sandboxes have it, / belongs to nobody."""
+    (shared / "own").mkdir()
+    os.chown(shared / "own", 1234, 1234)
+    monkeypatch.setenv("WARPLOOM_CACHE", str(shared / "own"))
+
+    def task() -> tuple[int, int, str | None] | None:
+        system = ctypes.CDLL(None)
+        if system.prctl(4, 1) or system.unshare(0x10000000):  # PR_SET_DUMPABLE, for its /proc to be its own; CLONE_NEWUSER
+            return None
+        Path("/proc/self/uid_map").write_text("0 1234 1")
+        with modules.build_lock(SPEC):
+            return os.geteuid(), os.stat("/").st_uid, modules.refusal(SPEC)
+
+    found = as_user(1234, task)
+    if found is None:
+        pytest.skip("makes no namespaces here; test_trust.py has a fake")
+    assert found == (0, NOBODY, "not built")

@@ -341,7 +341,7 @@ def test_a_builder_killed_midway_leaves_room_for_the_next(cache: Path, gate: Pat
     assert not list(modules.cache_folder().glob(".scratch-*")), "what the first left is still there"
 
 
-def test_a_builder_killed_alone_leaves_a_worker_that_ends_its_work(gate: Path) -> None:
+def test_a_builder_killed_alone_leaves_a_worker_that_ends_its_work(cache: Path, gate: Path) -> None:
     process = builder(gate)
     wait_until_it("builds", process)
     process.kill()

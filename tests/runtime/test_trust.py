@@ -20,7 +20,7 @@ STRANGER = 54321
 
 
 @pytest.fixture(autouse=True)
-def umask() -> Iterator[None]:
+def usual_umask() -> Iterator[None]:
     """Whatever that of the machine is."""
     before = os.umask(0o022)
     yield
@@ -109,6 +109,29 @@ def test_a_folder_of_another_user_was_trusted(stored: Path, monkeypatch: pytest.
 def test_roots_folders_serve_all(stored: Path, monkeypatch: pytest.MonkeyPatch, level: int) -> None:
     give(stored.parents[level], 0, monkeypatch)
     assert modules.refusal(SPEC) is None
+
+
+def test_a_namespace_that_does_not_know_root_may_lead_to_the_cache(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There / belongs to nobody; what holds modules must be ours all the same."""
+    maps, nobody = tmp_path / "uid_map", tmp_path / "overflowuid"
+    nobody.write_text(f"{STRANGER}\n")
+    monkeypatch.setattr(trust, "_UID_MAP", maps)
+    monkeypatch.setattr(trust, "_OVERFLOW_UID", nobody)
+    with monkeypatch.context() as there:
+        give(stored.parents[3], STRANGER, there)
+        maps.write_text("         0          0 4294967295\n")
+        refused_everywhere(f"{stored.parents[3]} belongs to user {STRANGER}")
+        maps.write_text("         0       1000          1\n         1     100000      65536\n")
+        assert modules.refusal(SPEC) is None
+        nobody.write_text("7\n")
+        refused_everywhere(f"{stored.parents[3]} belongs to user {STRANGER}")
+    nobody.write_text(f"{STRANGER}\n")
+    for path in (stored.parent, stored):
+        with monkeypatch.context() as there:
+            give(path, STRANGER, there)
+            refused_everywhere(f"{path} belongs to user {STRANGER}")
 
 
 def test_a_folder_as_tmp_may_lead_to_the_cache_and_not_hold_modules(stored: Path) -> None:

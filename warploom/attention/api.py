@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from warploom.attention import reference, registry  # noqa: F401  (registry fills the dispatch list)
-from warploom.attention.arguments import Window, dense_args, varlen_args
+from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.plan import Plan, plan_of, torch_plan
-from warploom.attention.problem import AttentionArgs, AttentionProblem, contents_checked
+from warploom.attention.problem import AttentionArgs, AttentionProblem, scalars
 from warploom.masks import Mask, Padding
-from warploom.runtime import dispatch
+from warploom.runtime import arguments, dispatch
+from warploom.runtime.arguments import Window, checked
 from warploom.runtime.ops import attention_op, unobserved
 
 
@@ -65,8 +66,14 @@ def attention(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     key = None
-    if mask is None and not dropout_p and not torch.compiler.is_compiling():
-        key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend)
+    if (  # what is not of the plainest type is for the checks
+        mask is None
+        and (type(dropout_p) is float or type(dropout_p) is int)
+        and not dropout_p
+        and dropout_seed is None
+        and not torch.compiler.is_compiling()
+    ):
+        key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend, return_lse)
         if launch is not None:
             out, lse = launch(q, k, v, sink)
             return (out, lse) if return_lse else out
@@ -84,6 +91,7 @@ def attention(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
     )
+    return_lse = arguments.flag("return_lse", return_lse)
     out, lse = _run(args, backend, key)
     return (out, lse) if return_lse else out
 
@@ -131,9 +139,20 @@ def attention_varlen(
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
     key = None
-    if mask is None and block_table is None and not dropout_p and not torch.compiler.is_compiling() and not contents_checked():
-        vectors, longest = (cu_seqlens_q, cu_seqlens_k, seqused_k), (max_seqlen_q, max_seqlen_k)
-        key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend, vectors, longest)
+    vectors = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if (
+        mask is None
+        and block_table is None
+        and (type(dropout_p) is float or type(dropout_p) is int)
+        and not dropout_p
+        and dropout_seed is None
+        and not torch.compiler.is_compiling()
+        and not checked()
+    ):
+        longest = (max_seqlen_q, max_seqlen_k)
+        key, launch = _bound(
+            q, k, v, sink, causal, window, scale, softcap, deterministic, backend, return_lse, vectors, longest
+        )
         if launch is not None:
             out, lse = launch(q, k, v, sink, *vectors)
             return (out, lse) if return_lse else out
@@ -157,6 +176,9 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
     )
+    return_lse = arguments.flag("return_lse", return_lse)
+    if any([t is not found for t, found in zip(vectors, (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k), strict=True)]):
+        key = None  # they came in another dtype, which a kept launcher would misread
     out, lse = _run(args, backend, key)
     return (out, lse) if return_lse else out
 
@@ -177,12 +199,16 @@ def scaled_dot_product_attention(
     over keys alone (query dimension 1) runs here; any other tensor mask goes to torch's own function, since turning a
     dense mask into columns on the hot path would cost more than it saves. explain(..., attn_mask=...) says which.
     """
+    is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
+    _check_sdpa(query, key, value, attn_mask, is_causal, enable_gqa)
     if _why_torch(query, attn_mask) is not None:
         assert attn_mask is None or isinstance(attn_mask, Tensor)
+        checked_scale, _, dropout_p = scalars(scale, 0.0, dropout_p, query.shape[-1])
+        scale = None if scale is None else checked_scale
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    q, k, v, options = _sdpa_call(query, key, value, attn_mask, is_causal, enable_gqa)
+    q, k, v, options = _sdpa_call(query, key, value, attn_mask, is_causal)
     out = attention(q, k, v, scale=scale, dropout_p=dropout_p, **options)
     assert isinstance(out, Tensor)
     out = out.transpose(1, 2)
@@ -207,11 +233,14 @@ def explain(
     scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device tensors to
     count tiles.
     """
+    is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
+    arguments.flag("return_lse", return_lse)
     if attn_mask is not None or is_causal or enable_gqa:
+        _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
         reason = _why_torch(q, attn_mask)
         if reason is not None:
             return torch_plan(reason)
-        q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal, enable_gqa)
+        q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal)
         keywords = {**keywords, **options}
     make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
     args = make(q, k, v, *packed, **keywords)
@@ -238,6 +267,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None =
 
 
 def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) -> tuple[Tensor, Tensor]:
+    if backend is not None and not isinstance(backend, str):
+        dispatch.find(backend)  # says what there is
     key = _key(args, backend) if args.q.is_cuda and not torch.compiler.is_compiling() else None
     chosen = None if key is None else dispatch.settled(key)
     if chosen is None:
@@ -270,12 +301,14 @@ def _bound(
     softcap: float,
     deterministic: bool | None,
     backend: str | None,
+    return_lse: bool,
     vectors: tuple[Tensor | None, ...] = (),
     longest: tuple[int | None, ...] = (),
 ) -> tuple[Hashable, Callable[..., tuple[Tensor, Tensor]] | None]:
     """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
 
-    The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op.
+    The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
+    keyword is not of the plainest type: 1 is equal to True, and would find what True left.
     ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
     """
     try:
@@ -285,6 +318,9 @@ def _bound(
             or torch._C._is_any_autocast_enabled()
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
+            or not (causal is False or causal is True)
+            or not (return_lse is False or return_lse is True)
+            or not (deterministic is None or deterministic is False or deterministic is True)
         ):
             return None, None
         key: tuple[Any, ...] = (
@@ -293,11 +329,15 @@ def _bound(
             torch.are_deterministic_algorithms_enabled(),
         )
         if window is not None:
-            key += (*window, *map(type, window))
+            key += (type(window), *window, *map(type, window))
         if sink is not None:
             key += (sink.shape, sink.stride(), sink.dtype, sink.device)
         if vectors:
-            key += (longest, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors])
+            key += (
+                longest,
+                *map(type, longest),
+                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors],
+            )
         return key, dispatch.bound(key)
     except (AttributeError, TypeError, RuntimeError):
         return None, None  # whatever this is, the checks say it in words
@@ -334,6 +374,52 @@ def _why_torch(query: Tensor, attn_mask: Tensor | Mask | None) -> str | None:
     return f"attn_mask is a dense mask of shape {tuple(attn_mask.shape)}; ColumnMask.from_dense converts it once, ahead"
 
 
+def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> None:
+    """The tensors of a drop-in call, whoever takes it: names and shapes as the caller has them."""
+    arguments.with_values("query", arguments.strided("query", query))
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if arguments.strided(name, t).ndim < 3 or t.ndim != query.ndim:
+            raise ValueError(
+                f"{name} must have 3 or more dimensions (…, heads, seqlen, head_dim) and as many as query, "
+                f"got shape {tuple(t.shape)}"
+            )
+        if t.dtype not in arguments.FLOATS:
+            raise TypeError(f"{name} has dtype {t.dtype}; attention takes float16, bfloat16, float32 or float64")
+        if t.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise TypeError(f"{name} has dtype {t.dtype} but query has {query.dtype}; give all three one dtype")
+        if t.device != query.device:
+            raise ValueError(f"{name} is on {t.device} but query is on {query.device}; move them to one device")
+        if t.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} and query must agree before the heads, got {tuple(t.shape)} and {tuple(query.shape)}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"key and value must agree in all but the last dimension, got {tuple(key.shape)}, {tuple(value.shape)}"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head_dim, got {query.shape[-1]} and {key.shape[-1]}")
+    heads, heads_kv = query.shape[-3], key.shape[-3]
+    if heads != heads_kv and not enable_gqa:
+        raise ValueError(f"query has {heads} heads and key {heads_kv}; pass enable_gqa=True for grouped heads")
+    if heads % heads_kv if heads_kv else heads:
+        raise ValueError(f"query has {heads} heads, which is not a multiple of the {heads_kv} heads of key and value")
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask and is_causal=True together are not allowed, as in torch; use attention(mask=, causal=)")
+    if attn_mask is None or isinstance(attn_mask, Mask):
+        return
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.dtype in arguments.FLOATS):
+        raise TypeError(
+            "attn_mask must be a bool or floating point tensor, or a mask of warploom.masks, "
+            f"got {arguments.describe(attn_mask)}"
+        )
+    if arguments.strided("attn_mask", attn_mask).device != query.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device} but query is on {query.device}")
+    full = (*query.shape[:-1], key.shape[-2])
+    if attn_mask.ndim > len(full) or any(
+        [have not in (1, want) for have, want in zip(reversed(attn_mask.shape), reversed(full), strict=False)]
+    ):
+        raise ValueError(f"attn_mask must broadcast to (…, heads, seqlen_q, seqlen_k) = {full}, got {tuple(attn_mask.shape)}")
+
+
 def _is_key_padding(attn_mask: Tensor) -> bool:
     """(batch|1, 1, 1, seqlen_k), or with leading ones left out: a row over keys for each batch entry."""
     shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
@@ -346,25 +432,12 @@ def _sdpa_call(
     value: Tensor,
     attn_mask: Tensor | Mask | None,
     is_causal: bool,
-    enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """q, k, v as attention() takes them and its keywords."""
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.ndim < 3 or t.ndim != query.ndim:
-            raise ValueError(
-                f"{name} must have 3 or more dimensions (…, heads, seqlen, head_dim) and as many as query, "
-                f"got shape {tuple(t.shape)}"
-            )
-    if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask and is_causal=True together are not allowed, as in torch; use attention(mask=, causal=)")
+    """q, k, v as attention() takes them and its keywords, of a checked call."""
     if query.ndim == 3:
         query, key, value = (t[None] for t in (query, key, value))
     elif query.ndim > 4:
         query, key, value = (t.flatten(0, -4) for t in (query, key, value))
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for grouped heads")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     options: dict[str, Any] = {}
     if is_causal:
@@ -372,11 +445,6 @@ def _sdpa_call(
         options["window"] = (None, seqlen_q - seqlen_k)
     elif isinstance(attn_mask, Tensor):
         batch = attn_mask.shape[0] if attn_mask.ndim == 4 else 1
-        if batch not in (1, query.shape[0]) or attn_mask.shape[-1] not in (1, seqlen_k):
-            raise ValueError(
-                f"attn_mask must be (batch|1, 1, 1, seqlen_k|1) beside batch {query.shape[0]} and {seqlen_k} keys, "
-                f"got shape {tuple(attn_mask.shape)}"
-            )
         options["mask"] = Padding(attn_mask.reshape(batch, attn_mask.shape[-1]).expand(batch, seqlen_k))
     elif attn_mask is not None:
         options["mask"] = attn_mask

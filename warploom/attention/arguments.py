@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ from warploom.attention.problem import (
     AttentionArgs,
     check_columns,
     check_contents,
-    check_int32,
-    check_scalars,
     check_sink,
     check_tensors,
+    scalars,
 )
 from warploom.masks import Causal, ColumnMask, Full, Mask, ResolvedMask, SlidingWindow
-
-Window = tuple[int | None, int | None]
+from warploom.runtime import arguments
+from warploom.runtime.arguments import Window
 
 _warned_layout = False
 
@@ -75,10 +74,8 @@ def varlen_args(
     q, k, v = autocast_inputs(q, k, v)
     paged = block_table is not None
     check_tensors(q, k, v, 3, "(total_tokens, heads, head_dim)", kv_rank=4 if paged else 3)
-    _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is not None and length < 0:
-            raise ValueError(f"{name} must not be negative, got {length}")
+    cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = _lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    max_seqlen_q, max_seqlen_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
 
     _check_mask(mask)
     if mask is not None and not isinstance(mask, (Full, Causal, SlidingWindow, ColumnMask)):
@@ -108,24 +105,29 @@ def varlen_args(
     return args
 
 
-def _check_lengths(
+def _longest(name: str, length: Any) -> Any:
+    """A bound of the sequences' lengths, None if there is none; beyond int32 it is as good as int32's largest."""
+    length = arguments.integer(name, length, optional=True)
+    if length is not None and length < 0:
+        raise ValueError(f"{name} must not be negative, got {length}")
+    return min(length, arguments.INT32[1]) if type(length) is int else length
+
+
+def _lengths(
     q: Tensor,
     k: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None,
     block_table: Tensor | None,
-) -> None:
-    """Types and shapes of the tensors that describe packed sequences."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors that describe packed sequences, as int32 and of the right shapes."""
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be an int32 tensor of batch + 1 entries, got None")
-    for name, t, ndim in (
-        ("cu_seqlens_q", cu_seqlens_q, 1),
-        ("cu_seqlens_k", cu_seqlens_k, 1),
-        ("seqused_k", seqused_k, 1),
-        ("block_table", block_table, 2),
-    ):
-        check_int32(name, t, ndim, q)
+    cu_seqlens_q = arguments.int32("cu_seqlens_q", cu_seqlens_q, 1, q)
+    cu_seqlens_k = arguments.int32("cu_seqlens_k", cu_seqlens_k, 1, q)
+    seqused_k = arguments.int32("seqused_k", seqused_k, 1, q)
+    block_table = arguments.int32("block_table", block_table, 2, q)
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q must have batch + 1 entries, got none")
     batch = cu_seqlens_q.shape[0] - 1
@@ -138,6 +140,7 @@ def _check_lengths(
     for name, t in (("seqused_k", seqused_k), ("block_table", block_table)):
         if t is not None and t.shape[0] != batch:
             raise ValueError(f"{name} has {t.shape[0]} entries but cu_seqlens_q describes {batch} sequences")
+    return cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
 
 
 def _assemble(
@@ -152,10 +155,10 @@ def _assemble(
     dropout_seed: Tensor | int | None,
     deterministic: bool | None,
 ) -> AttentionArgs:
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    check_scalars(scale, softcap, dropout_p)
+    scale, softcap, dropout_p = scalars(scale, softcap, dropout_p, q.shape[-1])
     check_sink(sink, q)
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
+    deterministic = arguments.flag("deterministic", deterministic, optional=True)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return AttentionArgs(
@@ -177,9 +180,9 @@ def _assemble(
         max_seqlen_k=None,
         left=resolved.left,
         right=resolved.right,
-        scale=float(scale),
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
         deterministic=deterministic,
         backend="",
     )
@@ -187,22 +190,27 @@ def _assemble(
 
 def _seed(dropout_p: float, seed: Tensor | int | None, q: Tensor) -> Tensor | None:
     """The Philox key: the caller's, or drawn on the device, so that a captured graph draws anew at every replay."""
-    if not dropout_p:
-        return None
     if seed is None:
-        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return torch.tensor([seed], dtype=torch.int64, device=q.device)
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
-        raise TypeError(f"dropout_seed must be an int or an int64 tensor of one element, got {seed!r}")
-    if seed.device != q.device:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device) if dropout_p else None
+    if not isinstance(seed, Tensor):
+        number = arguments.whole(seed)
+        if number is None:
+            raise TypeError(f"dropout_seed must be an int or an int64 tensor of one element, got {arguments.describe(seed)}")
+        if type(number) is int and not arguments.INT64[0] <= number <= arguments.INT64[1]:
+            raise ValueError(f"dropout_seed must fit int64, from -2**63 to 2**63 - 1, got {number}")
+        return torch.tensor([number], dtype=torch.int64, device=q.device) if dropout_p else None
+    if seed.dtype not in arguments.INTEGERS or seed.numel() != 1:
+        raise TypeError(f"dropout_seed must be an int or an int64 tensor of one element, got {arguments.describe(seed)}")
+    if arguments.strided("dropout_seed", seed).device != q.device:
         raise ValueError(f"dropout_seed is on {seed.device} but q is on {q.device}")
-    return seed
+    if seed.dtype == torch.uint64 and arguments.readable(seed) and int(seed.item()) > arguments.INT64[1]:
+        raise ValueError(f"dropout_seed must fit int64, from -2**63 to 2**63 - 1, got {int(seed.item())}")
+    return seed.to(torch.int64) if dropout_p else None
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast, fp32, fp16 and bf16 inputs take the autocast dtype, as torch's own attention's do."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
 
@@ -228,20 +236,15 @@ def _check_mask(mask: object) -> None:
 def _resolve(mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor) -> ResolvedMask:
     """The mask of the call: columns and the intersection of all bands."""
     _check_mask(mask)
+    left, right = arguments.window("window", window)
+    causal = arguments.flag("causal", causal)
     resolved = ResolvedMask(None, None, None, None, None, None)
     if mask is not None:
         resolved = mask.resolve(seqlen_q, seqlen_k, None if isinstance(mask, ColumnMask) else q.device)
-    left, right = resolved.left, resolved.right
-    if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise TypeError(f"window must be a pair (left, right) of ints or None, got {window!r}")
-        for name, bound in zip(("left", "right"), window, strict=True):
-            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
-                raise TypeError(f"window's {name} must be an int or None, got {bound!r}")
-        left, right = _narrower(left, window[0]), _narrower(right, window[1])
+    left, right = _narrower(resolved.left, left), _narrower(resolved.right, right)
     if causal:
         right = _narrower(right, 0)
-    return resolved._replace(left=left, right=right)
+    return resolved._replace(left=arguments.near(left), right=arguments.near(right))
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:

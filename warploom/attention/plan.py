@@ -17,9 +17,9 @@ class Plan:
     call: str
     implementation: str
     reason: str
-    tile: tuple[int, int] | None = None  # queries × keys
+    tile: tuple[int, int] | None = None  # queries × keys of the forward pass
     tiles: dict[str, int] | None = None  # counts: hidden, partial, full
-    skipped: float | None = None  # fraction of tiles that hold no visible element
+    skipped: float | None = None  # fraction of tiles that are skipped, as none of their elements is visible
     refused: tuple[tuple[str, str], ...] = ()  # (implementation, why), in dispatch order
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,14 +54,17 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
             refused.append((implementation.name, implementation.refusal(problem) or ""))
     module = dispatch.find(chosen).module
     tile: tuple[int, int] | None = getattr(module, "TILES", None)
+    at_once: int | None = None
+    if hasattr(module, "tiles"):  # by the call: dtype, head dims, mask, strides
+        tile, at_once = module.tiles(args)
     if hasattr(module, "describe"):
         tile, words = module.describe(problem)
         reason = f"{reason}; {words}"
     counts, skipped = (None, None)
     if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
-        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], tile[1], args.q.device)
-        counts = {kind: int(getattr(classes, kind).sum()) for kind in ("hidden", "partial", "full")}
-        skipped = classes.skipped
+        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once or tile[1], args.q.device)
+        counts = classes.in_tiles(tile[1])
+        skipped = counts["hidden"] / sum(counts.values())
     return Plan(problem.describe(), chosen, reason, tile, counts, skipped, tuple(refused))
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from warploom.masks.intervals import ResolvedMask
-
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from warploom.runtime import arguments
 
 
 class AttentionArgs(NamedTuple):
@@ -138,18 +136,17 @@ def check_tensors(q: object, k: object, v: object, rank: int, layout: str, kv_ra
     """Type, rank, dtype, device and shape agreement of q, k and v; raises in the user's words."""
     kv_rank = rank if kv_rank is None else kv_rank
     for name, t, ndim in (("q", q, rank), ("k", k, kv_rank), ("v", v, kv_rank)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(t.shape)}")
+        if arguments.strided(name, t).ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(t.shape)}")  # type: ignore[attr-defined]
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if q.dtype not in FLOAT_DTYPES:
+    if q.dtype not in arguments.FLOATS:
         raise TypeError(f"q has dtype {q.dtype}; attention takes float16, bfloat16, float32 or float64")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {t.dtype} but q has {q.dtype}; give all three one dtype, or use torch.autocast")
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device} but q is on {q.device}; move them to one device")
+    arguments.with_values("q", q)
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v must agree in all but the last dimension, got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[-1] != k.shape[-1]:
@@ -161,8 +158,10 @@ def check_tensors(q: object, k: object, v: object, rank: int, layout: str, kv_ra
         raise ValueError(f"q has {heads_q} heads, which is not a multiple of the {heads_kv} heads of k and v")
 
 
-def check_scalars(scale: float, softcap: float, dropout_p: float) -> None:
-    """Ranges of the scalar keywords."""
+def scalars(scale: Any, softcap: Any, dropout_p: Any, head_dim: int) -> tuple[float, float, float]:
+    """The scalar keywords as floats within their ranges; a scale of None is 1/√head_dim."""
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else arguments.number("scale", scale)
+    softcap, dropout_p = arguments.number("softcap", softcap), arguments.number("dropout_p", dropout_p)
     # Comparisons rather than math.isfinite, which torch.compile cannot trace on a symbolic float.
     if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be a finite number, got {scale}")
@@ -170,14 +169,16 @@ def check_scalars(scale: float, softcap: float, dropout_p: float) -> None:
         raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {softcap}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    return float(scale), float(softcap), float(dropout_p)
 
 
 def check_sink(sink: Tensor | None, q: Tensor) -> None:
     """A sink is one logit a query head."""
     if sink is None:
         return
-    if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise TypeError(f"sink must be a floating point tensor of shape ({q.shape[-2]},), got {_kind(sink)}")
+    if not isinstance(sink, Tensor) or sink.dtype not in arguments.FLOATS:
+        raise TypeError(f"sink must be a floating point tensor of shape ({q.shape[-2]},), got {arguments.describe(sink)}")
+    arguments.strided("sink", sink)
     if sink.shape != (q.shape[-2],):
         raise ValueError(f"sink must have shape ({q.shape[-2]},), one logit a query head, got {tuple(sink.shape)}")
     if sink.device != q.device:
@@ -201,29 +202,10 @@ def check_columns(mask: ResolvedMask, batch: int, heads_q: int, heads_kv: int, s
             raise ValueError(f"mask is on {vector.device} but q is on {q.device}; use mask.to(q.device)")
 
 
-def check_int32(name: str, t: Tensor | None, ndim: int, q: Tensor) -> None:
-    """An index tensor: int32, of the given rank, on q's device."""
-    if t is None:
-        return
-    if not isinstance(t, Tensor) or t.dtype != torch.int32:
-        raise TypeError(f"{name} must be an int32 tensor, got {_kind(t)}")
-    if t.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim > 1)}, got shape {tuple(t.shape)}")
-    if t.device != q.device:
-        raise ValueError(f"{name} is on {t.device} but q is on {q.device}")
-
-
-def contents_checked() -> bool:
-    """Whether values of index tensors on a GPU are to be looked at."""
-    return os.environ.get("WARPLOOM_CHECK") == "1"
-
-
 def check_contents(args: AttentionArgs) -> None:
     """Values of index tensors, where looking costs nothing (CPU) or was asked for (WARPLOOM_CHECK=1)."""
     q = args.q
-    if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter):
-        return
-    if q.device.type != "cpu" and not contents_checked():
+    if not arguments.readable(q):
         return
     if args.cu_seqlens_q is not None:
         _check_cu_seqlens("cu_seqlens_q", args.cu_seqlens_q, q.shape[0], args.max_seqlen_q)
@@ -231,6 +213,13 @@ def check_contents(args: AttentionArgs) -> None:
         _check_cu_seqlens("cu_seqlens_k", args.cu_seqlens_k, args.k.shape[0], args.max_seqlen_k)
     if args.seqused_k is not None and args.seqused_k.numel() and int(args.seqused_k.min()) < 0:
         raise ValueError(f"seqused_k must not be negative, got {int(args.seqused_k.min())}")
+    if args.seqused_k is not None and args.block_table is None:
+        cu_k = args.cu_seqlens_q if args.cu_seqlens_k is None else args.cu_seqlens_k
+        assert cu_k is not None
+        beyond = args.seqused_k > cu_k.diff()
+        if bool(beyond.any()):
+            n = int(beyond.nonzero()[0])
+            raise ValueError(f"seqused_k[{n}] is {int(args.seqused_k[n])}, but sequence {n} has {int(cu_k.diff()[n])} keys")
     if args.block_table is not None:
         assert args.seqused_k is not None
         pages, page_size = args.k.shape[:2]
@@ -260,9 +249,3 @@ def _check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int | None) ->
     if longest is not None and lengths and max(lengths) > longest:
         which = name.replace("cu_seqlens", "max_seqlen")
         raise ValueError(f"{which} is {longest} but the longest sequence of {name} has {max(lengths)} tokens")
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return type(value).__name__

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import warploom
+from warploom.commands.numbers import whole
 from warploom.commands.table import table
 from warploom.runtime import dispatch, modules
 from warploom.runtime.cache import cache_root
@@ -41,7 +42,7 @@ PACKAGES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--selftest", action="store_true", help="check every implementation against fp64")
-    parser.add_argument("--seed", type=int, help="seed of the selftest; else a fresh one, shown")
+    parser.add_argument("--seed", type=whole(-(2**62), 2**62), help="seed of the selftest; else a fresh one, shown")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

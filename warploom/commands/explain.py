@@ -10,6 +10,8 @@ import torch
 import warploom
 from warploom.attention.plan import Plan
 from warploom.commands.mask_argument import builders, parse_mask
+from warploom.commands.numbers import whole
+from warploom.masks.base import LONGEST
 
 EXAMPLES = """examples:
   warploom explain --seqlen 4096 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal
@@ -22,13 +24,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = parser.add_argument_group("shapes")
-    shapes.add_argument("--batch", type=_size, default=1, metavar="B", help="default: 1")
-    shapes.add_argument("--seqlen", type=_size, required=True, metavar="S", help="queries")
-    shapes.add_argument("--seqlen-k", type=_size, metavar="S", help="keys; default: --seqlen")
-    shapes.add_argument("--heads", type=_size, required=True, metavar="H", help="query heads")
-    shapes.add_argument("--kv-heads", type=_size, metavar="H", help="key and value heads; default: --heads")
-    shapes.add_argument("--head-dim", type=_size, default=64, metavar="D", help="default: 64")
-    shapes.add_argument("--head-dim-v", type=_size, metavar="D", help="of the values; default: --head-dim")
+    shapes.add_argument("--batch", type=whole(), default=1, metavar="B", help="default: 1")
+    shapes.add_argument("--seqlen", type=whole(most=LONGEST), required=True, metavar="S", help="queries")
+    shapes.add_argument("--seqlen-k", type=whole(most=LONGEST), metavar="S", help="keys; default: --seqlen")
+    shapes.add_argument("--heads", type=whole(), required=True, metavar="H", help="query heads")
+    shapes.add_argument("--kv-heads", type=whole(), metavar="H", help="key and value heads; default: --heads")
+    shapes.add_argument("--head-dim", type=whole(), default=64, metavar="D", help="default: 64")
+    shapes.add_argument("--head-dim-v", type=whole(), metavar="D", help="of the values; default: --head-dim")
     shapes.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     shapes.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     features = parser.add_argument_group("what the call asks for")
@@ -62,9 +64,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
         raise ValueError("--device cuda: torch sees no CUDA device here, and a plan holds for the machine it is made on")
 
     def tensor(seqlen: int, heads: int, dim: int) -> torch.Tensor:
-        # One row seen everywhere by strides of 0: the shape of the call without its memory.
-        row = torch.zeros(dim, dtype=DTYPES[options.dtype], device=device, requires_grad=options.backward)
-        return row.expand(options.batch, seqlen, heads, dim)
+        # Rows that overlap: the shape of the call without its memory. Strides of 8 elements are as good to every kernel as
+        # those of a contiguous tensor, which strides of 0 are not.
+        shape = (options.batch, seqlen, heads, dim)
+        needed = sum(8 * max(0, length - 1) for length in shape[:3]) + dim
+        row = torch.zeros(needed, dtype=DTYPES[options.dtype], device=device, requires_grad=options.backward)
+        return row.as_strided(shape, (8, 8, 8, 1))
 
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     seqlen_k = options.seqlen if options.seqlen_k is None else options.seqlen_k
@@ -83,12 +88,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
         deterministic=options.deterministic or None,
         backend=options.backend,
     )
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"takes a whole number from 0, got {text!r}")
-    return int(text)
 
 
 def _window(text: str) -> tuple[int | None, int | None]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from warploom.decode import op, registry, triton  # noqa: F401  (registry fills the dispatch list)
-from warploom.decode.arguments import Window, decode_args
+from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import DecodeProblem
-from warploom.runtime import dispatch
+from warploom.runtime import arguments, dispatch
+from warploom.runtime.arguments import Window, checked
 
 
 def decode(
@@ -51,7 +50,15 @@ def decode(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes; also where an input
             requires grad while gradients are recorded.
     """
-    short = _is_plain(q, sink, cache) and not isinstance(window, list)
+    # Keywords of the plainest types: 1 is equal to True, and would find what True left.
+    short = (
+        (scale is None or type(scale) is float or type(scale) is int)
+        and (type(softcap) is float or type(softcap) is int)
+        and (window is None or _whole(window))
+        and (return_lse is False or return_lse is True)
+        and (backend is None or type(backend) is str)
+        and _is_plain(q, sink, cache)
+    )
     if short:
         sink_key = None if sink is None else (sink.dtype, sink.shape)
         key = (q.shape, q.stride(), q.dtype, scale, softcap, window, sink_key, backend)
@@ -61,14 +68,23 @@ def decode(
             if results is not None:
                 return results if return_lse else results[0]
     args = decode_args(q, cache, scale, softcap, window, sink)
+    return_lse = arguments.flag("return_lse", return_lse)
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
     out, lse = op.decode_op(*args) if op.needs_op(q) else op.run(args)
-    if short and chosen == "triton" and args.q is q and not op.is_empty(args) and os.environ.get("WARPLOOM_CHECK") != "1":
+    if short and chosen == "triton" and args.q is q and not op.is_empty(args) and not checked():
         run = triton.ready(args)
         if run is not None:
             cache.ready[key] = run
     return (out, lse) if return_lse else out
+
+
+def _whole(window: object) -> bool:
+    """Whether a window is a pair of ints or None, and of nothing that is merely equal to them."""
+    return type(window) is tuple and len(window) == 2 and type(window[0]) in _SIDES and type(window[1]) in _SIDES
+
+
+_SIDES = (int, type(None))
 
 
 def _is_plain(q: object, sink: object, cache: object) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from warploom.attention.problem import check_scalars, check_sink
+from warploom.attention.problem import check_sink, scalars
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.contents import check_contents
 from warploom.decode.problem import DecodeArgs
-
-Window = tuple[int | None, int | None]
+from warploom.runtime import arguments
+from warploom.runtime.arguments import Window
 
 MAX_QUERIES = 16
 # More keys than any cache holds, in 32 bits.
@@ -33,10 +33,10 @@ def decode_args(
     else:
         raise TypeError(f"cache must be a KVCache or PagedKVCache, got {type(cache).__name__}")
     lengths = cache.lengths
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
-    if q.ndim != 4:
+    if arguments.with_values("q", arguments.strided("q", q)).ndim != 4:
         raise ValueError(f"q must have 4 dimensions (batch, T, heads_q, head_dim), got shape {tuple(q.shape)}")
+    if sink is not None:
+        arguments.strided("sink", sink)
     _refuse_transforms(q, k, v, sink)
     if q.dtype != k.dtype:
         if not torch.is_autocast_enabled(q.device.type) or not q.is_floating_point():
@@ -59,8 +59,7 @@ def decode_args(
     heads_kv = k.shape[2]
     if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(f"q has {heads_q} heads, which is not a multiple of the cache's {heads_kv}")
-    scale = head_dim**-0.5 if scale is None else scale
-    check_scalars(scale, softcap, 0.0)
+    scale, softcap, _ = scalars(scale, softcap, 0.0, head_dim)
     check_sink(sink, q)
     if sink is not None and sink.stride(0) != 1:
         sink = sink.contiguous()
@@ -68,20 +67,13 @@ def decode_args(
     left, right = _band(window)
     if q.stride(-1) != 1 and head_dim > 1:
         q = q.contiguous()
-    return DecodeArgs(q, k, v, lengths, block_table, sink, left, right, float(scale), float(softcap), "")
+    return DecodeArgs(q, k, v, lengths, block_table, sink, left, right, scale, softcap, "")
 
 
 def _band(window: Window | None) -> tuple[int | None, int]:
     """left and right of the window cut by causality."""
-    if window is None:
-        return None, 0
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right) of ints or None, got {window!r}")
-    for name, bound in zip(("left", "right"), window, strict=True):
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
-            raise TypeError(f"window's {name} must be an int or None, got {bound!r}")
-    left, right = window
-    right = 0 if right is None else min(right, 0)
+    left, right = arguments.window("window", window)
+    left, right = arguments.near(left), 0 if right is None else max(min(right, 0), -_FAR)
     if left is not None and left < -right:
         # It keeps no key, and so none is to be read, which may hold anything: the newest ones are hidden, and all before them.
         return left, -_FAR

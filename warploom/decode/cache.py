@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from warploom.decode import op
 from warploom.decode.contents import check_append, check_cache
+from warploom.runtime import arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +21,7 @@ class KVCache:
     Attributes:
         k: (batch, max_seqlen, heads_kv, head_dim), the last dimension contiguous; other strides are free.
         v: (batch, max_seqlen, heads_kv, head_dim_v).
-        lengths: int32 (batch,) on k's device, keys held by each sequence.
+        lengths: int32 (batch,) on k's device, keys held by each sequence. Of another integer dtype a copy is kept.
     """
 
     k: Tensor
@@ -28,7 +30,9 @@ class KVCache:
     ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
-        check_cache("k", self.k, "v", self.v, "(batch, max_seqlen, heads_kv, head_dim)", self.lengths, None)
+        layout = "(batch, max_seqlen, heads_kv, head_dim)"
+        lengths, _ = check_cache("k", self.k, "v", self.v, layout, self.lengths, None, paged=False)
+        _keep(self, "lengths", lengths)
 
     @classmethod
     def allocate(
@@ -43,12 +47,9 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> KVCache:
         """An empty cache for ``batch`` sequences of up to ``max_seqlen`` keys."""
-        shape = (batch, max_seqlen, kv_heads)
-        return cls(
-            torch.empty((*shape, head_dim), dtype=dtype, device=device),
-            torch.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype=dtype, device=device),
-            torch.zeros(batch, dtype=torch.int32, device=device),
-        )
+        sizes = _sizes(batch=batch, max_seqlen=max_seqlen, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
+        k, v = _memory(sizes[:3], sizes[3:], dtype, device)
+        return cls(k, v, torch.zeros(sizes[0], dtype=torch.int32, device=k.device))
 
     @property
     def batch(self) -> int:
@@ -62,8 +63,9 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> None:
         """Write new keys and values behind each sequence, in place, and advance the lengths.
 
-        No host synchronisation; works inside a CUDA graph. Tokens for which a sequence has no room are dropped, and its
-        length stays at the capacity.
+        No host synchronisation; works inside a CUDA graph. Tokens for which a sequence has no room are an error in words
+        where lengths are read, on the CPU and under WARPLOOM_CHECK=1; else they are dropped, and the length stays at the
+        capacity.
 
         Args:
             k: (batch, T, heads_kv, head_dim) in the cache's dtype.
@@ -80,7 +82,7 @@ class PagedKVCache:
         k_pages: (pages, page_size, heads_kv, head_dim), page_size a power of two (or one page a sequence: any size).
         v_pages: (pages, page_size, heads_kv, head_dim_v).
         block_table: int32 (batch, pages_per_sequence), the pages of each sequence in order.
-        lengths: int32 (batch,), keys held by each sequence.
+        lengths: int32 (batch,), keys held by each sequence. Of it and the table copies are kept where the dtype is another.
     """
 
     k_pages: Tensor
@@ -91,7 +93,11 @@ class PagedKVCache:
 
     def __post_init__(self) -> None:
         layout = "(pages, page_size, heads_kv, head_dim)"
-        check_cache("k_pages", self.k_pages, "v_pages", self.v_pages, layout, self.lengths, self.block_table)
+        lengths, table = check_cache(
+            "k_pages", self.k_pages, "v_pages", self.v_pages, layout, self.lengths, self.block_table, paged=True
+        )
+        _keep(self, "lengths", lengths)
+        _keep(self, "block_table", table)
 
     @classmethod
     def allocate(
@@ -107,16 +113,17 @@ class PagedKVCache:
         device: torch.device | str | None = None,
     ) -> PagedKVCache:
         """An empty cache whose sequences own ⌈max_seqlen / page_size⌉ pages each, in order."""
+        sizes = _sizes(batch=batch, max_seqlen=max_seqlen, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
+        batch, max_seqlen, kv_heads, *dims = sizes
+        page_size = arguments.integer("page_size", page_size)
         if page_size < 1:
             raise ValueError(f"page_size must be a power of two, got {page_size}")
         each = -(-max_seqlen // page_size)
-        shape = (batch * each, page_size, kv_heads)
-        return cls(
-            torch.empty((*shape, head_dim), dtype=dtype, device=device),
-            torch.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype=dtype, device=device),
-            torch.arange(batch * each, dtype=torch.int32, device=device).view(batch, each),
-            torch.zeros(batch, dtype=torch.int32, device=device),
-        )
+        if batch * each > arguments.INT32[1]:
+            raise ValueError(f"batch of {batch} takes {batch * each} pages, and page numbers are int32; take larger pages")
+        k, v = _memory((batch * each, page_size, kv_heads), dims, dtype, device)
+        table = torch.arange(batch * each, dtype=torch.int32, device=k.device).view(batch, each)
+        return cls(k, v, table, torch.zeros(batch, dtype=torch.int32, device=k.device))
 
     @property
     def batch(self) -> int:
@@ -140,7 +147,8 @@ class PagedKVCache:
             slot_mapping: int32 or int64 (batch, T), where in the pool each token goes, page · page_size + offset, in place
                 of what block_table says. A negative slot leaves its token out, and the length does not count it.
 
-        Tokens without room, or whose page is outside the pool, are not written.
+        Tokens without room, or whose page is outside the pool, are an error in words on the CPU and under WARPLOOM_CHECK=1,
+        and not written otherwise.
         """
         append(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v)
 
@@ -156,6 +164,26 @@ def append(
     advance: bool = True,
 ) -> None:
     """The append of both caches on bare tensors; with ``advance=False`` the lengths stay as they are."""
+    if isinstance(slot_mapping, Tensor) and slot_mapping.dtype in arguments.INTEGERS and slot_mapping.dtype != torch.int32:
+        slot_mapping = arguments.widened(slot_mapping)
     check_append(k_cache, v_cache, lengths, block_table, slot_mapping, k, v)
     run = op.append_op if op.needs_op(k) else op.append
     run(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
+
+
+def _keep(cache: KVCache | PagedKVCache, name: str, t: Tensor | None) -> None:
+    """Set a frozen cache's field where its tensor came in another dtype."""
+    if t is not getattr(cache, name):
+        object.__setattr__(cache, name, t)
+
+
+def _sizes(**given: Any) -> list[int]:
+    """The sizes of a cache to allocate, in their order; head_dim_v of None is head_dim."""
+    given["head_dim_v"] = given["head_dim"] if given["head_dim_v"] is None else given["head_dim_v"]
+    return [arguments.integer(name, value, 0, arguments.INT32[1]) for name, value in given.items()]
+
+
+def _memory(shape: Sequence[int], dims: Sequence[int], dtype: Any, device: Any) -> tuple[Tensor, Tensor]:
+    """Memory for keys and values, uninitialised."""
+    options: dict[str, Any] = {"dtype": arguments.float_dtype("dtype", dtype), "device": arguments.device("device", device)}
+    return torch.empty((*shape, dims[0]), **options), torch.empty((*shape, dims[1]), **options)

@@ -24,7 +24,9 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
     for b, (k, v) in enumerate(keys_and_values(args)):
-        part, lse[b] = _attend(args, q[b].to(wide), k.to(wide), v.to(wide))
+        # A copy: products sum in another order for other strides and addresses, and a sequence's bits are its own.
+        rows = q[b].to(wide, copy=True, memory_format=torch.contiguous_format)
+        part, lse[b] = _attend(args, rows, k.to(wide), v.to(wide))
         out[b] = part.to(q.dtype)
     return out, lse
 
@@ -38,7 +40,7 @@ def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     if args.left is not None:
         seen = seen & (distance <= args.left)
     # A hidden key or value may hold anything, so it is replaced before it is multiplied.
-    pairs = torch.where(seen[:, :, None, None], k, 0.0)
+    pairs, values = (torch.where(seen[:, :, None, None], t, 0.0).contiguous() for t in (k, v))
     scores = torch.einsum("thd,tnhd->htn", q, pairs) * args.scale
     if args.softcap:
         scores = args.softcap * torch.tanh(scores / args.softcap)
@@ -52,5 +54,5 @@ def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (top + torch.log(total)).masked_fill(empty, float("-inf")).squeeze(-1)
-    out = torch.einsum("htn,tnhd->thd", (weights / total)[..., :length], torch.where(seen[:, :, None, None], v, 0.0))
+    out = torch.einsum("htn,tnhd->thd", (weights / total)[..., :length], values)
     return out, lse

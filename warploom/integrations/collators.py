@@ -9,15 +9,17 @@ rows packs too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from warploom.runtime import arguments
+from warploom.runtime.arguments import Window
+
 from . import intervals
 from .intervals import Visible
-
-Window = tuple[int | None, int | None]
 
 
 def padding_bounds(attention_mask: Tensor, *, causal: bool = False, window: Window | None = None) -> Tensor:
@@ -31,7 +33,7 @@ def padding_bounds(attention_mask: Tensor, *, causal: bool = False, window: Wind
     Returns:
         int32 `(batch, 1, tokens, 4)`.
     """
-    _check("attention_mask", attention_mask, 2, "(batch, tokens)")
+    attention_mask = _checked("attention_mask", attention_mask, 2, "(batch, tokens)")
     columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)[None]
     return _bounds(intervals.only(attention_mask != 0), columns, causal, window)
 
@@ -46,7 +48,14 @@ def cu_seqlens_bounds(cu_seqlens: Tensor, tokens: int, *, causal: bool = False, 
     Returns:
         int32 `(1, 1, tokens, 4)`.
     """
-    _check("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+    cu_seqlens = _checked("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+    tokens = arguments.integer("tokens", tokens, 0)
+    if not cu_seqlens.numel():
+        raise ValueError("cu_seqlens: got no entries; it takes offsets from 0 upwards")
+    if arguments.readable(cu_seqlens):
+        values = cu_seqlens.tolist()
+        if values[0] != 0 or any(b < a for a, b in pairwise(values)) or values[-1] > tokens:
+            raise ValueError(f"cu_seqlens: got {values!r:.80}; it takes offsets from 0 upwards to at most the {tokens} tokens")
     columns = torch.arange(tokens, device=cu_seqlens.device)[None]
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), columns.to(cu_seqlens.dtype), right=True)
     return _bounds(intervals.runs(document).hide(columns >= cu_seqlens[-1]), columns, causal, window)
@@ -61,25 +70,29 @@ def position_ids_bounds(position_ids: Tensor, *, causal: bool = False, window: W
     Returns:
         int32 `(batch, 1, tokens, 4)`.
     """
-    _check("position_ids", position_ids, 2, "(batch, tokens)")
+    position_ids = _checked("position_ids", position_ids, 2, "(batch, tokens)")
     columns = torch.arange(position_ids.shape[1], device=position_ids.device)[None]
     starts = torch.diff(position_ids, dim=1, prepend=position_ids[:, :1] - 1) != 1
     return _bounds(intervals.runs(starts.cumsum(1)), columns, causal, window)
 
 
 def _bounds(seen: Visible, columns: Tensor, causal: bool, window: Window | None) -> Tensor:
-    if causal:
+    left, right = arguments.window("window", window)
+    if arguments.flag("causal", causal):
         seen = seen & intervals.causal(columns)
-    if window is not None:
-        seen = seen & intervals.window(columns, *window)
+    if left is not None or right is not None:
+        seen = seen & intervals.window(columns, arguments.near(left), arguments.near(right))
     return seen.bounds(columns.shape[1])
 
 
-def _check(name: str, value: Any, rank: int, shape: str) -> None:
+def _checked(name: str, value: Any, rank: int, shape: str) -> Tensor:
+    """A bool or integer tensor, integers as int64."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; it takes a tensor {shape}")
-    if value.dim() != rank or value.is_floating_point():
-        raise ValueError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}; it takes integers {shape}")
+    if (value.dtype != torch.bool and value.dtype not in arguments.INTEGERS) or arguments.strided(name, value).dim() != rank:
+        raise ValueError(f"{name}: got {arguments.describe(value)}; it takes integers {shape}")
+    arguments.with_values(name, value)
+    return value if value.dtype == torch.bool else arguments.widened(value)
 
 
 class BoundsCollator:
@@ -108,8 +121,12 @@ class BoundsCollator:
         causal: bool,
         window: Window | Mapping[str, Window | None] | None = None,
     ) -> None:
+        if not callable(collator):
+            raise TypeError(f"collator must be a callable that makes batches, got {arguments.describe(collator)}")
+        for each in window.values() if isinstance(window, Mapping) else (window,):
+            arguments.window("window", each)
         self.collator = collator
-        self.causal = causal
+        self.causal = arguments.flag("causal", causal)
         self.window = window
 
     def __call__(self, features: Any) -> Any:
@@ -124,8 +141,11 @@ class BoundsCollator:
         options: dict[str, Any] = {"causal": self.causal, "window": window}
         padding, cu, positions = (batch.get(n) for n in ("attention_mask", "cu_seq_lens_q", "position_ids"))
         if cu is not None:
-            tokens = batch["input_ids"].shape[-1]
-            documents = cu_seqlens_bounds(torch.as_tensor(cu), tokens, **options)
+            if not isinstance(batch.get("input_ids"), Tensor):
+                raise ValueError(
+                    "BoundsCollator: a batch with cu_seq_lens_q must have its input_ids, whose length is the row's"
+                )
+            documents = cu_seqlens_bounds(torch.as_tensor(cu), batch["input_ids"].shape[-1], **options)
         elif positions is not None:
             documents = position_ids_bounds(positions, **options)
         elif padding is not None:

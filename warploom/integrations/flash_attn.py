@@ -10,6 +10,7 @@ cache_leftpad raise, float32 inputs work, page sizes are any power of two, and t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from warploom.attention.api import attention, attention_varlen
 from warploom.decode.api import decode
 from warploom.decode.arguments import MAX_QUERIES
 from warploom.decode.cache import KVCache, PagedKVCache, append
+from warploom.runtime import arguments
 
 Pair = tuple[int, int]
 
@@ -42,6 +44,7 @@ def flash_attn_func(
     probabilities, which it too returns only for testing under dropout.
     """
     _refuse_alibi(alibi_slopes)
+    return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     result = attention(
         q,
         k,
@@ -49,7 +52,7 @@ def flash_attn_func(
         dropout_p=dropout_p,
         return_lse=return_attn_probs,
         **_common(softmax_scale, causal, window_size, softcap),
-        deterministic=deterministic or None,
+        deterministic=_deterministic(deterministic),
     )
     return (*result, None) if return_attn_probs else result
 
@@ -114,8 +117,12 @@ def flash_attn_varlen_func(
     With ``return_attn_probs``: (out, softmax_lse float32 (heads_q, total_q), None).
     """
     _refuse_alibi(alibi_slopes)
+    return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k}
     if block_table is not None:
+        cu_seqlens_k = arguments.int32("cu_seqlens_k", cu_seqlens_k, 1, arguments.strided("q", q))
+        if cu_seqlens_k is None or not cu_seqlens_k.numel():
+            raise TypeError("cu_seqlens_k must be an int32 tensor of batch + 1 entries")
         keys = {"seqused_k": cu_seqlens_k[1:] - cu_seqlens_k[:-1], "block_table": block_table}
     result = attention_varlen(
         q,
@@ -128,7 +135,7 @@ def flash_attn_varlen_func(
         return_lse=return_attn_probs,
         **keys,
         **_common(softmax_scale, causal, window_size, softcap),
-        deterministic=deterministic or None,
+        deterministic=_deterministic(deterministic),
     )
     return (*result, None) if return_attn_probs else result
 
@@ -185,6 +192,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """flash_attn_varlen_func with qkv (total, 3, heads, head_dim)."""
     q, k, v = _unpack("qkv", qkv, 4, 3)
+    max_seqlen = arguments.integer("max_seqlen", max_seqlen, 0, optional=True)
     return flash_attn_varlen_func(
         q,
         k,
@@ -254,27 +262,22 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos and rotary_sin apply only where k and v are given")
 
-    batch, queries = q.shape[:2]
-    if block_table is None and (cache_batch_idx is not None or k_cache.shape[0] != batch):
-        if cache_batch_idx is None:
-            raise ValueError(
-                f"q has batch {batch} but k_cache has batch {k_cache.shape[0]}; give cache_batch_idx, the row of each sequence"
-            )
-        block_table = cache_batch_idx.to(torch.int32)[:, None]
-    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
-    lengths = capacity if cache_seqlens is None else cache_seqlens
-    if not isinstance(lengths, Tensor):
-        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    local = causal or window_size[0] >= 0 or window_size[1] >= 0
+    causal = arguments.flag("causal", causal)
+    return_softmax_lse = arguments.flag("return_softmax_lse", return_softmax_lse)
+    rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
+    arguments.integer("num_splits", num_splits)
+    common = _common(softmax_scale, causal, window_size, softcap)
+    lengths, block_table = _cache_arguments(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table)
+    queries = q.shape[1]
+    local = causal or common["window"] is not None
     if k is not None and v is not None:
         if rotary_cos is not None and rotary_sin is not None:
             q = _rotate(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, advance=local)
             k = _rotate(k, rotary_cos, rotary_sin, lengths, rotary_interleaved, advance=True)
         append(k_cache, v_cache, lengths, block_table, None, k, v, advance=False)
         lengths = lengths + k.shape[1]
-    common = _common(softmax_scale, causal, window_size, softcap)
     # decode is causal: a call that is not may use it only where the one query sees the whole cache anyway.
-    ahead = common["window"][1]
+    ahead = None if common["window"] is None else common["window"][1]
     if queries <= MAX_QUERIES and (causal or queries == 1 or (ahead is not None and ahead <= 0)):
         cache: KVCache | PagedKVCache
         if block_table is None:
@@ -317,19 +320,70 @@ def _prefill(
     return out if lse is None else (out, lse.unflatten(1, (batch, queries)).transpose(0, 1))
 
 
+def _cache_arguments(
+    q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, cache_batch_idx: Any, block_table: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Lengths, int32 (batch,), and the table of the cache's rows or pages, if it takes one."""
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if arguments.strided(name, t).ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions (·, ·, heads, head_dim), got shape {tuple(t.shape)}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} but q is on {q.device}")
+    if q.dtype != k_cache.dtype or q.shape[3] != k_cache.shape[3]:
+        raise TypeError(
+            f"q must have the dtype and head_dim of k_cache, got {arguments.describe(q)} and {arguments.describe(k_cache)}"
+        )
+    if v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            "v_cache must agree with k_cache in dtype and all but the last dimension, "
+            f"got {arguments.describe(v_cache)} and {arguments.describe(k_cache)}"
+        )
+    batch = q.shape[0]
+    block_table = arguments.int32("block_table", block_table, 2, q)
+    cache_batch_idx = arguments.int32("cache_batch_idx", cache_batch_idx, 1, q)
+    if block_table is None and (cache_batch_idx is not None or k_cache.shape[0] != batch):
+        if cache_batch_idx is None:
+            raise ValueError(
+                f"q has batch {batch} but k_cache has batch {k_cache.shape[0]}; give cache_batch_idx, the row of each sequence"
+            )
+        block_table = cache_batch_idx[:, None]
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim:
+        return arguments.int32("cache_seqlens", cache_seqlens, 1, q), block_table
+    if cache_seqlens is not None:
+        capacity = arguments.integer("cache_seqlens", cache_seqlens, 0, capacity)
+    return torch.full((batch,), capacity, dtype=torch.int32, device=q.device), block_table
+
+
 def _common(softmax_scale: float | None, causal: bool, window_size: Pair, softcap: float) -> dict[str, Any]:
     """flash-attn's keywords in Warploom's terms: a negative window side and a softcap of 0 or less are off."""
-    left, right = (None if side < 0 else side for side in window_size)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right) of ints, got {window_size!r:.80}")
+    left, right = (arguments.integer("window_size's " + name, side) for name, side in zip(_SIDES, window_size, strict=True))
+    left, right = (None if side < 0 else side for side in (left, right))
+    cap = arguments.number("softcap", softcap)
+    if softmax_scale is not None:
+        softmax_scale = arguments.number("softmax_scale", softmax_scale)
+        if not -math.inf < softmax_scale < math.inf:
+            raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale}")
     return {
         "scale": softmax_scale,
-        "causal": causal,
-        "window": (left, right),
-        "softcap": max(softcap, 0.0),
+        "causal": arguments.flag("causal", causal),
+        "window": None if left is None and right is None else (left, right),
+        "softcap": 0.0 if cap < 0 else cap,
     }
 
 
+_SIDES = ("left", "right")
+
+
+def _deterministic(deterministic: bool) -> bool | None:
+    """flash-attn's False leaves it to torch's own switch."""
+    return arguments.flag("deterministic", deterministic, optional=True) or None
+
+
 def _unpack(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, ...]:
-    if packed.ndim != ndim or packed.shape[-3] != count:
+    if arguments.with_values(name, arguments.strided(name, packed)).ndim != ndim or packed.shape[-3] != count:
         raise ValueError(
             f"{name} must have {ndim} dimensions with {count} in the third from last, got shape {tuple(packed.shape)}"
         )
@@ -343,6 +397,11 @@ def _refuse_alibi(alibi_slopes: Tensor | None) -> None:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, advance: bool) -> Tensor:
     """Rotary embedding of x (batch, T, heads, head_dim) at lengths + t, or at lengths for every t without ``advance``."""
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if arguments.strided(name, table).dtype not in arguments.FLOATS or table.device != x.device or table.ndim != 2:
+            raise ValueError(
+                f"{name} must be floating point (seqlen_rotary, rotary_dim / 2) on {x.device}, got {arguments.describe(table)}"
+            )
     half = cos.shape[-1]
     if cos.ndim != 2 or cos.shape != sin.shape or 2 * half > x.shape[-1]:
         raise ValueError(

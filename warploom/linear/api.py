@@ -12,7 +12,7 @@ from warploom.linear.arguments import linear_call
 from warploom.linear.feature_maps import FeatureMaps
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
-from warploom.runtime import dispatch
+from warploom.runtime import arguments, dispatch
 
 
 def linear_attention(
@@ -77,7 +77,7 @@ def linear_attention(
         lengths=lengths,
         cu_seqlens=cu_seqlens,
     )
-    out, last = _run(call, backend, return_state)
+    out, last = _run(call, backend, arguments.flag("return_state", return_state))
     if q.ndim == 3:
         out = out.squeeze(0)
     return out if last is None else (out, last)
@@ -145,8 +145,8 @@ def linear_attention_step(
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (call.q, call.k, call.v, call.s, call.z)]):
         out, last = _run(call, backend, True)
     else:
-        arguments = ops.step_arguments(call, _chosen(call, backend))
-        out, s, z = (ops.step_op if ops.watched(call.q) else ops.run_step)(*arguments)
+        flat = ops.step_arguments(call, dispatch.choose(call, backend, "linear"))
+        out, s, z = (ops.step_op if ops.watched(call.q) else ops.run_step)(*flat)
         out = out.unsqueeze(1)
         last = LinearState(s, z)
     assert last is not None
@@ -157,16 +157,10 @@ def _run(call: LinearCall, backend: str | None, return_state: bool) -> tuple[Ten
     if call.causal and not return_state and call.k.shape[1] > call.q.shape[1]:
         # Keys past the last query reach the state alone: nobody asks for it, so they may hold anything.
         call = replace(call, k=call.k[:, : call.q.shape[1]], v=call.v[:, : call.q.shape[1]])
-    chosen = _chosen(call, backend)
+    chosen = dispatch.choose(call, backend, "linear")
     if chosen == "reference":
         # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
         out, _, s, z = reference.forward(call, return_state)
     else:
         out, _, s, z = ops.linear_op(call, chosen, return_state)
     return out, LinearState(s, z) if return_state and s is not None and z is not None else None
-
-
-def _chosen(call: LinearCall, backend: str | None) -> str:
-    """The implementation of a call; keys without queries' heads only make a state, and kernels divide by those heads."""
-    chosen = dispatch.choose(call, backend, "linear")
-    return "reference" if call.q.shape[2] == 0 else chosen

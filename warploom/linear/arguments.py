@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.arguments import autocast_inputs
-from warploom.attention.problem import check_int32, check_tensors
+from warploom.attention.problem import check_tensors
 from warploom.linear.feature_maps import FeatureMap, FeatureMaps, resolve
 from warploom.linear.problem import LinearCall
+from warploom.runtime import arguments
 
 
 def linear_call(
@@ -38,7 +39,9 @@ def linear_call(
         check_tensors(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
-    check_numbers(eps, scale, normalize)
+    causal, normalize = arguments.flag("causal", causal), arguments.flag("normalize", normalize)
+    eps, scale = numbers(eps, scale, normalize)
+    lengths, cu_seqlens = arguments.int32("lengths", lengths, 1, q), arguments.int32("cu_seqlens", cu_seqlens, 1, q)
     _check_packing(q, k, lengths, cu_seqlens)
     maps = resolve(feature_map)
     if not all(isinstance(each, str) for each in maps):
@@ -47,17 +50,18 @@ def linear_call(
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s, z = checked_state(state, (sequences, k.shape[2], q.shape[3], v.shape[3]), q)
     q, k, v = (last_contiguous(t) for t in (q, k, v))
-    lengths, cu_seqlens = (None if t is None else t.contiguous() for t in (lengths, cu_seqlens))
-    return LinearCall(q, k, v, names[0], names[1], causal, normalize, float(eps), float(scale), s, z, lengths, cu_seqlens)
+    return LinearCall(q, k, v, names[0], names[1], causal, normalize, eps, scale, s, z, lengths, cu_seqlens)
 
 
-def check_numbers(eps: float, scale: float, normalize: bool) -> None:
-    """Ranges of eps and scale."""
+def numbers(eps: Any, scale: Any, normalize: bool) -> tuple[float, float]:
+    """eps and scale as floats within their ranges."""
+    eps, scale = arguments.number("eps", eps), arguments.number("scale", scale)
     # Comparisons rather than math.isfinite, which torch.compile cannot trace on a symbolic float.
     if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be a finite number, got {scale}")
     if normalize and not 0 < eps < math.inf:
         raise ValueError(f"eps must be a positive finite number, lest a query that sees no key is divided by 0, got {eps}")
+    return float(eps), float(scale)
 
 
 def checked_state(
@@ -70,6 +74,7 @@ def checked_state(
         raise TypeError(f"{name} must be a LinearState or a pair of tensors (s, z), got {type(state).__name__}")
     dtype = torch.promote_types(q.dtype, torch.float32)
     for part, t, want in (("s", state[0], shape), ("z", state[1], shape[:3])):
+        arguments.strided(f"{name}.{part}", t)
         if tuple(t.shape) != want:
             words = "(batch, heads_kv, E, M)" if part == "s" else "(batch, heads_kv, E)"
             raise ValueError(f"{name}.{part} must have shape {words} = {want}, got {tuple(t.shape)}")
@@ -86,8 +91,6 @@ def last_contiguous(t: Tensor) -> Tensor:
 
 
 def _check_packing(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    check_int32("lengths", lengths, 1, q)
-    check_int32("cu_seqlens", cu_seqlens, 1, q)
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens together are not supported: packed sequences have no padding")
     if lengths is not None and lengths.shape[0] != q.shape[0]:
@@ -99,15 +102,8 @@ def _check_packing(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Ten
             raise ValueError(f"with cu_seqlens q is (total_tokens, heads, head_dim) or has batch 1, got shape {tuple(q.shape)}")
         if q.shape[1] != k.shape[1]:
             raise ValueError(f"with cu_seqlens q and k have the same tokens, got {q.shape[1]} and {k.shape[1]}")
-    if _may_look(q):
+    if arguments.readable(q):
         _check_contents(q, k, lengths, cu_seqlens)
-
-
-def _may_look(t: Tensor) -> bool:
-    """Contents are read on the host for plain CPU tensors, or under WARPLOOM_CHECK=1."""
-    if torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter):
-        return False
-    return t.device.type == "cpu" or os.environ.get("WARPLOOM_CHECK") == "1"
 
 
 def _check_contents(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from warploom.runtime import arguments
+
 FeatureMap = Callable[[Tensor], Tensor]
 # One for both, or the queries' and the keys'.
 FeatureMaps = str | FeatureMap | tuple[str | FeatureMap, str | FeatureMap]
@@ -62,8 +64,14 @@ class RandomFeatures(torch.nn.Module):
 
     def __init__(self, head_dim: int, features: int | None = None, *, seed: int = 0, temperature: float | None = None) -> None:
         super().__init__()
+        head_dim, features = arguments.integer("head_dim", head_dim), arguments.integer("features", features, optional=True)
         if head_dim < 1 or (features is not None and features < 1):
             raise ValueError(f"head_dim and features must be at least 1, got {head_dim} and {features}")
+        seed = arguments.integer("seed", seed, *arguments.INT64)
+        if temperature is not None:
+            temperature = float(arguments.number("temperature", temperature))
+            if not 0 < temperature < math.inf:
+                raise ValueError(f"temperature must be a positive finite number, got {temperature}")
         if features is None:
             features = min(256, math.ceil(head_dim * max(math.log(head_dim), 1.0)))
         self.temperature = head_dim**-0.5 if temperature is None else temperature
@@ -71,6 +79,8 @@ class RandomFeatures(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, head_dim) to (…, features), in x's dtype."""
+        if arguments.strided("x", x).dtype not in arguments.FLOATS or x.ndim < 1:
+            raise TypeError(f"x must be floating point (…, head_dim), got {arguments.describe(x)}")
         if x.shape[-1] != self.weight.shape[1]:
             raise ValueError(f"these random features take head_dim {self.weight.shape[1]}, got {x.shape[-1]}")
         with torch.autocast(x.device.type, enabled=False):

@@ -49,7 +49,7 @@ def _split(arguments: tuple[Any, ...]) -> tuple[LinearCall, Any]:
 
 def _is_empty(call: LinearCall) -> bool:
     """Whether there is nothing to compute: no implementation sees such a call."""
-    return call.sequences == 0 or call.k.shape[2] == 0 or (call.q.shape[1] == 0 and call.k.shape[1] == 0)
+    return call.sequences == 0 or call.q.shape[2] == 0 or (call.q.shape[1] == 0 and call.k.shape[1] == 0)
 
 
 def _state_shape(call: LinearCall) -> tuple[int, int, int, int]:
@@ -130,7 +130,7 @@ def run_step(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out and the new state of one token a sequence, without the op around it."""
-    if q.shape[0] == 0 or k.shape[1] == 0:
+    if q.shape[0] == 0 or q.shape[1] == 0:
         return v.new_zeros((*q.shape[:2], v.shape[2])), s.clone(), z.clone()
     module: Any = dispatch.find(backend, "linear").module
     options = {"map_q": map_q, "map_k": map_k, "normalize": normalize, "eps": eps, "scale": scale}

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from warploom.runtime import arguments
+
 
 class LinearState(NamedTuple):
     """Running sums over the keys seen so far; a pytree, never changed in place.
@@ -30,5 +32,8 @@ class LinearState(NamedTuple):
         device: torch.device | str | None = None,
     ) -> LinearState:
         """The state before the first key."""
-        s = torch.zeros(batch, heads_kv, E, M, dtype=dtype, device=device)
-        return cls(s, s.new_zeros(batch, heads_kv, E))
+        sizes = {"batch": batch, "heads_kv": heads_kv, "E": E, "M": M}
+        shape = [arguments.integer(name, size, 0, arguments.INT32[1]) for name, size in sizes.items()]
+        device = arguments.device("device", device)
+        s = torch.zeros(shape, dtype=arguments.float_dtype("dtype", dtype), device=device)
+        return cls(s, s.new_zeros(shape[:3]))

@@ -2,59 +2,77 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+from warploom.runtime.arguments import (
+    INT64,
+    INTEGERS,
+    describe,
+    flag,
+    near,
+    readable,
+    saturated,
+    strided,
+    whole,
+    widened,
+    with_values,
+)
+
+__all__ = ["describe", "near", "readable", "saturated", "strided", "with_values"]
+
+_UNCOMPUTED = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch holds but hardly computes with
 
 
 def is_int(value: Any) -> bool:
-    """An int, a symbolic int while compiling, or NumPy's; not a bool."""
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, (int, torch.SymInt)) or (
-        hasattr(value, "__index__") and not isinstance(value, Tensor) and not hasattr(value, "__len__")
-    )
+    """An int, a symbolic int while compiling, NumPy's, or a CPU tensor without dimensions; not a bool."""
+    return not getattr(value, "ndim", 0) and not isinstance(value, (str, bytes)) and whole(value) is not None
 
 
 def integer(name: str, value: Any, minimum: int | None = None, optional: bool = False) -> Any:
     """An int argument, checked; None passes where `optional`."""
     if optional and value is None:
         return None
-    if not is_int(value):
+    found = whole(value)
+    if found is None:
         raise TypeError(f"{name} takes an int{' or None (unlimited)' if optional else ''}, got {describe(value)}")
-    value = value if isinstance(value, torch.SymInt) else int(value)
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    return value
+    if minimum is not None and found < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {found}")
+    return found
 
 
-def describe(value: Any) -> str:
-    """An argument in a few words, for error messages."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+def boolean(name: str, value: Any) -> bool:
+    """A bool argument, NumPy's included."""
+    if value is True or value is False:
+        return value
+    try:
+        return bool(flag(name, value))
+    except TypeError:
+        raise TypeError(f"{name} takes a bool, got {describe(value)}") from None
 
 
 def _as_tensor(name: str, value: Any, takes: str, pad: int) -> Tensor:
     if isinstance(value, Tensor):
-        return value
+        return with_values(name, strided(name, value))
     if is_int(value):
-        return torch.tensor([int(value)], dtype=torch.int32)
+        return _integers(name, [[whole(value)]])[0]
     if hasattr(value, "__array__"):
-        return torch.as_tensor(value)
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name} takes {takes}, got {describe(value)}") from None
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"{name} takes {takes}, got {describe(value)}")
-    nested = [isinstance(row, (Sequence, Tensor)) or hasattr(row, "__array__") for row in value]
+    nested = [not is_int(row) and (isinstance(row, (Sequence, Tensor)) or hasattr(row, "__array__")) for row in value]
     if not any(nested):
         rows: list[list[Any]] = [list(value)]
     elif all(nested):
-        rows = [row.tolist() if hasattr(row, "tolist") else list(row) for row in value]  # type: ignore[union-attr]
+        rows = [row.tolist() if hasattr(row, "tolist") else list(row) for row in value]
+        if not all(isinstance(row, list) for row in rows):
+            raise TypeError(f"{name} takes {takes}; it holds {describe(value[0])}")
     else:
         raise TypeError(f"{name} mixes ints and lists; it takes {takes}, got {describe(value)}")
     flags = [isinstance(item, bool) for row in rows for item in row]
@@ -67,9 +85,18 @@ def _as_tensor(name: str, value: Any, takes: str, pad: int) -> Tensor:
         if not is_int(item):
             raise TypeError(f"{name} takes {takes}; it holds {describe(item)}")
     width = max((len(row) for row in rows), default=0)
-    padded = [[int(item) for item in row] + [pad] * (width - len(row)) for row in rows]
-    result = torch.tensor(padded, dtype=torch.int32).reshape(len(rows), width)
+    result = _integers(name, [[int(whole(item)) for item in row] + [pad] * (width - len(row)) for row in rows])
+    result = result.reshape(len(rows), width)
     return result if any(nested) else result[0]
+
+
+def _integers(name: str, rows: list[list[int]]) -> Tensor:
+    """Rows of one length as int32, or as int64 where they take it."""
+    low = min((min(row, default=0) for row in rows), default=0)
+    high = max((max(row, default=0) for row in rows), default=0)
+    if low < INT64[0] or high > INT64[1]:
+        raise ValueError(f"{name} must hold values that fit int64, got {low if low < INT64[0] else high}")
+    return torch.tensor(rows, dtype=torch.int32 if low >= -(2**31) and high < 2**31 else torch.int64)
 
 
 def per_batch_rows(name: str, value: Any, takes: str, *, pad: int = 0, allow_bool: bool = False) -> Tensor:
@@ -77,10 +104,11 @@ def per_batch_rows(name: str, value: Any, takes: str, *, pad: int = 0, allow_boo
     `allow_bool`.
     """
     tensor = _as_tensor(name, value, takes, pad)
-    if tensor.dtype not in _INTEGERS and not (allow_bool and tensor.dtype == torch.bool):
+    if tensor.dtype not in INTEGERS and not (allow_bool and tensor.dtype == torch.bool):
         raise TypeError(f"{name} takes {takes}; got {describe(tensor)}")
     if tensor.ndim > 2:
         raise ValueError(f"{name} takes {takes}; got {describe(tensor)}")
+    tensor = widened(tensor) if tensor.dtype in _UNCOMPUTED else tensor
     if tensor.ndim == 2:
         return tensor
     return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor.unsqueeze(0)
@@ -92,23 +120,17 @@ def per_batch_value(name: str, value: Any) -> Any:
     if is_int(value):
         return integer(name, value, minimum=0)
     tensor = _as_tensor(name, value, takes, 0)
-    if tensor.dtype not in _INTEGERS:
+    if tensor.dtype not in INTEGERS:
         raise TypeError(f"{name} takes {takes}; got {describe(tensor)}, which is not integer")
+    tensor = widened(tensor) if tensor.dtype in _UNCOMPUTED else tensor
     if tensor.ndim == 0:
         tensor = tensor.unsqueeze(0)
     if tensor.ndim == 2 and tensor.shape[1] == 1:
-        return tensor
+        tensor = tensor.squeeze(1)
     if tensor.ndim != 1:
         raise ValueError(f"{name} takes {takes}; got {describe(tensor)}")
     check_values(name, tensor, minimum=0)
     return tensor.unsqueeze(1)
-
-
-def readable(tensor: Any) -> bool:
-    """Whether contents may be looked at: on a CPU, or under WARPLOOM_CHECK=1; not while compiling."""
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
-        return False
-    return tensor.device.type == "cpu" or (os.environ.get("WARPLOOM_CHECK") == "1" and tensor.device.type != "meta")
 
 
 def check_values(name: str, tensor: Any, minimum: int | None = None, what: str | None = None) -> None:

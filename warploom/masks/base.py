@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from warploom.masks import intervals as iv
-from warploom.masks.arguments import describe, integer, summary
+from warploom.masks.arguments import describe, integer, near, saturated, summary
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
 
 if TYPE_CHECKING:
     from warploom.masks.tiles import TileClasses
 
+# Keys, or rows, of the longest call that column vectors describe: sums of positions stay within their 32 bits.
+LONGEST = 2**29
 _CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or two (prefill and decode)
 
 
@@ -29,6 +31,7 @@ class Mask:
     """
 
     _fields: ClassVar[tuple[str, ...]] = ()
+    _columns: ClassVar[bool] = True  # whether it may resolve to column vectors
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,13 +56,15 @@ class Mask:
         versions, except while compiling or capturing a CUDA graph.
         """
         if torch.compiler.is_compiling():
-            where = self.device if device is None else torch.device(device)
+            where = self.device if device is None else _device(device)
             return finish(self._resolve(seqlen_q, seqlen_k, where))
         seqlen_q, seqlen_k = (
             integer("seqlen_q", seqlen_q, minimum=0),
             integer("seqlen_k", seqlen_k, minimum=0),
         )
-        where = _indexed(self.device if device is None else torch.device(device))
+        if self._columns:
+            _check_longest(seqlen_q, seqlen_k)
+        where = _indexed(self.device if device is None else _device(device))
         state = self._state()
         cache: dict[Any, ResolvedMask] = self.__dict__.setdefault("_cache", {})
         key = (seqlen_q, seqlen_k, where, state, os.environ.get("WARPLOOM_CHECK"))
@@ -136,6 +141,7 @@ class Mask:
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on `device`."""
+        device = _device(device)
         values = {name: getattr(self, name) for name in self._fields}
         return rebuild(
             type(self),
@@ -214,11 +220,19 @@ class Mask:
             seqlen_k = seqlen_q if extent is None else extent
         if seqlen_k is None:
             raise ValueError(f"{type(self).__name__} fits any length: give seqlen_q and seqlen_k")
-        return integer("seqlen_q", seqlen_k if seqlen_q is None else seqlen_q, 0), integer("seqlen_k", seqlen_k, 0)
+        sizes = integer("seqlen_q", seqlen_k if seqlen_q is None else seqlen_q, 0), integer("seqlen_k", seqlen_k, 0)
+        _check_longest(*sizes)
+        return sizes
 
     def _check_length(self, what: str, length: int, seqlen_k: int) -> None:
         if length != seqlen_k:
             raise ValueError(f"{type(self).__name__}: {what} has length {length}, but the keys have seqlen_k {seqlen_k}")
+
+
+def _check_longest(seqlen_q: int, seqlen_k: int) -> None:
+    for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        if length > LONGEST:
+            raise ValueError(f"{name} must be at most {LONGEST}, as rows are counted in 32 bits, got {length}")
 
 
 def rebuild(cls: type, values: dict[str, Any]) -> Any:
@@ -266,6 +280,13 @@ def _register(cls: type) -> None:
     )
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device takes a device such as 'cpu' or 'cuda', got {describe(device)}") from None
+
+
 def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -273,10 +294,11 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def finish(mask: ResolvedMask) -> ResolvedMask:
-    """Vectors as kernels take them: int32, contiguous, one shape."""
+    """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
+    mask = mask._replace(left=near(mask.left), right=near(mask.right))
     present = [t for t in mask[2:] if t is not None]
     if not present:
         return mask
     batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
-    ready = [None if t is None else t.to(torch.int32).expand(batch, heads, length).contiguous() for t in mask[2:]]
+    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask[2:]]
     return ResolvedMask(mask.left, mask.right, *ready)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from warploom.masks import intervals as iv
-from warploom.masks.arguments import describe, summary
+from warploom.masks.arguments import boolean, describe, saturated, strided, summary, with_values
 from warploom.masks.base import Mask, rebuild
 from warploom.masks.intervals import ResolvedMask
+from warploom.runtime.arguments import INTEGERS
 
 __all__ = ["ColumnMask", "Mask", "ResolvedMask"]
 
@@ -29,7 +30,7 @@ class ColumnMask(Mask):
 
     Args:
         lts: int32 (batch|1, heads|1, seqlen_k), or (seqlen_k,); first hidden row of the lower interval. None:
-            no lower interval.
+            no lower interval. Vectors of another integer dtype are copied to int32, whose limits stand for values past them.
         lte: its end, exclusive; None: seqlen_q.
         uts: first hidden row of the upper interval; None: row 0.
         ute: its end, exclusive; None: no upper interval.
@@ -57,8 +58,7 @@ class ColumnMask(Mask):
             raise ValueError("uts begins the interval that ute ends: give ute too")
         if lts is None and ute is None:
             raise ValueError("ColumnMask takes lts, ute or both; without any, use Full() or Causal()")
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal takes a bool, got {describe(causal)}")
+        causal = boolean("causal", causal)
         self.lts, self.lte = _vector("lts", lts), _vector("lte", lte)
         self.uts, self.ute = _vector("uts", uts), _vector("ute", ute)
         self.left: int | None = None
@@ -86,9 +86,10 @@ class ColumnMask(Mask):
 
         causal: n=1 is LTS, n=2 is LTS, LTE. Not causal: n=2 is LTS, UTE, n=4 is LTS, LTE, UTS, UTE.
         """
-        t = startend_row_indices
+        t, causal = startend_row_indices, boolean("causal", causal)
         if not isinstance(t, Tensor) or t.ndim != 4:
             raise ValueError(f"startend_row_indices takes an int32 tensor (batch, heads, seqlen_k, n), got {describe(t)}")
+        with_values("startend_row_indices", strided("startend_row_indices", t))
         n = t.shape[-1]
         vectors = [t[..., i] for i in range(n)]
         if causal and n in (1, 2):
@@ -158,12 +159,12 @@ def _vector(name: str, value: Any) -> Tensor | None:
         raise TypeError(
             f"{name} takes an int32 tensor of row numbers, got {describe(value)}; for a dense mask use ColumnMask.from_dense"
         )
-    if value.dtype != torch.int32:
+    if value.dtype not in INTEGERS:
         raise TypeError(
             f"{name} takes an int32 tensor (batch|1, heads|1, seqlen_k), got {describe(value)}; use .to(torch.int32)"
         )
-    if value.ndim == 1:
-        return value.view(1, 1, -1)
-    if value.ndim != 3:
+    with_values(name, strided(name, value))
+    if value.ndim not in (1, 3):
         raise ValueError(f"{name} takes shape (batch|1, heads|1, seqlen_k) or (seqlen_k,), got {describe(value)}")
-    return value
+    value = saturated(value)
+    return value[None, None] if value.ndim == 1 else value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from warploom.masks.arguments import integer
+from warploom.masks.arguments import describe, integer
 from warploom.masks.intervals import visible_per_column
 from warploom.masks.tiles import FULL, HIDDEN, PARTIAL, TileClasses
 
@@ -34,6 +35,8 @@ def draw(
     head: int = 0,
 ) -> None:
     """See `Mask.draw`."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path takes a name ending in .svg or .png, got {describe(path)}")
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"path takes a name ending in .svg or .png, got {str(path)!r}")

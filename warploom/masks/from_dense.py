@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import describe
+from warploom.masks.arguments import describe, strided, with_values
 
 
 def column_intervals(visible: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool]:
     """(lts, lte, uts, ute, causal) of a bool mask, with as few vectors as do; ValueError where none do."""
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         raise TypeError(f"from_dense takes a bool tensor, True = visible, got {describe(visible)}")
+    with_values("from_dense's mask", strided("from_dense's mask", visible))
     if visible.ndim == 2:
         visible = visible[None, None]
     if visible.ndim != 4:

@@ -29,6 +29,7 @@ from warploom.masks.intervals import ResolvedMask, band_rows
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 LTS_MIN, LTS_MAX, LTE_MIN, LTE_MAX, UTS_MIN, UTS_MAX, UTE_MIN, UTE_MAX = range(8)
+_LARGEST = 1 << 30
 _FAR = 1 << 40  # stands for an unlimited band
 _CELLS_AT_ONCE = 1 << 18  # tiles classified in one go: some MiB, however long the sequence
 
@@ -246,7 +247,8 @@ class TileClasses:
     ) -> TileClasses:
         """Classifies the tiles of a resolved mask. Reads nothing back from the device."""
         block_m, block_n = integer("block_m", block_m, minimum=1), integer("block_n", block_n, minimum=1)
-        bounds = column_bounds(mask, seqlen_q, seqlen_k, block_n, device)
+        block_m, block_n = min(block_m, _LARGEST), min(block_n, _LARGEST)  # one tile either way
+        bounds = column_bounds(mask, seqlen_q, seqlen_k, min(block_n, max(seqlen_k, 1)), device)
         counts = torch.zeros(3, *bounds.shape[:2], dtype=torch.int64, device=bounds.device)
         uncounted = cls(block_m, block_n, seqlen_q, seqlen_k, mask.left, mask.right, bounds, *counts)
         for classes in uncounted._chunks():
@@ -265,6 +267,19 @@ class TileClasses:
         total = self.hidden.numel() * self.shape[0] * self.shape[1]
         return int(self.hidden.sum()) / total if total else 0.0
 
+    def in_tiles(self, block_n: int) -> dict[str, int]:
+        """Tiles of ``block_n`` keys, which divides this one's, by the class of the tile here that holds them.
+
+        So counts a kernel that walks in narrower tiles than it skips by. Over all batch entries and heads of the mask.
+        """
+        each = self.block_n // block_n
+        past = self.shape[1] * each - (self.seqlen_k + block_n - 1) // block_n  # of the last block, behind the last key
+        counts = [each * int(count.sum()) for count in (self.hidden, self.partial, self.full)]
+        if past:
+            last = sum(torch.stack([(part[..., -1] == kind).sum() for kind in range(3)]) for part in self._chunks())
+            counts = [count - past * int(n) for count, n in zip(counts, torch.as_tensor(last).tolist(), strict=True)]
+        return dict(zip(("hidden", "partial", "full"), counts, strict=True))
+
     def rows(self) -> Iterator[tuple[int, int, Tensor]]:
         """Row block by row block: first row, past-the-last row, int8 classes (batch|1, heads|1, n_blocks)."""
         start = 0
@@ -277,6 +292,7 @@ class TileClasses:
     def matrix(self, batch: int = 0, head: int = 0) -> Tensor:
         """One batch entry and head: int8 (row blocks, column blocks); 0 hidden, 1 partial, 2 full."""
         batches, heads = self.bounds.shape[:2]
+        batch, head = integer("batch", batch), integer("head", head)
         if (batches != 1 and not 0 <= batch < batches) or (heads != 1 and not 0 <= head < heads):
             raise ValueError(f"batch={batch}, head={head}: the mask has {batches} batch entries and {heads} heads")
         one = self.bounds[batch if batches > 1 else 0 :, head if heads > 1 else 0 :][:1, :1]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from warploom.runtime.arguments import flag
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -55,7 +57,7 @@ _warned: set[tuple[str, str]] = set()
 def strict(enabled: bool = True) -> None:
     """Make falling to a slower implementation on a GPU an error instead of one warning a process."""
     global _strict
-    _strict = enabled
+    _strict = flag("enabled", enabled)
     _forget()
 
 
@@ -76,12 +78,14 @@ def implementations(family: str = "attention") -> tuple[Implementation, ...]:
 
 
 def find(name: str, family: str = "attention") -> Implementation:
-    """The implementation called ``name``; ValueError lists the names there are."""
-    for implementation in _families[family]:
-        if implementation.name == name:
-            return implementation
+    """The implementation called ``name``; ValueError, or TypeError for no name, lists those there are."""
+    if isinstance(name, str):
+        for implementation in _families[family]:
+            if implementation.name == name:
+                return implementation
     names = ", ".join(repr(i.name) for i in _families[family])
-    raise ValueError(f"backend must be one of {names}, got {name!r}")
+    error = ValueError if isinstance(name, str) else TypeError
+    raise error(f"backend must be one of {names}, got {name!r}")
 
 
 def choose(problem: Any, backend: str | None = None, family: str = "attention") -> str:

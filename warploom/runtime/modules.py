@@ -378,7 +378,10 @@ def _load(spec: ModuleSpec) -> Callable[..., None]:
         library, _ = find(spec)
     except Missing as missing:
         build(spec, str(missing))
-        library, _ = find(spec)
+        try:
+            library, _ = find(spec)
+        except Missing as still:
+            raise RuntimeError(f"{spec.name} is {still} in {cache_folder()} right after it was compiled") from still
     _load_runtime()
     import tvm_ffi
 

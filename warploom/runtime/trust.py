@@ -17,6 +17,8 @@ from types import TracebackType
 _MOST_LINKS = 40  # as Linux has it
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY)  # asks for no permission to read
+_UID_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 ELSEWHERE = "or set WARPLOOM_CACHE to a folder of your own"
 
 
@@ -170,22 +172,36 @@ def _judge(folder: Folder, whole: Path, last: bool) -> None:
 
     Of a folder with the sticky bit, as /tmp, others can write, but neither remove nor replace what is not theirs.
     """
-    found = os.fstat(folder.descriptor)
-    fault = _fault(found, folder.path, sticky=not last)
+    fault = _fault(os.fstat(folder.descriptor), folder.path, on_the_way=not last)
     if fault is not None:
         raise CacheError(f"{fault}, {ELSEWHERE}" if last else f"{fault}, {ELSEWHERE}; it leads to {whole}")
 
 
-def _fault(found: os.stat_result, path: Path, sticky: bool = False) -> str | None:
+def _fault(found: os.stat_result, path: Path, on_the_way: bool = False) -> str | None:
     """What is wrong with the owner or mode of a file or folder and how to mend it, or None."""
     user = os.geteuid()
-    if found.st_uid not in (0, user):
+    if found.st_uid not in (0, user) and not (on_the_way and found.st_uid == _root_unseen()):
         ours = "root" if user == 0 else f"{_user(user)} or root"
         return f"{path} belongs to {_user(found.st_uid)}, not to {ours}, and holds code to be run: chown {user} {_quoted(path)}"
-    if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
+    if found.st_mode & _OTHERS_WRITE and not (on_the_way and found.st_mode & stat.S_ISVTX):
         mode = stat.S_IMODE(found.st_mode)
         return f"{path} can be written by others (mode {mode:04o}) and holds code to be run: chmod go-w {_quoted(path)}"
     return None
+
+
+def _root_unseen() -> int | None:
+    """As whom a user namespace without the machine's root shows what is root's, / for one; None where root is seen.
+
+    It shows every user so that it does not know. One of those could put another folder in the place of one on the way,
+    but neither a folder nor a file that we would take for ours.
+    """
+    try:
+        rows = [[int(number) for number in row.split()] for row in _UID_MAP.read_text().splitlines()]
+        if any(outer == 0 and count for _, outer, count in rows):
+            return None
+        return int(_OVERFLOW_UID.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _user(number: int) -> str:

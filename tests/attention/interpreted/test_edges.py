@@ -223,3 +223,36 @@ def test_unused_keys_had_gradients(causal: bool) -> None:
         torch.testing.assert_close(found, want, rtol=2e-2, atol=4e-3)
         assert found.isfinite().all()
     assert (found[30:70] == 0).all() and (found[73:] == 0).all()
+
+
+@pytest.mark.parametrize("lse_gradient", [False, True])
+def test_nan_in_queries_that_see_nothing_reached_dk_beside_a_sink(lse_gradient: bool) -> None:
+    """Found by the fuzzer: the lse of such a query is the sink and not -inf, so its row was multiplied by zeros."""
+    q, k, v = (torch.randn(1, n, 2, 16).to(HALF) for n in (90, 40, 40))
+    q, dout = _poisoned(q, 0, 50), torch.randn(1, 90, 2, 16).to(HALF)
+    sink = torch.tensor([0.3, -7.0])
+
+    def run(backend: str, q: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, sink)]
+        options: dict[str, Any] = {"causal": True, "return_lse": True, "backend": backend}
+        out, lse = warploom.attention(*leaves[:3], sink=leaves[3], **options)
+        assert (lse[..., :50] == sink[:, None]).all()
+        upstream = (dout, torch.full_like(lse, 0.5)) if lse_gradient else (dout, torch.zeros_like(lse))
+        return torch.autograd.grad((out, lse), leaves, upstream)
+
+    clean = q.clone()
+    clean[:, :50] = 0.0
+    for found, want in zip(run("triton", q), run("reference", clean), strict=True):
+        torch.testing.assert_close(found, want, rtol=2e-2, atol=4e-3)
+
+
+def test_no_sequence_with_used_keys_read_before_the_first_entry() -> None:
+    """Found by the fuzzer: cu_seqlens of one entry and an empty seqused_k; on a GPU an illegal access."""
+    q, k, v = (torch.full((28, 2, 16), NAN, dtype=HALF, requires_grad=True) for _ in range(3))
+    none = torch.zeros(0, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    options: dict[str, Any] = {"sink": torch.zeros(2), "return_lse": True, "backend": "triton"}
+    out, lse = warploom.attention_varlen(q, k, v, zero, zero, seqused_k=none, **options)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (gradient == 0).all()

@@ -13,6 +13,7 @@ import torch
 from tests.decode.cases import CASES, case
 from tests.decode.harness import Case, check, run
 from warploom.decode import triton as triton_backend
+from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import DecodeArgs
@@ -103,6 +104,24 @@ def test_bad_contents_stay_in_bounds() -> None:
     out, lse = launch.forward(_args(c.q(), cache))
     assert out.isfinite().all() and out[0].any() and not out[1].any()
     assert lse[0].isfinite().all() and (lse[1] == float("-inf")).all()
+
+
+def test_a_window_that_keeps_no_key_reads_none() -> None:
+    """NaN in keys that every query's window hides once reached the result."""
+    cache = Case(0, [40, 3], queries=4).cache()
+    cache.k.fill_(float("nan"))
+    cache.v.fill_(float("inf"))
+    for window in ((-1, None), (0, -1)):
+        out, lse = decode(torch.ones(2, 4, 4, 16), cache, window=window, return_lse=True, backend="triton")
+        assert not out.any() and bool((lse == float("-inf")).all()), window
+
+
+def test_a_sink_of_any_stride() -> None:
+    """Every second number of a tensor was once read as if they lay side by side."""
+    c = Case(secrets.randbelow(2**31), [40, 3])
+    sinks = torch.randn(8)
+    want = decode(c.q(), c.cache(), sink=sinks[::2].clone(), backend="triton")
+    assert torch.equal(decode(c.q(), c.cache(), sink=sinks[::2], backend="triton"), want)
 
 
 def test_a_visible_nan_stays() -> None:

@@ -19,6 +19,7 @@ from tests.fuzz.families.softmax import Variant
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
+from tests.fuzz.oracle.mutants import mutants
 from tests.fuzz.problem import DTYPES, Expected, spec
 from tests.fuzz.views import PLAIN, View
 
@@ -26,6 +27,27 @@ NAME = "attention"
 BACKENDS = ("cpu", "hopper", "ampere", "triton", "reference")
 MASK_KINDS = tuple(k for k in maskspec.KINDS if k not in ("full", "causal"))
 _STANDARD = exact.functions()
+MUTANTS = {f"attention: {name}": oracle for name, oracle in mutants(_STANDARD, packed=False).items()}
+FEW_ROWS = 256
+# Sets of features of which no problem has two, with the reason.
+ONE_OF: list[tuple[set[str], str]] = [
+    ({"float16", "bfloat16", "float32", "float64"}, "a call has one dtype"),
+    ({"heads_mha", "heads_gqa", "heads_mqa"}, "a call has one grouping"),
+    *(
+        ({"view_all_contiguous", f"view_{kind}"}, "no tensor is a view")
+        for kind in ("transposed", "packed", "sliced", "padded", "expanded", "overlapping", "last_dim_strided")
+    ),
+    ({"forward_only", "lse_gradient"}, "no gradient arrives"),
+    ({"view_all_contiguous", "strides_odd"}, "head dims that GPUs take are multiples of 8"),
+]
+EXCLUSIVE = [
+    *ONE_OF,
+    ({"more_keys", "more_queries"}, "one or the other"),
+    *(
+        ({"visible_nan", other}, "a visible NaN is drawn alone, and without a backward pass")
+        for other in ("hostile_nan", "hostile_inf", "lse_gradient", "dropout")
+    ),
+]
 
 
 @spec
@@ -80,7 +102,7 @@ class Attention:
 
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
-    return shared.choose_variants(d, count, lambda: shared.draw_variant(d, backend))
+    return [shared.draw_variant(d, backend) for _ in range(count)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
@@ -135,9 +157,11 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         dlse_view=d.pick(("", "", "expanded", "transposed")),
     )
     found = replace(found, **shared.draw_views(d, found.shapes, None if free else v))
+    if v.dtype == "float64":  # of large scores the oracle is no better than what it judges
+        found = replace(found, style="normal", scale=None)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
-    if d.chance(0.06) and not v.dropout and backend != "ampere":
+    if d.chance(0.13) and not v.dropout and backend != "ampere":
         found = replace(found, visible_nan=d.pick(("k", "v")), backward=False, hostile="")
     if "sink" in found.wants and len(found.wants) == 1 and not found.sink:
         found = replace(found, wants=("q", "k", "v", "sink"))
@@ -158,7 +182,7 @@ def _mask_kind(d: Draw, v: Variant, free: bool) -> str:
     if not v.vectors:
         return ""
     if free:
-        return d.pick(MASK_KINDS)
+        return d.pick(MASK_KINDS if d.chance(0.7) else ("columns", "columns", "eviction"))
     fitting = [kinds for (vectors, right), kinds in maskspec.classes().items() if vectors == v.vectors and right <= v.right]
     return d.pick([kind for kinds in fitting for kind in kinds])
 
@@ -171,14 +195,19 @@ def _mask(
         return None
     if kind == "columns" and not free:
         count = sizes[0] if d.chance(0.6) else 1
-        return maskspec.columns(d, v.vectors, v.right and d.chance(0.5), count, d.pick((1, heads_q, heads_kv)))
+        heads = d.pick((1, heads_q, heads_kv))
+        mask = maskspec.columns(d, v.vectors, v.right and d.chance(0.5), count, heads)
+        if v.vectors in (("lts",), ("ute",), ("lts", "ute")) and d.chance(0.3):  # whose union has the same vectors
+            other = maskspec.columns(d, v.vectors, False, d.pick((1, count)), d.pick((1, heads)))
+            return MaskSpec("and", parts=tuple(d.shuffled((mask, other))))
+        return mask
     mask = maskspec.draw_mask(d, kind, *sizes)
     if free and d.chance(0.3):
         other = d.pick(("padding_bits", "padding_lengths", "window", "causal", "full", "document", d.pick(MASK_KINDS)))
         if other != "block_diffusion":
             parts = d.shuffled((mask, maskspec.draw_mask(d, other, *sizes)))
             mask = MaskSpec("and", parts=tuple(parts))
-    elif not free and d.chance(0.25):
+    elif not free and d.chance(0.45):
         # Intersections that keep the variant's vectors.
         other = "full" if d.chance(0.2) else "padding_bits" if v.vectors in (("lts",), ("lts", "ute")) else "full"
         parts = d.shuffled((mask, maskspec.draw_mask(d, other, *sizes)))
@@ -410,13 +439,22 @@ def both(
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     options = {"scale": scale, "softcap": p.softcap, "backward": p.backward}
 
-    def once(wide: torch.dtype, rounded: torch.dtype | None) -> dict[str, Tensor]:
-        cast = {n: None if t is None else t.to(wide) for n, t in arguments.items()}
-        given = {n: None if t is None else t.to(wide) for n, t in (("sink", sink), ("keep", keep), ("dlse", dlse))}
-        return exact.attend(oracle, seen=seen, rounded=rounded, **cast, **given, **options)
+    def cast(wide: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+        given = (("sink", sink), ("keep", keep), ("dlse", dlse))
+        return tuple({n: None if t is None else t.to(wide) for n, t in some} for some in (arguments.items(), given))
 
     dtype = DTYPES[p.dtype]
-    true, low = once(torch.float64, None), once(torch.promote_types(dtype, torch.float32), dtype)
+    tensors, more = cast(torch.float64)
+    true = exact.attend(oracle, **tensors, seen=seen, **more, **options)
+    tensors, more = cast(torch.promote_types(dtype, torch.float32))
+    q, k = arguments["q"], arguments["k"]
+    # Of few rows the model's error may be small by luck.
+    rows = min(t.shape[0] * t.shape[1] * t.shape[2] for t in (q, k) if t is not None)
+    turns = range(12 if rows < FEW_ROWS // 8 else 4 if rows < FEW_ROWS else 1)
+    if dtype == torch.float64:  # whose model errs only by another order of sums
+        turns = range(1, 4)
+    lows = [exact.model(oracle, tensors, dtype, turn, seen=seen, **more, **options) for turn in turns]
+    low = lows[0] if len(lows) == 1 else {n: exact.farthest(true[n], [m[n] for m in lows]) for n in true}
     if "dsink" in true:
         low["dsink"] = exact.dsink_model(true, low)
     return {name: (true[name], low[name]) for name in true if name != "terms"}
@@ -435,7 +473,9 @@ def typed(p: Any, named: dict[str, tuple[Tensor, Tensor]], given: dict[str, Any]
             like = given["sink"].dtype
         narrow = like if torch.finfo(like).eps > torch.finfo(dtype).eps else None
         low = low if narrow is None else low.to(narrow)
-        found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like)
+        # torch's kernels for half precision on a CPU take a short polynomial for exp, and their lse errs by up to 8e-5.
+        atol = 1e-4 if name == "lse" and dtype.itemsize == 2 and ref.device.type == "cpu" else None
+        found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like, atol=atol)
     return found
 
 
@@ -455,6 +495,8 @@ def modules(p: Attention, backend: str) -> list[Any]:
 
 
 def refusal(p: Attention, given: dict[str, Any], backend: str) -> str | None:
+    if backend == "triton" and p.dtype == "bfloat16" and given["q"].device.type == "cpu":
+        return "Triton's interpreter multiplies bfloat16 as integers"
     return None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.families.decode_draw import DecodeProblem, DecodeVariant, draw_problem, draw_variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.decode import MUTANTS as ORACLES
 from tests.fuzz.oracle.decode import Attended, Decode
 from tests.fuzz.problem import DTYPES, Expected
@@ -23,10 +24,13 @@ BACKENDS = ("triton", "cpu", "reference")
 MUTANTS = {f"decode: {each.__name__}": SimpleNamespace(decode=each()) for each in ORACLES}
 _GARBAGE = (-1, -7, 2**31 - 1, -(2**31), 10**6)
 
+# Features that no problem has together, with the reason: none but dtypes.
+EXCLUSIVE: list[tuple[set[str], str]] = []
+
 
 def variants(d: Draw, backend: str, count: int) -> list[DecodeVariant]:
-    """Drawn freely: each is two or three binaries."""
-    return [draw_variant(d, backend) for _ in range(count)]
+    """Each is two or three binaries."""
+    return spread(lambda: draw_variant(d, backend), count)
 
 
 def draw(d: Draw, variant: DecodeVariant | None, backend: str) -> DecodeProblem:
@@ -42,30 +46,30 @@ def features(p: DecodeProblem) -> frozenset[str]:
     flags = {
         p.dtype: p.dtype != "float64",
         "pages": p.page_size > 0,
-        "page shorter than a tile": 0 < p.page_size < 16,
-        "shared pages": p.shared,
-        "garbage in the table": p.garbage,
-        "several queries": p.queries > 1,
-        "heads grouped": p.group > 1,
-        "dims differ": p.dim != p.dim_v,
-        "dim no power of two": bool(p.dim & (p.dim - 1) or p.dim_v & (p.dim_v - 1)),
-        "dim past 128": max(p.dim, p.dim_v) > 128,
-        "an empty sequence": 0 in totals or not totals,
-        "fewer keys than queries": any(n < p.queries for n in totals),
+        "page_shorter_than_a_tile": 0 < p.page_size < 16,
+        "shared_pages": p.shared,
+        "garbage_in_the_table": p.garbage,
+        "several_queries": p.queries > 1,
+        "heads_grouped": p.group > 1,
+        "dims_differ": p.dim != p.dim_v,
+        "dim_no_power_of_two": bool(p.dim & (p.dim - 1) or p.dim_v & (p.dim_v - 1)),
+        "dim_past_128": max(p.dim, p.dim_v) > 128,
+        "an_empty_sequence": 0 in totals or not totals,
+        "fewer_keys_than_queries": any(n < p.queries for n in totals),
         "window": p.windowed,
-        "window hides the newest": p.windowed and (p.right or 0) < 0,
+        "window_hides_the_newest": p.windowed and (p.right or 0) < 0,
         "softcap": p.softcap != 0.0,
         "scale": p.scale is not None,
         "sink": bool(p.sink),
-        "several splits": max(totals, default=0) > 512,
-        "hidden NaN or infinity": bool(p.hostile),
-        "a visible NaN": bool(p.visible_nan),
+        "several_splits": max(totals, default=0) > 512,
+        "hidden_NaN_or_infinity": bool(p.hostile),
+        "a_visible_NaN": bool(p.visible_nan),
         "append": p.appended is not None,
-        "slot mapping": bool(p.slots),
+        "slot_mapping": bool(p.slots),
         "bits": bool(p.bits),
-        "q a view": p.q_view.kind != "contiguous",
-        "cache a view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
-        "shared memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
+        "q_a_view": p.q_view.kind != "contiguous",
+        "cache_a_view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
+        "shared_memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
         "unaligned": any(view.offset % 8 for view in (p.q_view, p.k_view, p.v_view)),
     }
     return frozenset(name for name, present in flags.items() if present)

@@ -98,7 +98,7 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     """Any variant that the backend serves, and some that it does not."""
     served = backend == "triton"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    dtype = d.pick(("float16", "bfloat16", "float32"), (3, 4, 3))
+    dtype = d.pick(("float16", "bfloat16", "float32"), (3, 0.2 if interpreted else 4, 3))
     if not served and d.chance(0.07):
         dtype = "float64"
     dims = [d.any_of(DIMS) for _ in range(2)]
@@ -106,7 +106,10 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         dims[1] = dims[0]
     if not served and d.chance(0.1):
         dims = [d.integer(1, 70), d.integer(1, 70)]
-    heads_q, heads_kv = d.heads(14 if d.chance(0.3) else 8)
+    if interpreted:
+        # A program takes milliseconds there, whatever it computes, and each key head has its own.
+        dims = [d.any_of({n: w for n, w in DIMS.items() if n <= 72}) for _ in range(2)]
+    heads_q, heads_kv = d.heads(4 if interpreted else 14 if d.chance(0.3) else 8)
     queries = d.pick((1, 2, 3, 4, 5, 7, 8, 13, 16), (9, 2, 2, 2, 1, 1, 1, 1, 2))
     paging = d.pick(PAGINGS, (5, 1, 2, 3))
     append = d.chance(0.25)
@@ -115,10 +118,10 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     off = tuple(d.chance(0.6) for _ in range(3)) if layout == "off" else (False, False, False)
     if layout == "off" and not any(off):
         off = (True, False, True)
-    parts = d.pick((1, 2, 3), (92, 8, 0) if interpreted or not served else (80, 19, 1))
+    parts = d.pick((1, 2, 3), (100, 0, 0) if interpreted else (80, 19, 1) if served else (89, 11, 0))
     if parts == 3:
         heads_kv, heads_q, dims, queries = 16, 16, [16, 16], min(queries, 2)
-    crowd = served and not interpreted and parts == 2 and d.chance(0.15)
+    crowd = served and parts == 2 and d.chance(0.15)
     if crowd:
         dims, append = [16, 24], False
     return DecodeVariant(
@@ -154,13 +157,10 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
     batch = d.pick((0, 1, 2, 3, 4), (1, 4, 4, 3, 2)) if w.parts < 3 else 1
     if w.crowd:
         batch = -(-400 // w.heads_kv) + d.integer(0, 9)
-    appended = None
-    if w.append:
-        appended = d.pick((0, 1, 2, 5, 16, 17, 33), (1, 6, 2, 2, 1, 1, 1))
-        appended = min(appended, capacity)
     page_size, width = _pages(d, w, capacity)
     if page_size:
         capacity = page_size * width
+    appended = min(d.pick((0, 1, 2, 5, 16, 17, 33), (1, 6, 2, 2, 1, 1, 1)), capacity) if w.append else None
     room = capacity - (appended or 0)
     p = DecodeProblem(
         seed=d.seed(),
@@ -184,7 +184,7 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         sink_step=d.pick((1, 2), (4, 1)) if w.sink else 1,
         spread=d.pick((1.0, 3.0, 20.0), (8, 2, 1)),
         hostile=d.hostile(),
-        visible_nan=d.pick(("", "k", "v"), (14, 1, 1)),
+        visible_nan=d.pick(("", "k", "v"), (11, 1, 1)),
         appended=appended,
         slots=w.slots,
         dropped=bool(w.slots) and d.chance(0.5),
@@ -246,9 +246,10 @@ def _with_views(d: Draw, p: DecodeProblem, w: DecodeVariant) -> DecodeProblem:
     found: dict[str, Any] = {}
     for (name, shape), off in zip(shapes.items(), w.off, strict=True):
         cache = name != "q_view"
-        found[name] = _view(d, shape, w.layout, off, cache, p.appended is not None)
-    if p.visible_nan and found[f"{p.visible_nan}_view"].aliased:
-        found[f"{p.visible_nan}_view"] = View()
+        found[name] = _view(d, shape, w.layout, off, cache, cache and p.appended is not None)
+    own = f"{p.visible_nan}_view"
+    if p.visible_nan and found[own].aliased:
+        found[own] = View(offset=found[own].offset)  # the NaN is to be one
     if p.appended is not None:
         for name, dim in (("new_k_view", p.dim), ("new_v_view", p.dim_v)):
             found[name] = d.view((max(batch, 1), p.appended, p.heads_kv, dim))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.families.linear_draw import LinearProblem, LinearVariant, draw_problem, draw_variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.linear import MUTANTS as ORACLES
 from tests.fuzz.oracle.linear import Given, Linear, Options
 from tests.fuzz.problem import DTYPES, Expected
@@ -23,10 +24,31 @@ BACKENDS = ("cpu", "hopper", "triton", "reference")
 # Oracles that must be caught, by name: a namespace as `oracle` returns.
 MUTANTS = {f"linear: {each.__name__}": SimpleNamespace(linear=each()) for each in ORACLES}
 
+_ONE_TOKEN = "a step has one token a sequence"
+# Features that no problem has together, with the reason.
+EXCLUSIVE = [
+    ({"full", "steps"}, "a call or steps"),
+    *(({"steps", other}, _ONE_TOKEN) for other in ("lengths", "packed", "tokens_of_no_sequence", "fewer_keys", "more_keys")),
+    *(({"steps", other}, _ONE_TOKEN) for other in ("not_causal", "several_chunks")),
+    ({"lengths", "packed"}, "packed sequences have no padding"),
+    ({"lengths", "tokens_of_no_sequence"}, "packed sequences have no padding"),
+    *(
+        ({a, b}, "packed queries and keys are as many")
+        for a in ("packed", "tokens_of_no_sequence")
+        for b in ("fewer_keys", "more_keys")
+    ),
+    ({"fewer_keys", "more_keys"}, "one or the other"),
+    ({"no_denominator", "eps_that_shows"}, "eps is in the denominator"),
+    *(
+        ({"a_visible_NaN", other}, "the order of operations decides which gradients a NaN reaches")
+        for other in ("gradients", "gradient_of_the_state", "dout_a_view")
+    ),
+]
+
 
 def variants(d: Draw, backend: str, count: int) -> list[LinearVariant]:
-    """Drawn freely: each is three to eight binaries."""
-    return [draw_variant(d, backend) for _ in range(count)]
+    """Each is three to eight binaries."""
+    return spread(lambda: draw_variant(d, backend), count)
 
 
 def draw(d: Draw, variant: LinearVariant | None, backend: str) -> LinearProblem:
@@ -43,35 +65,35 @@ def features(p: LinearProblem) -> frozenset[str]:
         p.dtype: p.dtype != "float64",
         "full": not p.steps,
         "steps": p.steps,
-        "not causal": not p.causal,
+        "not_causal": not p.causal,
         "lengths": p.lengths is not None,
         "packed": p.sequences is not None,
-        "tokens of no sequence": p.sequences is not None and sum(p.sequences) < p.seqlen_q,
-        "fewer keys": p.seqlen_k < p.seqlen_q,
-        "more keys": p.seqlen_k > p.seqlen_q,
-        "several chunks": max(p.seqlen_q, p.seqlen_k) > 64,
-        "heads grouped": p.group > 1,
-        "dims differ": p.e != p.m,
-        "dim no power of two": bool(p.e & (p.e - 1) or p.m & (p.m - 1)),
-        "dim past 64": max(p.e, p.m) > 64,
+        "tokens_of_no_sequence": p.sequences is not None and sum(p.sequences) < p.seqlen_q,
+        "fewer_keys": p.seqlen_k < p.seqlen_q,
+        "more_keys": p.seqlen_k > p.seqlen_q,
+        "several_chunks": max(p.seqlen_q, p.seqlen_k) > 64,
+        "heads_grouped": p.group > 1,
+        "dims_differ": p.e != p.m,
+        "dim_no_power_of_two": bool(p.e & (p.e - 1) or p.m & (p.m - 1)),
+        "dim_past_64": max(p.e, p.m) > 64,
         "elu+1": "elu+1" in (p.map_q, p.map_k),
         "relu": "relu" in (p.map_q, p.map_k),
         "identity": "identity" in (p.map_q, p.map_k),
-        "two maps": p.map_q != p.map_k,
-        "no denominator": not p.normalize,
-        "eps that shows": p.normalize and p.eps >= 0.1,
+        "two_maps": p.map_q != p.map_k,
+        "no_denominator": not p.normalize,
+        "eps_that_shows": p.normalize and p.eps >= 0.1,
         "scale": p.scale != 1.0,
-        "state in": p.state,
-        "state out": p.return_state,
+        "state_in": p.state,
+        "state_out": p.return_state,
         "gradients": p.upstream != "",
-        "gradient of the state": p.upstream in ("state", "both"),
-        "hidden NaN or infinity": bool(p.hostile),
-        "a visible NaN": bool(p.visible_nan),
+        "gradient_of_the_state": p.upstream in ("state", "both"),
+        "hidden_NaN_or_infinity": bool(p.hostile),
+        "a_visible_NaN": bool(p.visible_nan),
         "zeros": p.zeros,
-        "values of a mean": p.mean != 0.0,
-        "an input a view": any(view.kind != "contiguous" for view in views),
-        "dout a view": p.upstream in ("out", "both") and p.dout_view.kind != "contiguous",
-        "shared memory": any(view.aliased for view in views),
+        "values_of_a_mean": p.mean != 0.0,
+        "an_input_a_view": any(view.kind != "contiguous" for view in views),
+        "dout_a_view": p.upstream in ("out", "both") and p.dout_view.kind != "contiguous",
+        "shared_memory": any(view.aliased for view in views),
         "unaligned": any(view.offset % 8 for view in views) or p.state_gap > 0,
     }
     return frozenset(name for name, present in flags.items() if present)
@@ -153,7 +175,7 @@ def _put_visible_nan(p: LinearProblem, found: dict[str, Any]) -> None:
     if p.sequences is None:
         t[n, 0, head, column] = float("nan")
     else:
-        t.view_as(t)[..., sum(p.sequences[:n]), head, column] = float("nan")
+        t[..., sum(p.sequences[:n]), head, column] = float("nan")
 
 
 def _options(p: LinearProblem) -> dict[str, Any]:
@@ -272,6 +294,15 @@ def _walk_refusal(p: LinearProblem, given: dict[str, Any], on_cpu: bool) -> str 
     if p.batch * p.heads_kv * -(-min(p.e, p.m) // 64) < 0.24 * processors:
         return "needs more sequences and heads"
     return None
+
+
+def modules(p: LinearProblem, backend: str) -> list[Any]:
+    """Specs of the compiled modules that the backend needs for a problem that it takes."""
+    from warploom.linear.hopper.plan import configs, width
+
+    if backend != "hopper" or max(p.e, p.m) > 256:
+        return []
+    return [config.spec for config in configs(width(p.e, p.m), p.normalize)]
 
 
 def shrink(p: LinearProblem) -> Iterator[LinearProblem]:

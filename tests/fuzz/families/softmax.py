@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from itertools import combinations
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
     found = replace(
         found,
         deterministic=False,
-        descending=backend == "triton" and d.chance(0.12),
+        descending=backend == "triton" and d.chance(0.18),
         unit=d.pick((8, 1)),
         unaligned=tuple(n for n in ("q", "k", "v", "dout") if d.chance(0.5)) if d.chance(0.45) else (),
     )
@@ -125,23 +124,6 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
             boxes=found.unit == 8 and not found.unaligned and dtype != "float32" and d.chance(0.6),
         )
     return found
-
-
-def choose_variants(d: Draw, count: int, make: Any) -> list[Variant]:
-    """Of many drawn variants those that bring the most pairs of values not had yet."""
-    chosen: list[Variant] = []
-    seen: set[Any] = set()
-    for _ in range(count):
-        candidates = [make() for _ in range(40)]
-        best = max(candidates, key=lambda v: len(_pairs(v) - seen))
-        chosen.append(best)
-        seen |= _pairs(best)
-    return chosen
-
-
-def _pairs(variant: Variant) -> set[Any]:
-    values = [(f.name, getattr(variant, f.name)) for f in fields(variant)]
-    return set(combinations(values, 2))
 
 
 def draw_dims(d: Draw, limits: Limits) -> tuple[int, int]:
@@ -159,8 +141,13 @@ def draw_dims(d: Draw, limits: Limits) -> tuple[int, int]:
 def draw_views(d: Draw, shapes: dict[str, tuple[int, ...]], variant: Variant | None) -> dict[str, View]:
     """A view for each tensor; dout's is an output's gradient, whose elements may share memory too."""
     if variant is None or variant.unit is None:
+        if d.chance(0.07):
+            return {name: View(offset=8 * d.integer(0, 1)) for name in shapes}
         return {name: d.view(shape) for name, shape in shapes.items()}
-    kinds = list(EVEN if variant.unit == 8 else KINDS)
+    free = variant.boxes or variant.layout != "dense" or variant.dtype == "float32"
+    if variant.unit == 8 and not variant.unaligned and free and d.chance(0.45):
+        return {name: View(offset=8 * d.integer(0, 1)) for name in shapes}
+    kinds = list(EVEN) if variant.unit == 8 else [*KINDS, "last_dim_strided"]
     if variant.boxes:
         kinds = [k for k in kinds if not k.startswith("expanded")]
     found = {}

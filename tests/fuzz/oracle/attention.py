@@ -8,11 +8,14 @@ Every step that a mutant may replace is a function of the namespace that `functi
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.fuzz.oracle import masks, philox
+
+_LOG2E = 1.4426950408889634
 
 
 def bend(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
@@ -101,6 +104,7 @@ def attend(
     dlse: Tensor | None = None,
     backward: bool = True,
     rounded: torch.dtype | None = None,
+    shift: float = 0.0,
 ) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv, dsink and the terms that dsink sums.
 
@@ -110,6 +114,7 @@ def attend(
         sink: (heads_q,); keep: bool multipliers of dropout and 1 / (1 - p) in one, or None.
         dlse: (batch, heads_q, seqlen_q).
         rounded: a low-precision model rounds unnormalised P, dS and out to it; None: nothing is rounded.
+        shift: by so much the model's running maximum is above the true one when P is rounded.
     """
     heads_q, heads_kv = q.shape[1], k.shape[1]
     seen = seen.expand(*q.shape[:3], k.shape[2])
@@ -136,9 +141,10 @@ def attend(
         out = kept @ vs
     else:  # P is rounded before it is divided by its sum
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(level, float("-inf"))
-        top = torch.where(top.isinf(), 0.0, top)
+        top = torch.where(top.isinf(), 0.0, top) + shift
         bulk = torch.exp(scores - top)
-        out = low((low(bulk if keep is None else bulk * keep) @ vs) * torch.exp(top - level))
+        out = (low(bulk if keep is None else bulk * keep) @ vs) * torch.exp(top - level)
+        out = low(_jittered(out, rounded, shift) if shift else out)
     if rounded is None:
         # A NaN among the values stays one wherever it is seen, and nowhere else.
         out = torch.where((seen.to(vs.dtype) @ lost.to(vs.dtype)) > 0, float("nan"), out)
@@ -149,7 +155,9 @@ def attend(
     if rounded is not None:
         # A backward pass computes scores again, and sums them in another order.
         scores, slope = oracle.bend(q.flip(-1) @ ks.flip(-1).transpose(-1, -2) * scale, softcap)
-        weights = torch.exp(torch.where(seen, scores, float("-inf")) - level)
+        scores = torch.where(seen, scores, float("-inf"))
+        # Others go through powers of 2.
+        weights = torch.exp2(scores * _LOG2E - level * _LOG2E) if shift else torch.exp(scores - level)
         kept = weights if keep is None else weights * keep
     if dout is None:
         dout = torch.zeros_like(out)
@@ -167,6 +175,39 @@ def attend(
         found["terms"] = torch.where(lse[..., 0] == float("-inf"), 0.0, terms)
         found["dsink"] = found["terms"].sum((0, 2))
     return found
+
+
+def _jittered(t: Tensor, dtype: torch.dtype, turn: float) -> Tensor:
+    """Off by up to half an ulp of the dtype, as P's rounding leaves it: the next rounding goes either way."""
+    noise = torch.frac(torch.sin(torch.arange(t.numel(), device=t.device, dtype=torch.float64) * 12.9898 + turn) * 43758.5453)
+    return t * (1 + torch.finfo(dtype).eps / 2 * noise.view(t.shape).to(t.dtype))
+
+
+def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, turn: int, **options: Any) -> dict[str, Tensor]:
+    """What a correct low-precision kernel gives; each `turn` sums in another order and rounds P at another scale.
+
+    tensors: q, k, v and dout as `attend` takes them.
+    """
+    if not turn:
+        return attend(oracle, **tensors, rounded=dtype, **options)
+
+    def rolled(t: Tensor | None, back: bool = False) -> Tensor | None:
+        return None if t is None else t.roll((-turn if back else turn) * 5, -1)
+
+    found = attend(oracle, **{n: rolled(t) for n, t in tensors.items()}, rounded=dtype, shift=0.37 * turn, **options)
+    for name in ("out", "dq", "dk", "dv"):
+        if name in found:
+            found[name] = rolled(found[name], back=True)
+    return found
+
+
+def farthest(exact: Tensor, models: list[Tensor]) -> Tensor:
+    """Element by element the model's result with the largest error."""
+    worst = torch.zeros_like(exact)
+    for model in models:
+        error = model.double() - exact
+        worst = torch.where(error.abs() > worst.abs(), error, worst)  # a NaN, of two infinities, is not taken
+    return exact + worst
 
 
 def dsink_model(exact: dict[str, Tensor], low: dict[str, Tensor]) -> Tensor:

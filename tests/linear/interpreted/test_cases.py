@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.linear.triton_cases import CASES, WHOLE, Case, check
+from warploom import linear_attention
 from warploom.linear.triton import backward, forward, step
 from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import Config, Tiling
@@ -111,3 +112,14 @@ def test_hidden_nan_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     out, norm, *_ = forward(poisoned, False)
     for a, b in zip((out, *backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["lengths", "cu_seqlens"])
+def test_lengths_of_any_stride(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second number of a tensor was once read as if they lay side by side."""
+    configure(monkeypatch, cut=False, blocks=False)
+    numbers = torch.tensor([0, 2**30, 13, -7, 30, 99], dtype=torch.int32)
+    q, k, v = (torch.randn(1 if packed else 3, 30, 1, 16) for _ in range(3))
+    name = "cu_seqlens" if packed else "lengths"
+    got, want = (linear_attention(q, k, v, backend="triton", **{name: t}) for t in (numbers[::2], numbers[::2].clone()))
+    assert torch.equal(got, want)

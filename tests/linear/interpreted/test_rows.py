@@ -67,3 +67,15 @@ def test_backward(seqlen: int, e: int, dtype: torch.dtype, name: str) -> None:
     want = slopes[1] * dk.double()
     assert rows.through(dk, k, name) is dk
     assert_near(dk, want, dtype)
+
+
+def test_relus_slope_at_a_nan_is_torchs() -> None:
+    """The walks once had 0 there, and Triton's kernels and torch 1."""
+    x = draw(torch.float32, 1, 5, 2, 8)
+    x[0, 1, 0, 3] = float("nan")
+    gradient = draw(torch.float32, 1, 5, 2, 8)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(NAMED["relu"](leaf), leaf, gradient)
+    assert want[0, 1, 0, 3] == gradient[0, 1, 0, 3]
+    got = rows.through(gradient.clone(), rows.mapped(x, "relu"), "relu")
+    assert torch.equal(got, want)

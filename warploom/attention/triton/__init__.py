@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.triton.bounds import prepared_bounds
+from warploom.attention.triton.bounds import BLOCK, prepared_bounds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
-
-# Queries × keys of a forward tile of 16-bit head_dim 128 on Hopper, and the unit of skipping.
-TILES = (64, 64)
 
 # Read here once: torch.compile does not trace the lookup.
 _HAS_TRITON = find_spec("triton") is not None
@@ -54,6 +51,20 @@ def prepare(args: AttentionArgs) -> AttentionArgs:
     if args.bounds is not None or args.cu_seqlens_q is not None or (args.lts is None and args.ute is None):
         return args
     return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1]))
+
+
+def tiles(args: AttentionArgs) -> tuple[tuple[int, int], int]:
+    """Queries × keys of the forward tiles that this very call takes, and how many keys are skipped at once, for explain().
+
+    A band skips tile by tile, column vectors skip blocks of columns.
+    """
+    from warploom.attention.triton.call import Call
+
+    columns = args.lts is not None or args.ute is not None
+    if columns and args.cu_seqlens_q is None:  # which ``prepare`` would bring; that they are there is what counts
+        args = args._replace(bounds=args.q.new_empty((1, 1, 1, 8), dtype=torch.int32))
+    tiling = Call.of(args).config.forward
+    return (tiling.m, tiling.n), max(tiling.n, BLOCK) if columns else tiling.n
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:

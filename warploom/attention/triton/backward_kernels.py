@@ -43,7 +43,7 @@ from warploom.attention.triton.device import (
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
 
 _ROWS_PLAIN = [
-    "lse_ptr", "dlse_ptr", "edges_ptr", "cu_q_ptr",
+    "lse_ptr", "dlse_ptr", "edges_ptr", "cu_q_ptr", "sink_ptr", "stride_qb", "stride_qs", "stride_qh",
     "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_lb", "stride_lh", "batches",
     "tiles", "seqlen_q", "seqlen_k", "heads",
 ]  # fmt: skip
@@ -58,6 +58,11 @@ def rows_kernel(
     rows_ptr,
     edges_ptr,
     cu_q_ptr,
+    q_ptr,
+    sink_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
     stride_ob,
     stride_os,
     stride_oh,
@@ -71,7 +76,9 @@ def rows_kernel(
     seqlen_q,
     seqlen_k,
     heads,
+    DIM: tl.constexpr,
     DIM_V: tl.constexpr,
+    D: tl.constexpr,
     DV: tl.constexpr,
     M: tl.constexpr,
     UNIT: tl.constexpr,
@@ -103,6 +110,17 @@ def rows_kernel(
     at = batch * stride_lb + head64 * stride_lh + row
     lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))
     empty = lse == float("-inf")
+    if sink_ptr is not None:
+        # With a sink the lse of a row that sees nothing is the sink, but so is that of a row whose keys weigh nothing beside
+        # it. The rest of the pass treats both alike, unless the row holds what must not be multiplied by zero.
+        sink = tl.load(sink_ptr + head).to(tl.float32)
+        doubtful = inside & (tl.abs(lse - sink) <= 1e-5 * (1.0 + tl.abs(sink)))
+        if tl.max(doubtful.to(tl.int32), 0) != 0:
+            q_dims = tl.arange(0, D)
+            q_base = q_ptr + (batch * stride_qb + head64 * stride_qh) * UNIT
+            q_ptrs = q_base + (row * (stride_qs * UNIT))[:, None] + q_dims[None, :]
+            q = load_rows(q_ptrs, doubtful, None if DIM == D else q_dims < DIM, True).to(tl.float32)
+            empty = empty | (doubtful & (_holds_no_number(q) | _holds_no_number(dout)))
     delta = tl.sum(out * dout, 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=inside, other=0.0)
@@ -110,6 +128,12 @@ def rows_kernel(
     tl.store(to, tl.where(empty, float("inf"), lse * LOG2E))
     tl.store(to + M, tl.where(empty, 0.0, delta))
     tl.store(edges_ptr + pid, tl.max((empty & inside).to(tl.int32), 0))
+
+
+@triton.jit
+def _holds_no_number(tile):
+    """Rows of a tile that hold NaN or an infinity."""
+    return tl.max((tl.abs(tile) < float("inf")).to(tl.int32) ^ 1, 1) != 0
 
 
 @triton.jit

@@ -169,8 +169,9 @@ def used_keys(sequence, length, used_ptr, batches):
     if used_ptr is None:
         return length
     else:
-        used = tl.load(used_ptr + tl.minimum(sequence, batches - 1))
-        return tl.where(sequence < batches, clamp(used, 0, length), 0)
+        # Tokens past the last sequence have no entry, and there may be no sequence at all.
+        used = tl.load(used_ptr + sequence, mask=sequence < batches, other=0)
+        return clamp(used, 0, length)
 
 
 @triton.jit

@@ -223,10 +223,12 @@ def forward_kernel(
         True,
     )
 
+    unseeing = total == 0.0
     if sink_ptr is not None:
         # Tokens past the last sequence belong to no row of the softmax.
-        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
-        sink = tl.where(lengths.batch < batches, sink, float("-inf"))
+        logit = tl.load(sink_ptr + head).to(tl.float32)
+        logit = tl.where(lengths.batch < batches, logit, float("-inf"))
+        sink = logit * LOG2E
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp2(top - safe)
@@ -239,6 +241,8 @@ def forward_kernel(
         acc = acc * keep_scale
     out = acc / divisor[:, None]
     lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN2)
+    if sink_ptr is not None:
+        lse = tl.where(unseeing, logit, lse)
     tl.store(lse_ptr + batch * stride_lb + tl.cast(head, tl.int64) * stride_lh + row, lse, mask=inside)
     out_base = out_ptr + (batch * stride_ob + tl.cast(head, tl.int64) * stride_oh) * OUT_UNIT
     out_ptrs = out_base + (row * (stride_os * OUT_UNIT))[:, None] + dims_v[None, :]

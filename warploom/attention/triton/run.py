@@ -59,8 +59,8 @@ def backward(
     with on_device(q):
         _rows_launch(variant, row_tile)(
             grid,
-            *(out, dout, lse, dlse, rows, edges, args.cu_seqlens_q),
-            *(*out_strides(out), *call.strides[9:], *lse_strides(lse)),
+            *(out, dout, lse, dlse, rows, edges, args.cu_seqlens_q, q, args.sink),
+            *(*call.strides[:3], *out_strides(out), *call.strides[9:], *lse_strides(lse)),
             *(call.batches, row_tiles, call.seqlen_q, call.seqlen_k, call.heads),
         )
         tiling = call.config.dkdv
@@ -128,9 +128,7 @@ def _forward_launch(variant: Variant, tiling: Tiling) -> Launch:
 
 @cache
 def _rows_launch(variant: Variant, row_tile: int) -> Launch:
-    shapes = dims(variant)
-    options = {"M": row_tile, "num_warps": 4, **{name: shapes[name] for name in ("DIM_V", "DV", "UNIT")}}
-    return Launch(rows_kernel, options, direct=variant.direct)
+    return Launch(rows_kernel, {**dims(variant), "M": row_tile, "num_warps": 4}, direct=variant.direct)
 
 
 @cache

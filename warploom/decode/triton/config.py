@@ -27,7 +27,8 @@ class Config:
 @cache
 def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: int) -> Config:
     """The variant for ``rows`` = T × group queries of a kv head."""
-    block_m = min(max(power_of_two(rows), 16), 64)
+    # Triton's fp32 products of 64 rows spill, and read keys and values through descriptors that ptxas gets wrong.
+    block_m = min(max(power_of_two(rows), 16), 32 if itemsize == 4 else 64)
     width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
     return Config(
         block_m=block_m,

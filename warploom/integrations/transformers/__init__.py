@@ -44,11 +44,13 @@ def register(name: str = "warploom") -> str:
             f"register() needs transformers 5 or newer, and {transformers.__version__} is installed: "
             "pip install 'warploom[transformers]'"
         )
+    from . import models
     from .attention import attention_forward
     from .masks import mask_bounds
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, mask_bounds)
+    models.watch(name)
     return name
 
 

@@ -11,7 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import warploom
 from warploom.masks import ColumnMask, Document
 
+from .guard import Bounds, plain
 from .masks import is_open_ended
+from .models import name_of
 
 _DENSE_DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -57,7 +59,7 @@ def attention_forward(
         ValueError: a mask of another kind, or an argument that cannot be honoured (position_bias,
             output_attentions, a paged cache).
     """
-    _refuse(kwargs)
+    _refuse(module, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     options: dict[str, Any] = {
         "scale": scaling,
@@ -87,24 +89,31 @@ def attention_forward(
     )
 
 
-def _refuse(kwargs: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("position_bias") is not None:
         raise ValueError(
-            "position_bias: additive position biases (T5, Swin and the like) are not supported; "
-            "use attn_implementation='sdpa' for this model"
+            f"position_bias: {_model(module)} adds a bias to its scores, and that is not supported with "
+            "attn_implementation='warploom'; use attn_implementation='sdpa' or 'eager' for this model"
         )
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions: attention weights are never materialised here; use attn_implementation='eager' for them"
+            f"output_attentions: {_model(module)} runs with attn_implementation='warploom', where attention weights are never "
+            "materialised; use attn_implementation='eager' for them"
         )
     if kwargs.get("cache") is not None:
         raise ValueError(
-            "cache: PagedAttentionCache (continuous batching) is not supported; use generate(), or "
+            f"cache: PagedAttentionCache (continuous batching, here of {_model(module)}) is not supported; use generate(), or "
             "attn_implementation='sdpa' for continuous batching"
         )
     for name in ("sinks", "head_mask"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: not supported; use attn_implementation='eager' for this model")
+            raise ValueError(f"{name}: {_model(module)} gives it, and it is not supported; use attn_implementation='eager' there")
+
+
+def _model(module: torch.nn.Module) -> str:
+    """The layer and its model, for a message."""
+    config = getattr(module, "config", None)
+    return type(module).__name__ if config is None else f"{type(module).__name__} of {name_of(config)}"
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int | None, int | None] | None:
@@ -169,7 +178,7 @@ def _from_bounds(bounds: Tensor, causal: bool, seqlen_k: int, cu_q: Tensor | Non
 
 def _build(bounds: Tensor, causal: bool, cu: Tensor | None) -> Any:
     """Made of copies: a kept mask that held on to its own key would never be let go."""
-    open_ended = is_open_ended(bounds)
+    open_ended, bounds = is_open_ended(bounds), plain(bounds)
     if bounds.stride(0) == 0:
         bounds = bounds[:1]
     mask: Any
@@ -184,7 +193,7 @@ def _build(bounds: Tensor, causal: bool, cu: Tensor | None) -> Any:
 def _may_keep(*tensors: Tensor | None) -> bool:
     """Whether a mask made of these may be kept for the next layer: versions are known, no graph records."""
     given = [t for t in tensors if t is not None]
-    if torch.compiler.is_compiling() or any(t.is_inference() or type(t) is not Tensor for t in given):
+    if torch.compiler.is_compiling() or any(type(t) not in (Tensor, Bounds) or t.is_inference() for t in given):
         return False
     return not (any(t.is_cuda for t in given) and torch.cuda.is_current_stream_capturing())
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .. import intervals
 from .evaluate import reduce_rows
+from .guard import guard
+from .models import name_of, refuse_own_scores
 from .recognise import recognise
 
 
@@ -42,10 +44,14 @@ def mask_bounds(
         attention_mask: the 2-D padding mask `(batch, tokens)`, nonzero = a real token.
 
     Returns:
-        int32 `(batch, 1, kv_length, 4)`: lts, lte, uts, ute of every key; None when nothing at all is hidden.
+        int32 `(batch, 1, kv_length, 4)`: lts, lte, uts, ute of every key; None when nothing at all is hidden. For a
+        model, whose `config` transformers gives, they are guarded: arithmetic on them is a ValueError. With a static
+        cache (`q_offset` a tensor) they are a plain tensor, since generate() hands those to a compiled forward, whose
+        machinery takes no other kind.
 
     Raises:
-        ValueError: a mask that column bounds cannot say, or a padding mask that is not 2-D.
+        ValueError: a mask that column bounds cannot say, a padding mask that is not 2-D, or a model that would add the
+            bounds to scores of its own.
     """
     from transformers import masking_utils
 
@@ -59,6 +65,7 @@ def mask_bounds(
     full = mask_function is masking_utils.bidirectional_mask_function and attention_mask is None
     if full and allow_is_bidirectional_skip and getattr(config, "is_causal", True):
         return None
+    refuse_own_scores(config)
 
     columns = (torch.arange(kv_length, device=device) + kv_offset)[None]
     # torch.compile cannot open closures while it traces: there the mask is evaluated.
@@ -67,8 +74,7 @@ def mask_bounds(
         if attention_mask is not None:
             visible = visible & intervals.only(_padding(attention_mask, columns))
         bounds = visible.bounds(q_length, q_offset, batch_size)
-        mark_open_ended(bounds)
-        return bounds
+        return _guarded(bounds, config, q_length, q_offset, open_ended=True)
 
     dense_mask: Callable[..., Any] = masking_utils.sdpa_mask
 
@@ -86,7 +92,19 @@ def mask_bounds(
             device=device,
         )
 
-    return reduce_rows(rows, batch_size, q_length, kv_length, device)
+    bounds = reduce_rows(rows, batch_size, q_length, kv_length, device)
+    return _guarded(bounds, config, q_length, q_offset, open_ended=False)
+
+
+def _guarded(bounds: Tensor, config: Any, q_length: int, q_offset: int | Tensor, open_ended: bool) -> Tensor:
+    """`open_ended`: every lower interval ends at the last row and every upper one starts at row 0.
+
+    Kernels and intersections have less to read then. A plain copy loses the note and nothing else.
+    """
+    if config is not None and not isinstance(q_offset, Tensor):
+        return guard(bounds, name_of(config), q_length, open_ended)
+    bounds.open_ended = open_ended  # type: ignore[attr-defined]
+    return bounds
 
 
 def _padding(attention_mask: Tensor, columns: Tensor) -> Tensor:
@@ -96,13 +114,5 @@ def _padding(attention_mask: Tensor, columns: Tensor) -> Tensor:
     return real[:, columns[0].clamp(max=reach - 1)] & (columns < reach)
 
 
-def mark_open_ended(bounds: Tensor) -> None:
-    """Note on the tensor that every lower interval ends at the last row and every upper one starts at row 0.
-
-    Kernels and intersections have less to read then. A copy loses the note and nothing else.
-    """
-    bounds.warploom_open_ended = True  # type: ignore[attr-defined]
-
-
 def is_open_ended(bounds: Tensor) -> bool:
-    return getattr(bounds, "warploom_open_ended", False)
+    return bool(getattr(bounds, "open_ended", False))

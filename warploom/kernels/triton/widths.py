@@ -14,8 +14,10 @@ def tile_widths(head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, int
 
     Rows of up to 128 bytes are swizzled by their width, and the ptxas of Triton 3.6 (12.8.93) writes wrong matrix
     descriptors where two tiles swizzled differently take turns in one place of shared memory (docs/lab-notes.md, "A descriptor
-    without its address"). So the narrower row is filled up until both are of one width, or of 128 bytes and more.
+    without its address"). So the narrower row is filled up until both are of one width, or of 128 bytes and more. Products of
+    fp32 read values transposed, in rows of 32 keys and so of 128 bytes: all others have as many.
     """
-    width, width_v = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, head_dim_v))
     row = _WIDEST_SWIZZLE // itemsize
+    least = row if itemsize == 4 else 16
+    width, width_v = (max(least, 1 << (dim - 1).bit_length()) for dim in (head_dim, head_dim_v))
     return max(width, min(width_v, row)), max(width_v, min(width, row))

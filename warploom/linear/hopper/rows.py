@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.kernels.triton.feature_maps import MAPS
 from warploom.linear.hopper.rows_kernels import dq_kernel, norm_kernel, sums_kernel, through_kernel
 from warploom.runtime.triton_launch import Launch
 
 SEGMENT = 256
-MAPS = {"identity": 0, "elu+1": 1, "relu": 2}  # as rows_kernels.py numbers them
 _UNIT = 8  # elements that strides count in
 # Rows at a time and warps, without and with a map: 4 × 8 heads of 4096 tokens, head_dim 256, us. Products of more than 32 rows
 # would be wgmma, of whose operands Triton 3.6 may keep a buffer too few.

@@ -10,11 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.feature_maps import ELU_PLUS_ONE, IDENTITY, phi, through_map
+
 UNIT = tl.constexpr(8)  # 16 bytes: walks ask that of strides too
 MOST = tl.constexpr(16)  # segments whose sums are read at a time
-# Feature maps.
-IDENTITY = tl.constexpr(0)
-ELU_PLUS_ONE = tl.constexpr(1)
 
 
 @triton.jit
@@ -47,21 +46,10 @@ def _mapped(x, inside, MAP: tl.constexpr):
     """phi(x), rounded as x is; 0 outside."""
     if MAP == IDENTITY:
         return x
-    wide = x.to(tl.float32)
+    y = phi(x, MAP)
     if MAP == ELU_PLUS_ONE:
-        return tl.where(inside, tl.where(wide > 0.0, wide + 1.0, tl.exp(wide)), 0.0).to(x.dtype)
-    return tl.where(wide < 0.0, 0.0, wide).to(x.dtype)  # not a maximum: that would turn a NaN into 0
-
-
-@triton.jit
-def _through(gradient, mapped, MAP: tl.constexpr):
-    """A gradient behind a feature map, whose slope its value tells."""
-    if MAP == IDENTITY:
-        return gradient
-    elif MAP == ELU_PLUS_ONE:
-        return gradient * tl.minimum(mapped, 1.0)
-    else:
-        return tl.where(mapped > 0.0, gradient, 0.0)
+        y = tl.where(inside, y, 0.0)
+    return y.to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["sums_ptr", "stride_b", "stride_s", "stride_h", "seqlen", "heads", "segments"])
@@ -189,7 +177,7 @@ def dq_kernel(
         bias = weight * tl.sum(x * q.to(tl.float32), 1)
         tl.store(bias_ptr + vectors, bias, mask=live)
         dq = weight[:, None] * (x - (bias * scale)[:, None] * sums)
-        dq = _through(dq, q.to(tl.float32), MAP).to(dq_ptr.dtype.element_ty)
+        dq = through_map(dq, q.to(tl.float32), MAP).to(dq_ptr.dtype.element_ty)
         tl.store(_packed(dq_ptr, row, heads, seqlen, t + n, e, E), dq, mask=inside)
         z += tl.sum(k.to(tl.float32), 0)
 
@@ -220,4 +208,4 @@ def through_kernel(
         mapped = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         target = _packed(gradient_ptr, row, heads, seqlen, t + n, e, E)
         gradient = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target, _through(gradient, mapped, MAP).to(gradient_ptr.dtype.element_ty), mask=inside)
+        tl.store(target, through_map(gradient, mapped, MAP).to(gradient_ptr.dtype.element_ty), mask=inside)

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.feature_maps import IDENTITY, through_map
 from warploom.linear.triton.device import (
-    IDENTITY,
     dot,
     head_base,
     load_chunk,
@@ -32,7 +32,6 @@ from warploom.linear.triton.device import (
     row_base,
     store_chunk,
     store_state,
-    through_map,
     times,
 )
 from warploom.linear.triton.lookback import own_sums, sums_before

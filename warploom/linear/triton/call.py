@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
 UNIT = 8
-MAPS = {"identity": 0, "elu+1": 1, "relu": 2}  # as device.py numbers them
 
 
 class Variant(NamedTuple):

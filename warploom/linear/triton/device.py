@@ -1,4 +1,4 @@
-"""What the kernels share: where a program works, loads, feature maps and their slopes, states as operands.
+"""What the kernels share: where a program works, loads through feature maps, states as operands.
 
 Legend: C tokens of a chunk; E and M, the dims of mapped keys and of values; S = sum of phi(k) outer v (E, M) and
 z = sum of phi(k) (E,), both fp32. A slot is one segment of one sequence; tokens are counted from the sequence's start.
@@ -6,22 +6,15 @@ z = sum of phi(k) (E,), both fp32. A slot is one segment of one sequence; tokens
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-LOG2E = tl.constexpr(1.4426950408889634)
+from warploom.kernels.triton.feature_maps import ELU_PLUS_ONE, INTERPRETED, phi
 
 # Terms of one sum on tensor cores where operands are fp32: each step of eight or fewer rounds towards zero.
 DEPTH = tl.constexpr(32)
-
-# Feature maps.
-IDENTITY = tl.constexpr(0)
-ELU_PLUS_ONE = tl.constexpr(1)
-RELU = tl.constexpr(2)
 
 
 class Place(NamedTuple):
@@ -111,25 +104,11 @@ def row_base(pointer, at, head, heads, seqlen):
 
 
 @triton.jit
-def exp(x):
-    """e^x, 0 where it is subnormal: keeping those would take three instructions more."""
-    if INTERPRETED:
-        return tl.exp(x)
-    else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], tl.float32, True, 1)
-
-
-@triton.jit
 def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
     """phi(x) in fp32; 0 past DIM."""
-    y = x.to(tl.float32)
-    if MAP == ELU_PLUS_ONE:
-        y = tl.where(y > 0.0, y + 1.0, exp(y))
-        if not WHOLE:
-            y = tl.where((dims < DIM)[None, :], y, 0.0)
-    elif MAP == RELU:
-        # Not a maximum: that would turn a NaN into 0.
-        y = tl.where(y < 0.0, 0.0, y)
+    y = phi(x, MAP)
+    if MAP == ELU_PLUS_ONE and not WHOLE:
+        y = tl.where((dims < DIM)[None, :], y, 0.0)
     return y
 
 
@@ -200,17 +179,6 @@ def load_operand(
         return load_keys(base, t, n, length, dims, stride, DIM, WHOLE, MAP).to(dtype)
     else:
         return load_queries(base, t, n, length, dims, stride, DIM, WHOLE, MAP).to(dtype)
-
-
-@triton.jit
-def through_map(gradient, fx, MAP: tl.constexpr):
-    """The gradient of x from that of fx = phi(x)."""
-    if MAP == ELU_PLUS_ONE:
-        return gradient * tl.minimum(fx.to(tl.float32), 1.0)
-    elif MAP == RELU:
-        return tl.where(fx <= 0.0, 0.0, gradient)
-    else:
-        return gradient
 
 
 @triton.jit

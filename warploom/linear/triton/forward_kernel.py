@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.feature_maps import IDENTITY
 from warploom.linear.triton.device import (
-    IDENTITY,
     columns_operand,
     dot,
     head_base,

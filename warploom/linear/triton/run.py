@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from warploom.kernels.triton.feature_maps import MAPS
 from warploom.linear.triton.backward_kernels import GIVEN_DELTA, PARTIAL_DELTA, WHOLE, dkdv_kernel, dq_kernel
-from warploom.linear.triton.call import MAPS, Call, Cut, Variant, block_of, dims
+from warploom.linear.triton.call import Call, Cut, Variant, block_of, dims
 from warploom.linear.triton.config import Tiling, padded
 from warploom.linear.triton.forward_kernel import forward_kernel
 from warploom.linear.triton.state_kernels import scan_kernel, state_kernel

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import check_values, describe, integer, per_batch_rows, summary
-from warploom.masks.base import Mask
+from warploom.masks.arguments import check_values, describe, integer, per_batch_rows, readable, strided, summary, with_values
+from warploom.masks.base import LONGEST, Mask, rebuild
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
+from warploom.runtime.arguments import FLOATS, INTEGERS, check_not_unlimited
 
 
 class Band(Mask):
@@ -18,6 +19,7 @@ class Band(Mask):
 
     left: int | None
     right: int | None
+    _columns = False
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         return ResolvedMask(self.left, self.right, None, None, None, None)
@@ -44,19 +46,23 @@ class SlidingWindow(Band):
         left: keys visible before the query; None: unlimited. SlidingWindow(w - 1) is a window of w keys with
             the query's own.
         right: keys visible after it; None: unlimited. Negative values are legal and shrink the window.
+
+    Raises:
+        ValueError: exactly (-1, -1), which means no window in flash-attn; here None does.
     """
 
     _fields = ("left", "right")
 
     def __init__(self, left: int | None, right: int | None = 0) -> None:
         self.left, self.right = integer("left", left, optional=True), integer("right", right, optional=True)
+        check_not_unlimited("SlidingWindow", self.left, self.right)
 
 
 def band(left: int | None, right: int | None) -> Band:
     """The plainest mask with this band."""
     if left is None and right in (None, 0):
         return Full() if right is None else Causal()
-    return SlidingWindow(left, right)
+    return rebuild(SlidingWindow, {"left": left, "right": right})  # type: ignore[no-any-return]
 
 
 class Chunked(Mask):
@@ -71,7 +77,8 @@ class Chunked(Mask):
         self.size = integer("size", size, minimum=1)
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        end = (columns(seqlen_k, device) // self.size + 1) * self.size
+        size = min(self.size, LONGEST)  # one chunk either way
+        end = (columns(seqlen_k, device) // size + 1) * size
         return ResolvedMask(None, 0, rows_of(end, seqlen_q, seqlen_k), None, None, None)
 
 
@@ -93,7 +100,9 @@ class Padding(Mask):
         self.lengths: Tensor | None = None
         self.mask_2d: Tensor | None = None
         if isinstance(value, Tensor) and value.ndim == 2:
-            self.mask_2d = value
+            if value.dtype not in (torch.bool, *FLOATS, *INTEGERS):
+                raise TypeError(f"mask_2d_or_lengths takes {takes}; got {describe(value)}")
+            self.mask_2d = with_values("mask_2d_or_lengths", strided("mask_2d_or_lengths", value))
             return
         if isinstance(value, Tensor) and value.is_floating_point():
             raise TypeError(f"mask_2d_or_lengths takes {takes}; got {describe(value)}")
@@ -116,6 +125,8 @@ class Padding(Mask):
             real = self.mask_2d.to(device) != 0
         else:
             assert self.lengths is not None
+            if readable(self.lengths) and self.lengths.numel() and int(self.lengths.max()) > seqlen_k:
+                raise ValueError(f"Padding: a length is {int(self.lengths.max())}, but there are only {seqlen_k} keys")
             real = columns(seqlen_k, device) < scalar_or_column(self.lengths.reshape(-1, 1), device)
         lts = torch.where(real, seqlen_q, 0).to(torch.int32)
         return ResolvedMask(None, None, lts.unsqueeze(1), None, None, None)

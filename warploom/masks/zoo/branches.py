@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable
+from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable, saturated
 from warploom.masks.base import Mask
 from warploom.masks.intervals import ResolvedMask
-from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_of
+from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_of, scalar_or_column
 
 
 class SharedQuestion(Mask):
@@ -32,11 +32,10 @@ class SharedQuestion(Mask):
         check_values("answers", self.answers, minimum=0)
 
     def _parts(self, device: torch.device) -> Tensor:
-        answers = self.answers.to(device=device, dtype=torch.int32)
-        if isinstance(self.question, Tensor):
-            question = self.question.to(device=device, dtype=torch.int32)
-        else:
-            question = torch.full((1, 1), self.question, dtype=torch.int32, device=device)
+        answers = saturated(self.answers.to(device))
+        question = scalar_or_column(self.question, device)
+        if not isinstance(question, Tensor):
+            question = torch.full((1, 1), question, dtype=torch.int32, device=device)
         batch = max(question.shape[0], answers.shape[0])
         return torch.cat([question.expand(batch, 1), answers.expand(batch, -1)], dim=1)
 
@@ -78,7 +77,7 @@ class CausalBlockwise(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("block_lengths", self.block_lengths, seqlen_k)
-        lengths = self.block_lengths.to(device)
+        lengths = saturated(self.block_lengths.to(device))
         bounds = cumulative(lengths)
         test = torch.where(lengths > 0, bounds[:, :-1], 0)
         test = test.amax(1, keepdim=True) if lengths.shape[1] else bounds[:, :1]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import check_values, describe, per_batch_rows, readable, summary
+from warploom.masks.arguments import boolean, check_values, describe, per_batch_rows, readable, saturated, summary
 from warploom.masks.base import Mask, rebuild
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
@@ -35,7 +35,7 @@ class Document(Mask):
         self.bounds: Tensor | None = rows
         self.ids: Tensor | None = None
         self.kind = "lengths"
-        self.causal = causal
+        self.causal = boolean("causal", causal)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> Document:
@@ -51,7 +51,7 @@ class Document(Mask):
             if bool(falls.any()):
                 b, j = falls.nonzero()[0].tolist()
                 raise ValueError(f"cu_seqlens must not decrease, got {cu[b].tolist()[j : j + 2]} at index {j + 1}")
-        return rebuild(cls, {"bounds": cu, "ids": None, "kind": "cu_seqlens", "causal": causal})
+        return rebuild(cls, {"bounds": cu, "ids": None, "kind": "cu_seqlens", "causal": boolean("causal", causal)})
 
     @classmethod
     def from_segment_ids(cls, ids: Any, causal: bool = True) -> Document:
@@ -61,7 +61,7 @@ class Document(Mask):
         rows = per_batch_rows("segment_ids", ids, "segment ids (seqlen_k,) or (batch, seqlen_k)")
         if readable(rows):
             _check_runs(rows)
-        return rebuild(cls, {"bounds": None, "ids": rows, "kind": "segment_ids", "causal": causal})
+        return rebuild(cls, {"bounds": None, "ids": rows, "kind": "segment_ids", "causal": boolean("causal", causal)})
 
     @classmethod
     def from_position_ids(cls, ids: Any, causal: bool = True) -> Document:
@@ -69,7 +69,7 @@ class Document(Mask):
         one.
         """
         rows = per_batch_rows("position_ids", ids, "position ids (seqlen_k,) or (batch, seqlen_k)")
-        return rebuild(cls, {"bounds": None, "ids": rows, "kind": "position_ids", "causal": causal})
+        return rebuild(cls, {"bounds": None, "ids": rows, "kind": "position_ids", "causal": boolean("causal", causal)})
 
     def _extent(self) -> int | None:
         if self.ids is not None:
@@ -91,7 +91,7 @@ class Document(Mask):
         else:
             if readable(self.bounds) and int(self.bounds[:, -1].max()) > seqlen_k:
                 raise ValueError(f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys")
-            bounds = self.bounds.to(device=device, dtype=torch.int32)
+            bounds = saturated(self.bounds.to(device))
         _, inside, start, end = locate(bounds, seqlen_k)
         return inside, start, end
 
@@ -134,7 +134,7 @@ class PrefixDocument(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("lengths", self.lengths, seqlen_k)
-        lengths, prefixes = self.lengths.to(device), self.prefixes.to(device=device, dtype=torch.int32)
+        lengths, prefixes = saturated(self.lengths.to(device)), saturated(self.prefixes.to(device)).clamp(max=seqlen_k)
         batch = max(lengths.shape[0], prefixes.shape[0])
         lengths, prefixes = lengths.expand(batch, -1), prefixes.expand(batch, -1)
         index, inside, start, end = locate(cumulative(lengths), seqlen_k)
@@ -166,8 +166,10 @@ def _check_runs(ids: Tensor) -> None:
 def _runs(ids: Tensor, segments: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(inside, start, end), each (batch, seqlen_k), of the documents that per-key ids describe."""
     batch, length = ids.shape
-    ids = ids.to(torch.int32)
-    goes_on = ids[:, 1:] == (ids[:, :-1] if segments else ids[:, :-1] + 1)
+    ids = ids if ids.dtype == torch.int64 else ids.to(torch.int32)  # ids may be hashes of 64 bits
+    here, following = ids[:, :-1], ids[:, 1:]
+    # The largest id of a dtype has no next one, though adding 1 gives the smallest.
+    goes_on = following == here if segments else (following == here + 1) & (following > here)
     edge = goes_on.new_zeros(batch, min(length, 1))
     column = columns(length, ids.device)
     start = torch.where(torch.cat([edge, goes_on], dim=1), 0, column)

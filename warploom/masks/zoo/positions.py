@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import readable
+from warploom.masks.arguments import readable, saturated
 
 
 def columns(seqlen_k: int, device: torch.device) -> Tensor:
@@ -25,13 +25,16 @@ def rows_of(position: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def scalar_or_column(value: Any, device: torch.device) -> Any:
-    """An int as it is; a per-batch tensor (batch, 1) as int32 on `device`."""
-    return value.to(device=device, dtype=torch.int32) if isinstance(value, Tensor) else value
+    """An int within int32; a per-batch tensor (batch, 1) as int32 on `device`. Past its limits no position lies."""
+    if isinstance(value, Tensor):
+        return saturated(value.to(device))
+    return min(value, 2**31 - 1) if type(value) is int else value
 
 
 def cumulative(lengths: Tensor) -> Tensor:
     """Start of each document and the end of the last, int32 (batch, n + 1)."""
-    total = lengths.cumsum(1, dtype=torch.int32)
+    # Sums that pass int32 stay at its largest, past every key.
+    total = saturated(saturated(lengths).cumsum(1, dtype=torch.int64))
     return torch.cat(
         [torch.zeros_like(total[:, :1]) if lengths.shape[1] else total.new_zeros(lengths.shape[0], 1), total],
         dim=1,
@@ -56,7 +59,7 @@ def check_total(name: str, lengths: Tensor, seqlen_k: int) -> None:
     """ValueError if some batch entry's lengths exceed the keys, where contents may be read."""
     if not readable(lengths) or lengths.numel() == 0:
         return
-    totals = lengths.sum(1)
+    totals = saturated(lengths).sum(1)
     if int(totals.max()) > seqlen_k:
         raise ValueError(
             f"{name} sum to {int(totals.max())} in batch entry {int(totals.argmax())}, but there are only {seqlen_k} keys"

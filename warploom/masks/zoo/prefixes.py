@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable
+from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable, saturated
 from warploom.masks.base import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
@@ -54,9 +54,11 @@ class BidirectionalSpans(Mask):
             _check_apart(self.starts, self.lengths)
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        if readable(self.starts) and readable(self.lengths):
+            _check_within(self.starts, self.lengths, seqlen_k)
         batch = max(self.starts.shape[0], self.lengths.shape[0])
-        start = self.starts.to(device=device, dtype=torch.int32).expand(batch, -1)
-        length = self.lengths.to(device=device, dtype=torch.int32).expand(batch, -1)
+        start = saturated(self.starts.to(device)).expand(batch, -1)
+        length = saturated(self.lengths.to(device)).clamp(max=seqlen_k).expand(batch, -1)
         used = (length > 0) & (start >= 0) & (start < seqlen_k)
         at = torch.where(used, start, seqlen_k).long()  # unused ones land behind the last column
         begin = start.new_full((batch, seqlen_k + 1), -1).scatter(1, at, start)[:, :seqlen_k]
@@ -66,6 +68,14 @@ class BidirectionalSpans(Mask):
         column = columns(seqlen_k, device)
         inside = (begin >= 0) & (column < stop.gather(1, begin.clamp(min=0).long()))
         return ResolvedMask(None, None, None, None, None, rows_of(torch.where(inside, begin, column), seqlen_q, seqlen_k))
+
+
+def _check_within(starts: Tensor, lengths: Tensor, seqlen_k: int) -> None:
+    if not starts.numel() or not lengths.numel():
+        return
+    ends = torch.where(lengths > 0, saturated(starts).long() + saturated(lengths), 0)
+    if int(ends.max()) > seqlen_k:
+        raise ValueError(f"BidirectionalSpans: a span ends at {int(ends.max())}, but there are only {seqlen_k} keys")
 
 
 def _check_apart(starts: Tensor, lengths: Tensor) -> None:

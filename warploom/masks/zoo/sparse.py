@@ -14,10 +14,14 @@ from warploom.masks.arguments import (
     per_batch_rows,
     per_batch_value,
     readable,
+    saturated,
+    strided,
+    with_values,
 )
-from warploom.masks.base import Mask
+from warploom.masks.base import LONGEST, Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
+from warploom.runtime.arguments import INTEGERS
 
 
 class GlobalWindow(Mask):
@@ -110,9 +114,9 @@ class RandomEviction(Mask):
 
     def __init__(self, rows: Any) -> None:
         if isinstance(rows, Tensor) and rows.ndim == 3:
-            if rows.is_floating_point() or rows.dtype == torch.bool:
+            if rows.dtype not in INTEGERS:
                 raise TypeError(f"rows takes integers (batch, heads, seqlen_k), got {describe(rows)}")
-            self.rows = rows
+            self.rows = with_values("rows", strided("rows", rows))
         else:
             takes = "rows (seqlen_k,), (batch, seqlen_k) or (batch, heads, seqlen_k)"
             self.rows = per_batch_rows("rows", rows, takes).unsqueeze(1)
@@ -123,7 +127,7 @@ class RandomEviction(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         self._check_length("rows", self.rows.shape[2], seqlen_k)
-        return ResolvedMask(None, 0, self.rows.to(device).clamp(0, seqlen_q).to(torch.int32), None, None, None)
+        return ResolvedMask(None, 0, saturated(self.rows.to(device)).clamp(0, seqlen_q), None, None, None)
 
 
 class BlockDiffusion(Mask):
@@ -150,8 +154,9 @@ class BlockDiffusion(Mask):
         self._check_length("noisy and clean half together", 2 * self.length, seqlen_k)
         column = columns(seqlen_k, device)
         noisy = column < self.length
-        start = torch.where(noisy, column, column - self.length) // self.block * self.block
-        end = (start + self.block).clamp(max=self.length)
+        block = min(self.block, LONGEST)  # one block either way
+        start = torch.where(noisy, column, column - self.length) // block * block
+        end = (start + block).clamp(max=self.length)
         # Noisy: hidden before and after its own block. Clean: hidden from noisy blocks up to its own, then
         # from the clean ones before.
         ute = torch.where(noisy, start, end)

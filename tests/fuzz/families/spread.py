@@ -1,0 +1,26 @@
+"""A few variants that have as many different pairs of properties as they can."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import astuple
+from itertools import combinations
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Variants drawn for each that is kept: more would favour what is drawn rarely.
+TRIES = 6
+
+
+def spread(draw: Callable[[], T], count: int) -> list[T]:
+    """``count`` of the dataclasses that ``draw`` gives, each the one of several whose pairs of fields are the rarest so far."""
+    had: Counter[Any] = Counter()
+    found = []
+    for _ in range(count):
+        drawn = [(each, list(combinations(enumerate(astuple(each)), 2))) for each in (draw() for _ in range(TRIES))]  # type: ignore[call-overload]
+        best, pairs = max(drawn, key=lambda one: sum(1.0 / (1 + had[pair]) for pair in one[1]))
+        had.update(pairs)
+        found.append(best)
+    return found

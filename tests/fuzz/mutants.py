@@ -1,0 +1,65 @@
+"""Wrong oracles: each must disagree with the package on some of a few problems on which the right one agrees with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from tests.fuzz import families, plan
+from tests.fuzz.draw import Draw
+from tests.fuzz.judge import judge
+from tests.fuzz.problem import DTYPES
+
+SEED = 1
+MOST = 400  # problems until a mutant counts as not caught
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What told a mutant; number None: nothing did."""
+
+    family: str
+    mutant: str
+    number: int | None
+    words: str = ""
+
+
+def hunt(family_name: str, backend: str, most: int = MOST) -> list[Caught]:
+    """Every mutant of a family, over problems 0 to `most` until all are caught."""
+    family = families.load(family_name)
+    left: dict[str, SimpleNamespace] = dict(getattr(family, "MUTANTS", {}))
+    caught: list[Caught] = []
+    for number in range(most):
+        if not left:
+            break
+        problem = family.draw(Draw(SEED, family_name, number), None, backend)
+        given = family.inputs(problem, torch.device("cpu"))
+        if family.refusal(problem, given, backend) is not None:
+            continue
+        try:
+            results = family.run(problem, given, backend)
+        except Exception:
+            continue  # a failure of its own, which the fuzzer finds
+        dtype = DTYPES[problem.dtype]
+        if not all(v.right for v in judge(results, family.expect(problem, given, family.oracle()), dtype)):
+            continue
+        for name, oracle in list(left.items()):
+            verdicts = judge(results, family.expect(problem, given, oracle), dtype)
+            wrong = [str(v) for v in verdicts if not v.right]
+            if wrong:
+                caught.append(Caught(family_name, name, number, wrong[0]))
+                del left[name]
+    return caught + [Caught(family_name, name, None) for name in left]
+
+
+def report() -> int:
+    """A line a mutant; 1 if one is not caught."""
+    missed = 0
+    for name in plan.present():
+        for found in hunt(name, "cpu"):
+            missed += found.number is None
+            what = f"problem {found.number}: {found.words}" if found.number is not None else "NOT CAUGHT"
+            print(f"{found.family:10} {found.mutant:52} {what}")
+    return int(missed > 0)
