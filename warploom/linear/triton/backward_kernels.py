@@ -494,11 +494,12 @@ def _weights(
     factor = tl.full([C], 1.0, tl.float32) * scale
     if NORMALIZE:
         factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
+    f = fq * factor[:, None]
     common = 1.0
     if dtype == tl.float16:
-        common = power_of_two(tl.max(tl.abs(factor), 0))
-        factor = factor / common
-    f = fq * factor[:, None]
+        # Of the quotients: a query that a map has made zero has a norm of eps, whose reciprocal would take all bits.
+        common = power_of_two(tl.max(tl.max(tl.abs(f), 1), 0))
+        f = f / common
     delta = tl.zeros([C], tl.float32)
     if NORMALIZE:
         delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)

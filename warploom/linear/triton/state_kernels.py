@@ -112,9 +112,10 @@ def state_kernel(
             if NORMALIZE:
                 norm = tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
                 factor = scale / norm
+            fx *= factor[:, None]
             # Quotients by large norms would vanish in fp16: their common power of two stays outside.
-            common = power_of_two(tl.max(tl.abs(factor), 0)) if dtype == tl.float16 else 1.0
-            fx *= (factor / common)[:, None]
+            common = power_of_two(tl.max(tl.max(tl.abs(fx), 1), 0)) if dtype == tl.float16 else 1.0
+            fx = fx / common
             if NORMALIZE:
                 delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
                 z -= fx * (delta * common)[:, None]
