@@ -52,7 +52,7 @@ fuzz: dev
 	@$(PY) -m tests.fuzz $(ARGS)
 
 fuzz-gpu: dev
-	@$(PY) -m tests.fuzz --device cuda --problems 14000 --json benchmarks/results/fuzz.json $(ARGS)
+	@$(PY) -m tests.fuzz --device cuda --problems 16000 --json benchmarks/results/fuzz.json $(ARGS)
 
 clean:
 	rm -rf .venv build dist site demo-out fuzz-failures *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

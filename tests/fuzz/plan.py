@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import combinations
 from typing import Any
 
 from tests.fuzz import families
@@ -111,26 +110,11 @@ def jobs(options: Options) -> tuple[Job, ...]:
             continue
         draw = Draw(options.seed, "variants", family, backend)
         count = max(1, round(options.variants * part))
-        drawn = _spread(families.load(family), draw, backend, count)
+        drawn = families.load(family).variants(draw, backend, count)
         found += [Job(family, backend, n, v, c) for n, v in enumerate(drawn) for c in range(copies)]
     if not found:
         raise ValueError(f"no family and backend is left by {options.words()}")
     return tuple(found)
-
-
-def _spread(family: Any, draw: Draw, backend: str, count: int) -> list[Any]:
-    """Of many variants those that bring the most pairs of values not had yet."""
-    chosen: list[Any] = []
-    seen: set[Any] = set()
-    for _ in range(count):
-        best = max(family.variants(draw, backend, 40), key=lambda v: len(_pairs(v) - seen))
-        chosen.append(best)
-        seen |= _pairs(best)
-    return chosen
-
-
-def _pairs(variant: Any) -> set[Any]:
-    return set(combinations([(f.name, getattr(variant, f.name)) for f in fields(variant)], 2))
 
 
 def problem(options: Options, number: int) -> tuple[Job, Any]:

@@ -16,6 +16,7 @@ from tests.fuzz.draw import Draw
 from tests.fuzz.families import masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
@@ -102,7 +103,7 @@ class Attention:
 
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
-    return [shared.draw_variant(d, backend) for _ in range(count)]
+    return spread(lambda: shared.draw_variant(d, backend), count)
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:

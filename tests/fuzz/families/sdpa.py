@@ -18,6 +18,7 @@ from tests.fuzz.families import attention as dense
 from tests.fuzz.families import masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
@@ -86,7 +87,7 @@ def variants(d: Draw, backend: str, count: int) -> list[Variant]:
         dims = drawn.head_dim, drawn.head_dim_v
         return Variant(drawn.dtype, *dims, vectors=("lts",) if keys else (), unit=8, unaligned=(), layout="sdpa")
 
-    return [make() for _ in range(count)]
+    return spread(make, count)
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
@@ -94,7 +95,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
     v = variant or shared.draw_variant(d, backend)
     while True:
         heads_q, heads_kv = d.heads()
-        lead = d.pick(((), (1,), (2,), (3,), (0,), (2, 2), (1, 3)), (4, 6, 8, 4, 1, 4, 2))
+        lead = d.pick(((), (1,), (2,), (3,), (0,), (2, 2), (1, 3)), (5, 6, 8, 4, 1.5, 4, 3))
         seqlen_q, seqlen_k = d.lengths(700 if device == "cuda" else 300)
         found = Sdpa(
             seed=d.seed(),

@@ -17,6 +17,7 @@ from tests.fuzz.families import attention as dense
 from tests.fuzz.families import masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
@@ -123,7 +124,7 @@ class Varlen:
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     layouts = ("varlen", "varlen", "varlen", "paged") if backend != "hopper" else ("varlen",)
-    return [shared.draw_variant(d, backend, layouts) for _ in range(count)]
+    return spread(lambda: shared.draw_variant(d, backend, layouts), count)
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
