@@ -105,3 +105,15 @@ def test_pages_equal_contiguous_keys(backend: str, page_size: int) -> None:
         slots = [(int(table[n, j // page_size]), j % page_size) for j in range(length)]
         for j, (page, slot) in enumerate(slots):
             torch.testing.assert_close(dk_pages[page, slot], want_dk[int(cu_k[n]) + j])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_gradient_of_a_half_precision_sink_is_summed_over_sequences_in_fp32(backend: str) -> None:
+    """It was rounded after every sequence: of 2,000 the later ones were lost."""
+    count = 2000
+    q = torch.zeros(count, 1, 16, dtype=torch.bfloat16)
+    cu = torch.arange(count + 1, dtype=torch.int32)
+    sink = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    _, lse = warploom.attention_varlen(q, q, q, cu, sink=sink, return_lse=True, backend=backend)
+    (dsink,) = torch.autograd.grad(lse.sum(), sink)
+    assert dsink.item() == count / 2

@@ -46,6 +46,7 @@ class Tally:
 
     options: Options
     began: float = field(default_factory=time.time)
+    commit: str = field(default_factory=lambda: commit())
     statuses: Counter[str] = field(default_factory=Counter)
     backends: Counter[str] = field(default_factory=Counter)
     variants: Counter[str] = field(default_factory=Counter)
@@ -82,7 +83,7 @@ class Tally:
     def to_json(self) -> dict[str, Any]:
         return {
             "device": device_name(self.options.device),
-            "commit": commit(),
+            "commit": self.commit,
             "command": f"python -m tests.fuzz {self.options.words()}",
             "seed": self.options.seed,
             "problems": self.done,

@@ -65,8 +65,10 @@ def backward(
     if args.cu_seqlens_q is None:
         return _backward_dense(args, dout, dlse, out, lse)
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
-    dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
-    for n, sequence in enumerate(sequences(args)):
+    # Over sequences a sink's gradient is summed in fp32 too.
+    wide = args if args.sink is None else args._replace(sink=args.sink.float())
+    dsink = args.q.new_zeros(0) if wide.sink is None else torch.zeros_like(wide.sink)
+    for n, sequence in enumerate(sequences(wide)):
         rows = sequence.queries
         if not sequence.args.q.shape[1]:
             continue
@@ -89,6 +91,7 @@ def backward(
                 total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient.float())
         if args.sink is not None:
             dsink += part[3]
+    dsink = dsink if args.sink is None else dsink.to(args.sink.dtype)
     return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink
 
 

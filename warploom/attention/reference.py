@@ -43,13 +43,15 @@ def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     q = args.q
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    if args.sink is not None:  # once, so that its gradient is summed over sequences in this precision
+        args = args._replace(sink=args.sink.to(accumulate))
     outs, lses = [], []
     for index, sequence in enumerate(sequences(args)):
         out, lse = _attend(sequence.args, torch.tensor([index], device=q.device))
         outs.append(out[0])
         lses.append(lse[0])
     rest = q.shape[0] - sum(o.shape[0] for o in outs)
-    accumulate = torch.promote_types(q.dtype, torch.float32)
     # A sum of nothing ties the tokens of no sequence to every input: gradients are zeros even where there is no sequence.
     tie = sum(t[:0].sum() for t in (q, args.k, args.v, args.sink) if t is not None)
     outs.append(q.new_zeros((rest, q.shape[1], args.v.shape[-1])) + tie)

@@ -1,4 +1,4 @@
-"""python -m tests.integrations.sweep [--only NAME ...] [--jobs 1|2] [--json PATH] [--fresh]"""
+"""python -m tests.integrations.sweep [--only NAME ... | --core] [--jobs 1|2] [--json PATH] [--fresh]"""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from .compare import BODIES
+from .core import CORE_EQUAL, CORE_REFUSED
+
 SECONDS, GIBIBYTES = 120, 8
 
 
@@ -23,12 +26,16 @@ def model_classes() -> dict[str, type]:
 
     found: dict[str, type] = {}
     for name in sorted(dir(transformers)):
-        thing = getattr(transformers, name, None)
-        concrete = isinstance(thing, type) and issubclass(thing, transformers.PreTrainedModel) and not name.endswith("PreTrainedModel")
+        try:
+            thing = getattr(transformers, name, None)
+        except ImportError:  # needs a package that is not here
+            continue
+        concrete = (
+            isinstance(thing, type) and issubclass(thing, transformers.PreTrainedModel) and not name.endswith("PreTrainedModel")
+        )
         if concrete and getattr(thing, "config_class", None) is not None and thing.__name__ == name:
             found[name] = thing
-    bodies = ("Model", "ForCausalLM", "ForConditionalGeneration")  # these first: other heads stand on the same layers
-    return dict(sorted(found.items(), key=lambda item: (not item[0].endswith(bodies), item[0])))
+    return dict(sorted(found.items(), key=lambda item: (not item[0].endswith(BODIES), item[0])))
 
 
 def in_child(model_class: type) -> dict[str, Any]:
@@ -95,9 +102,12 @@ def sweep_all(classes: dict[str, type], jobs: int, save) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations.sweep", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these classes or model types, fresh")
+    parser.add_argument("--core", action="store_true", help="only the classes that hold the version floor, fresh")
     parser.add_argument("--outcome", nargs="+", help="repeat classes that had this outcome")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--json", type=Path, default=Path("transformers-sweep.json"), help="results; a run goes on where it ended")
+    parser.add_argument(
+        "--json", type=Path, default=Path("transformers-sweep.json"), help="results; a run goes on where it ended"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args()
 
@@ -121,6 +131,8 @@ def main() -> int:
     table: dict[str, Any] = {} if args.fresh or not args.json.exists() else json.loads(args.json.read_text())["classes"]
     if args.only:
         classes = {n: c for n, c in classes.items() if n in args.only or c.config_class.model_type in args.only}
+    elif args.core:
+        classes = {n: c for n, c in classes.items() if n in (*CORE_EQUAL, *CORE_REFUSED)}
     elif args.outcome:
         classes = {n: c for n, c in classes.items() if table.get(n, {}).get("outcome") in args.outcome}
     else:
@@ -129,7 +141,11 @@ def main() -> int:
     def save(name: str, record: dict[str, Any]) -> None:
         table[name] = record
         print(f"{len(table):5} {name}: {record['outcome']} {record.get('reason', '')} ({record['seconds']} s)", flush=True)
-        document = {"transformers": transformers.__version__, "torch": torch.__version__, "classes": dict(sorted(table.items()))}
+        document = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "classes": dict(sorted(table.items())),
+        }
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
     sweep_all(classes, args.jobs, save)

@@ -21,6 +21,8 @@ MAX_PARAMETERS = 60_000_000
 TOLERANCE = 2e-4  # of the largest value compared; fp32 on both sides
 NEW_TOKENS = 4
 
+BODIES = ("Model", "ForCausalLM", "ForConditionalGeneration")
+
 calls = 0
 
 
@@ -39,17 +41,18 @@ def sweep(model_class: type, name: str = "warploom") -> dict[str, Any]:
         return record | verdict(stages)
     global calls
     calls = 0
-    for length in (make.LENGTH, make.SHORT):
+    whole = model_class.__name__.endswith(BODIES)  # other heads stand on the same layers
+    for length in (make.LENGTH, make.SHORT) if whole else (make.LENGTH,):
         for kind in ("none", "right", "left"):
             stages[f"forward {kind} {length}"] = attempt(forward_stage, eager, ours, example, kind, length)
     stages["gradients"] = attempt(gradient_stage, eager, ours, example)
     record["calls"] = calls
     for mode, options in GENERATE.items():
-        if eager.can_generate():
+        if whole and eager.can_generate():
             stages[f"generate {mode}"] = attempt(generate_stage, eager, ours, example, options)
     stages["output_attentions"] = attempt(output_attentions_stage, eager, ours, example)
     stages["config.output_attentions"] = attempt(config_output_attentions_stage, eager, ours, example, name)
-    if calls:
+    if whole and calls:
         stages["mutant"] = attempt(mutant_stage, eager, example)
     return record | verdict(stages)
 
@@ -69,7 +72,9 @@ class Skip(Exception):
 def verdict(stages: dict[str, dict[str, str]]) -> dict[str, Any]:
     optional = ("output_attentions", "config.output_attentions", "mutant")
     main = {n: s for n, s in stages.items() if n not in optional}
-    outcomes = {s["outcome"] for s in main.values()} | ({stages[n]["outcome"] for n in optional if n in stages} & {WRONG, CRASHED})
+    outcomes = {s["outcome"] for s in main.values()} | (
+        {stages[n]["outcome"] for n in optional if n in stages} & {WRONG, CRASHED}
+    )
     outcome = next((o for o in WORST_FIRST if o in outcomes), UNBUILT)
     first = next((s for s in stages.values() if s["outcome"] == outcome), {})
     return {"outcome": outcome, "reason": first.get("reason", "")}
@@ -77,14 +82,14 @@ def verdict(stages: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 def attempt(stage: Callable, eager: nn.Module, *args: Any) -> dict[str, str]:
     try:
-        stage(eager, *args)
+        judge = stage(eager, *args)
     except Skip as error:
         return {"outcome": SKIPPED, "reason": str(error)[:300]}
     except Mismatch as error:
         return {"outcome": WRONG, "reason": str(error)[:300]}
     except Exception as error:
         return failure(error, eager)
-    return {"outcome": EQUAL}
+    return {"outcome": EQUAL} | ({"judge": judge} if judge else {})
 
 
 def failure(error: Exception, model: nn.Module) -> dict[str, str]:
@@ -182,7 +187,13 @@ def example_maker(model: nn.Module) -> Callable[[int], dict[str, Tensor]]:
 def run(model: nn.Module, inputs: dict[str, Any], **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(2)
     with torch.no_grad():
-        return flat(model(**inputs, **options))
+        return flat(model(**cast(inputs, model), **options))
+
+
+def cast(inputs: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Floating point inputs in the model's dtype."""
+    dtype = next(model.parameters()).dtype
+    return {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
 
 
 def flat(value: Any, name: str = "") -> dict[str, Tensor]:
@@ -210,7 +221,7 @@ def real_rows(outputs: dict[str, Tensor], inputs: dict[str, Any]) -> dict[str, T
     return {n: t[mask] if t.dim() >= 2 and t.shape[:2] == mask.shape else t for n, t in outputs.items()}
 
 
-def close(result: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def close(result: dict[str, Tensor], expected: dict[str, Tensor], what: str, slack: dict[str, float] | None = None) -> None:
     if result.keys() != expected.keys():
         raise Mismatch(f"{what}: outputs {sorted(result)} for {sorted(expected)}")
     for name, good in expected.items():
@@ -221,7 +232,7 @@ def close(result: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> 
         if not good.numel():
             continue
         error, size = (got - good).abs().max().item(), good.abs().max().item()
-        if error > TOLERANCE * (size + 1e-3):
+        if error > TOLERANCE * (size + 1e-3) + (slack or {}).get(name, 0.0):
             raise Mismatch(f"{what}: {name} differs by {error:.2g} of {size:.2g}")
 
 
@@ -234,16 +245,34 @@ def forward_stage(eager, ours, example, kind, length):
     finite(expected)
     with counting():
         result = run(ours, inputs)
-    same(eager, result, expected, lambda model: run(model, inputs), lambda out: real_rows(out, inputs))
+    return same(eager, result, expected, lambda model: run(model, inputs), lambda out: real_rows(out, inputs))
 
 
-def same(eager, result, expected, again: Callable, rows: Callable = lambda out: out) -> None:
-    """Equal to eager, or else to eager with 0 where a query sees no key: such rows can reach pooled outputs."""
+def same(eager, result, expected, again: Callable, rows: Callable = lambda out: out) -> str | None:
+    """Equal to eager, or else to `judges.zeroing`: its name then. Rows that see no key can reach pooled outputs.
+
+    Where the model itself enlarges rounding errors (a GroupNorm over one pixel, say), the bar is how far fp32 is from fp64 in
+    that judge: "rounding".
+    """
     try:
         close(rows(result), rows(expected), "eager")
+        return None
     except Mismatch as error:
         try:
-            close(rows(result), rows(again(twin(eager, ZEROING))), "zeroing")
+            judge = twin(eager, ZEROING)
+            single = rows(again(judge))
+            try:
+                close(rows(result), single, "zeroing")
+                return "zeroing"
+            except Mismatch:
+                double = rows(again(judge.double()))
+                noise = {
+                    n: (t.double() - double[n]).nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+                    for n, t in single.items()
+                    if t.numel()
+                }
+                close(rows(result), double, "rounding", {n: 10 * x for n, x in noise.items()})
+                return "rounding"
         except Exception:
             raise error from None
 
@@ -275,19 +304,43 @@ def gradient_stage(eager, ours, example):
             continue
         with counting():
             result = gradients(ours, masked)
-        largest = max((g.norm().item() for g in expected.values()), default=0.0)
-        for name, good in expected.items():
-            error, size = (result[name] - good).norm().item(), good.norm().item()
-            if not error <= 1e-3 * size + 1e-5 * largest:
-                raise Mismatch(f"gradients: {name} differs by {error:.2g} of {size:.2g}")
-        return
+        return same_gradients(eager, result, expected, masked)
     raise Skip(failed)
+
+
+def same_gradients(eager, result, expected, inputs) -> str | None:
+    try:
+        close_gradients(result, expected)
+        return None
+    except Mismatch as error:
+        try:
+            judge = twin(eager, ZEROING)
+            single = gradients(judge, inputs)
+            try:
+                close_gradients(result, single)
+                return "zeroing"
+            except Mismatch:
+                double = gradients(judge.double(), inputs)
+                close_gradients(result, double, {n: 10 * (g.double() - double[n]).norm().item() for n, g in single.items()})
+                return "rounding"
+        except Exception:
+            raise error from None
+
+
+def close_gradients(result, expected, slack: dict[str, float] | None = None) -> None:
+    largest = max((g.norm().item() for g in expected.values()), default=0.0)
+    for name, good in expected.items():
+        if name not in result:
+            raise Mismatch(f"gradients: {name} has none")
+        error, size = (result[name].double() - good.double()).norm().item(), good.norm().item()
+        if not error <= 1e-3 * size + 1e-5 * largest + (slack or {}).get(name, 0.0):
+            raise Mismatch(f"gradients: {name} differs by {error:.2g} of {size:.2g}")
 
 
 def gradients(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     model.zero_grad()
     torch.manual_seed(2)
-    outputs = real_rows({n: t for n, t in flat(model(**inputs)).items() if t.requires_grad}, inputs)
+    outputs = real_rows({n: t for n, t in flat(model(**cast(inputs, model))).items() if t.requires_grad}, inputs)
     generator = torch.Generator().manual_seed(3)
     loss = sum((t * torch.randn(t.shape, generator=generator)).nan_to_num(0.0, 0.0, 0.0).sum() for t in outputs.values())
     loss.backward()
@@ -341,7 +394,7 @@ def generate_stage(eager, ours, example, options):
         raise Skip(f"eager: {type(error).__name__}: {error}") from error
     with counting():
         result = parts(ours)
-    same(eager, result, expected, parts)
+    return same(eager, result, expected, parts)
 
 
 def output_attentions_stage(eager, ours, example):
@@ -351,7 +404,9 @@ def output_attentions_stage(eager, ours, example):
     except Exception as error:
         raise Skip(f"eager: {type(error).__name__}: {error}") from error
     weights = [v for n, v in expected.items() if "attentions" in n] if isinstance(expected, dict) else []
-    if not any(isinstance(w, (tuple, list)) and any(isinstance(x, Tensor) for x in w) or isinstance(w, Tensor) for w in weights):
+    if not any(
+        (isinstance(w, (tuple, list)) and any(isinstance(x, Tensor) for x in w)) or isinstance(w, Tensor) for w in weights
+    ):
         raise Skip("eager gives none")
     ours(**inputs, output_attentions=True)
     raise Mismatch("output_attentions=True is not refused")
@@ -380,7 +435,7 @@ def mutant_stage(eager, example):
     inputs = make.with_padding(eager, inputs, "right") or inputs
     try:
         close(real_rows(run(twin(eager, MUTANT), inputs), inputs), real_rows(run(eager, inputs), inputs), "mutant")
-    except Mismatch:
+    except Exception:
         return
     raise Skip("a wrong attention changes no output")
 

@@ -7,18 +7,24 @@ from typing import Any
 import torch
 
 ZEROING, MUTANT = "sweep_zeroing", "sweep_mutant"
+LOWEST = -1e30  # of a float mask: anything lower hides
 
 
-def zeroing(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **kwargs: Any):
-    """Eager attention, but a query that sees no key gets 0, as Warploom says; eager averages all values there."""
+def zeroing(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **kwargs: Any
+):
+    """Eager attention but for two things: a query that sees no key gets 0, where eager averages all values, and True in a
+    boolean mask is visible, where eager adds it to the scores as 1."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
-        mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1e30
-        scores = scores.masked_fill(~mask, -torch.inf)
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > LOWEST
+        if attention_mask.is_floating_point():
+            scores = scores + attention_mask
+        scores = scores.masked_fill(~visible, -torch.inf)
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].nan_to_num(0.0)

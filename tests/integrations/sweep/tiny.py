@@ -16,7 +16,10 @@ LEVELS = ("everything", "eight layers", "layers")  # what is shrunk; the first t
 # Field name -> value for an integer default. The first pattern that matches the whole name decides.
 LAYER_RULES: list[tuple[str, int]] = [
     (r"num_hidden_layers|num_layers|n_layers?|layers|depth|num_blocks|.*_layers|.*_depth|.*num_blocks", 2),
-    (r"num_(nextn_predict|kv_shared|dense|mtp|deepstack|resampler)_layers|.*kv_shared_layers|first_k_dense.*|max_window_layers", 1),
+    (
+        r"num_(nextn_predict|kv_shared|dense|mtp|deepstack|resampler)_layers|.*kv_shared_layers|first_k_dense.*|max_window_layers",
+        1,
+    ),
     (r"(char_|t2u_|unit_hifi_gan_)?vocab_size(_per_layer_input)?|.*vocab_size", VOCABULARY),
     (r"(moe_|text_)?(num_|n_)?(local_|routed_|total_)?experts|moe_num_experts|.*num_experts", 4),
     (r".*experts_per_tok(en)?|moe_k|moe_topk|.*top_k_experts|expert_top_k|moe_top_k", 2),
@@ -25,22 +28,42 @@ SIZE_RULES: list[tuple[str, int]] = [
     (r"rotary_dim", 4),
     (r"n_group|topk_group|n_groups|num_groups|.*conv.*groups", 1),
     (r"head_dim|.*_head_dim|d_kv|.*head_size|.*key_head_dim", 8),
-    (r".*(num_key_value_heads|num_kv_heads|n_kv_heads|key_value_heads|kv_heads|multi_query_group_num|swa_num_key_value_heads)", 2),
+    (
+        r".*(num_key_value_heads|num_kv_heads|n_kv_heads|key_value_heads|kv_heads|multi_query_group_num|swa_num_key_value_heads)",
+        2,
+    ),
     (r"num_heads|n_heads?|.*attention_heads|.*num_heads|.*n_heads|.*_heads", 4),
     (r".*lora_rank|.*_rank", 16),
-    (r".*(intermediate|ffn|feedforward|feed_forward|mlp|inner)_?(size|dim|hidden_size|channels)|d_ff|d_inner|n_inner|mlp_dim|ffn_dim", 48),
-    (r"hidden_dim|hidden_size.*|.*hidden_size|d_model|n_embd|emb_dim|dim|.*embed(ding)?_(dim|size)|.*hidden_dim|.*embed_dim|"
-     r"projection_dim|.*_dim|.*embeds_hidden_size|width|model_in_dim|.*_hidden_dim", 32),
-    (r"max_position_embeddings|n_positions|n_ctx|context_length|max_seq(uence)?_len(gth)?|.*max_.*positions?.*|seq_length|max_target_positions", 64),
+    (
+        r".*(intermediate|ffn|feedforward|feed_forward|mlp|inner)_?(size|dim|hidden_size|channels)|d_ff|d_inner|n_inner|mlp_dim|ffn_dim",
+        48,
+    ),
+    (
+        r"hidden_dim|hidden_size.*|.*hidden_size|d_model|n_embd|emb_dim|dim|.*embed(ding)?_(dim|size)|.*hidden_dim|.*embed_dim|"
+        r"projection_dim|.*_dim|.*embeds_hidden_size|width|model_in_dim|.*_hidden_dim",
+        32,
+    ),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|context_length|max_seq(uence)?_len(gth)?|.*max_.*positions?.*|seq_length|max_target_positions",
+        64,
+    ),
     (r"image_size|input_size|pretrain_image_size|max_img_size|img_size|crop_size", 32),
     (r"patch_size|spatial_patch_size", 8),
-    (r"sliding_window|.*chunk_size|local_attention|.*attention_window|sliding_window_size|attention_chunk_size|.*sliding_window|window_size", WINDOW),
-    (r"num_queries|num_query_tokens|.*num_latents|.*n_latents|mm_tokens_per_image|.*num_negatives|index_topk|.*num_register_tokens", 4),
+    (
+        r"sliding_window|.*chunk_size|local_attention|.*attention_window|sliding_window_size|attention_chunk_size|.*sliding_window|window_size",
+        WINDOW,
+    ),
+    (
+        r"num_queries|num_query_tokens|.*num_latents|.*n_latents|mm_tokens_per_image|.*num_negatives|index_topk|.*num_register_tokens",
+        4,
+    ),
     (r".*_channels|.*_units|.*upsample_initial_channel|base_channels", 32),
     (r"codebook_size|num_embeddings|.*codebook_dim|num_mel_bins|num_mels", 16),
 ]
-KEEP = re.compile(r"num_channels|in_channels|num_labels|in_chans|.*kernel.*|.*stride.*|.*expand.*|.*ratio.*|.*factor.*|.*_period|.*_offset|"
-                  r"eval_idx|input_dim_.*|quantization_dim|decoder_n_points|.*_feature_dim")
+KEEP = re.compile(
+    r"num_channels|in_channels|num_labels|in_chans|.*kernel.*|.*stride.*|.*expand.*|.*ratio.*|.*factor.*|.*_period|.*_offset|"
+    r"eval_idx|input_dim_.*|quantization_dim|decoder_n_points|.*_feature_dim"
+)
 TOKEN = re.compile(r".*(_token_id|_token_index|_token_ids)|.*_id|mask_index")
 
 

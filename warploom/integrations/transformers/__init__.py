@@ -8,12 +8,14 @@ model = AutoModel.from_pretrained(name, attn_implementation="warploom")
 from __future__ import annotations
 
 RESERVED = ("eager", "sdpa", "flex_attention")
+OLDEST = (5, 4)  # the first release that passes `python -m tests.integrations.sweep --core`
 
 
 def register(name: str = "warploom") -> str:
     """Make `attn_implementation=name` known to transformers: the attention and its mask function.
 
-    Idempotent. Needs transformers 5 (`pip install warploom[transformers]`).
+    Idempotent. Needs transformers 5.4 or newer (`pip install warploom[transformers]`). Models that are given this name
+    also learn to refuse in words what they cannot do with it: attention weights, attention classes of their own.
 
     Args:
         name: how models will ask for it. A name containing "flash" would make transformers load flash-attn
@@ -23,7 +25,7 @@ def register(name: str = "warploom") -> str:
         `name`.
 
     Raises:
-        ImportError: transformers is missing or older than 5.
+        ImportError: transformers is missing or older than 5.4.
         ValueError: the name cannot be used.
     """
     if not isinstance(name, str) or not name or "flash" in name or "|" in name or name in RESERVED:
@@ -33,17 +35,15 @@ def register(name: str = "warploom") -> str:
         )
     try:
         import transformers
-        from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
+        raise ImportError(f"register() needs transformers {_oldest()} or newer: pip install 'warploom[transformers]'") from error
+    if _release(transformers.__version__) < OLDEST:
         raise ImportError(
-            "register() needs transformers 5 or newer with AttentionInterface and AttentionMaskInterface: "
-            "pip install 'warploom[transformers]'"
-        ) from error
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise ImportError(
-            f"register() needs transformers 5 or newer, and {transformers.__version__} is installed: "
+            f"register() needs transformers {_oldest()} or newer, and {transformers.__version__} is installed: "
             "pip install 'warploom[transformers]'"
         )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     from . import models
     from .attention import attention_forward
     from .masks import mask_bounds
@@ -52,6 +52,15 @@ def register(name: str = "warploom") -> str:
     AttentionMaskInterface.register(name, mask_bounds)
     models.watch(name)
     return name
+
+
+def _oldest() -> str:
+    return ".".join(str(part) for part in OLDEST)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(5, 23) of "5.23.0", "5.23.0.dev0" or "5.23"."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 __all__ = ["register"]

@@ -107,7 +107,9 @@ def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         )
     for name in ("sinks", "head_mask"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: {_model(module)} gives it, and it is not supported; use attn_implementation='eager' there")
+            raise ValueError(
+                f"{name}: {_model(module)} gives it, and it is not supported; use attn_implementation='eager' there"
+            )
 
 
 def _model(module: torch.nn.Module) -> str:

@@ -10,20 +10,25 @@ from torch import Tensor
 
 # What may be asked of bounds without reading them as a dense mask: what they are, and copies of them. By name, because
 # torch's properties are only known as "__get__".
-_FACTS = frozenset(
-    "size dim ndimension stride storage_offset numel nelement element_size nbytes data_ptr get_device type is_contiguous "
-    "is_floating_point is_complex is_inference is_pinned is_set_to is_shared is_signed is_same_size has_names "
-    "is_conj is_neg is_tensor is_storage _is_view _is_zerotensor _has_symbolic_sizes_strides untyped_storage storage "
-    "_typed_storage __len__ __hash__ __repr__ __str__ __format__ __reduce_ex__ __reduce__ __set__ __dir__ "
-    "requires_grad_ retain_grad register_hook share_memory_ record_stream".split()
-)
-_COPIES = frozenset(
-    "clone detach detach_ contiguous to cpu cuda xpu pin_memory alias positive expand expand_as as_subclass".split()
-)
+# fmt: off
+_FACTS = frozenset((
+    "size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "nbytes", "data_ptr",
+    "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_set_to",
+    "is_shared", "is_signed", "is_same_size", "has_names", "is_conj", "is_neg", "is_tensor", "is_storage", "_is_view",
+    "_is_zerotensor", "_has_symbolic_sizes_strides", "untyped_storage", "storage", "_typed_storage", "__len__",
+    "__hash__", "__repr__", "__str__", "__format__", "__reduce_ex__", "__reduce__", "__set__", "__dir__",
+    "requires_grad_", "retain_grad", "register_hook", "share_memory_", "record_stream",
+))
+_COPIES = frozenset((
+    "clone", "detach", "detach_", "contiguous", "to", "cpu", "cuda", "xpu", "pin_memory", "alias", "positive", "expand",
+    "expand_as", "as_subclass", "type",
+))
 # These pick, repeat or join whole rows of the batch, their dimension 0 and nothing else.
-_BATCH = frozenset(
-    "index_select narrow split split_with_sizes chunk tensor_split unbind repeat_interleave cat concat concatenate".split()
-)
+_BATCH = frozenset((
+    "index_select", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "repeat_interleave", "cat", "concat",
+    "concatenate",
+))
+# fmt: on
 _ATTRIBUTES = ("model", "seqlen_q", "open_ended")
 
 
@@ -58,13 +63,18 @@ class Bounds(Tensor):
         elif name not in _FACTS and name not in _COPIES:
             raise ValueError(_refusal(_first(args, kwargs), name))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if name not in ("expand", "expand_as"):
+                    raise
+                raise ValueError(_refusal(_first(args, kwargs), name)) from error
         if name in _FACTS:
             return result
         bounds = _first(args, kwargs)
         if isinstance(result, (tuple, list)):
             return type(result)(_like(bounds, part) if isinstance(part, Tensor) else part for part in result)
-        if not isinstance(result, Tensor) or name == "__get__" and result.dtype != torch.int32:
+        if not isinstance(result, Tensor) or (name == "__get__" and result.dtype != torch.int32):
             return result
         if result.dtype != torch.int32:
             raise ValueError(_refusal(bounds, f"a conversion to {result.dtype}"))
@@ -98,29 +108,30 @@ def _like(bounds: Any, tensor: Tensor) -> Any:
 
 def _getitem(bounds: Any, index: Any) -> Any:
     """Rows of the batch, or a slice as it is written for a dense mask: the last index is of keys, the third of queries."""
-    at = index if isinstance(index, tuple) else (index,)
+    at: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
     tensor, everything = plain(bounds), slice(None)
     if len(at) > 4 or any(part is None for part in at):
         raise ValueError(_refusal(bounds, "indexing"))
     if Ellipsis in [part for part in at if not isinstance(part, Tensor)]:
         where = [part is Ellipsis for part in at].index(True)
         at = at[:where] + (everything,) * (5 - len(at)) + at[where + 1 :]
-    batch, heads, rows, keys = (*at, *(everything,) * (4 - len(at)))
-    keeps_rows = rows == everything or isinstance(rows, slice) and _whole(rows, bounds.seqlen_q)
-    if not keeps_rows or not isinstance(keys, slice) or not isinstance(heads, slice) or isinstance(batch, int):
+    batch, heads, rows, keys = at + (everything,) * (4 - len(at))
+    slices = isinstance(heads, slice) and isinstance(rows, slice) and isinstance(keys, slice)
+    if not slices or isinstance(batch, int) or not _whole(rows, bounds.seqlen_q):
         raise ValueError(_refusal(bounds, "indexing"))
     return _like(bounds, tensor[batch, heads, keys])
 
 
 def _whole(rows: slice, count: int | None) -> bool:
-    stop = rows.stop if rows.stop is not None else count
-    return rows.start in (None, 0) and rows.step in (None, 1) and count is not None and stop is not None and stop >= count
+    if rows == slice(None):
+        return True
+    return rows.start in (None, 0) and rows.step in (None, 1) and count is not None and (rows.stop or 0) >= count
 
 
 def _dimension(name: str, args: Any, kwargs: dict[str, Any]) -> int | None:
     if "dim" in kwargs:
         return kwargs["dim"]
-    at = {"index_select": 1, "narrow": 1, "unbind": 1}.get(name, 2)
+    at = {"index_select": 1, "narrow": 1}.get(name, 2)
     if name in ("cat", "concat", "concatenate"):
         at = 1
     default = None if name in ("index_select", "narrow", "repeat_interleave") else 0

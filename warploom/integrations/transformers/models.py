@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
@@ -80,9 +81,12 @@ def prepare(model: nn.Module, name: str) -> None:
         if module is not None and kind.__module__ not in _SEEN_BASES:
             for table in vars(module).values():
                 if isinstance(table, dict) and _holds_attention_classes(table):
-                    table.setdefault(name, _refused(tuple(table)))
+                    table.setdefault(name, _refused([own for own in ("sdpa", "eager") if own in table]))
     if not getattr(model, "_warploom_prepared", False):
         model._warploom_prepared = True  # type: ignore[assignment]
+        names = list(inspect.signature(model.forward).parameters)
+        at = names.index("output_attentions") if "output_attentions" in names else -1
+        model._warploom_output_attentions = at  # type: ignore[assignment]
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
 
@@ -93,10 +97,9 @@ def _holds_attention_classes(table: dict) -> bool:
     return "eager" in table and all(isinstance(entry, type) and issubclass(entry, nn.Module) for entry in table.values())
 
 
-def _refused(others: tuple[str, ...]) -> type[nn.Module]:
+def _refused(others: list[str]) -> type[nn.Module]:
     """What stands under our name in a model's own table of attention classes, beside the implementations it has."""
-    first, *rest = sorted((f"'{name}'" for name in others if "flash" not in name), reverse=True)
-    instead = " or ".join([f"attn_implementation={first}", *rest])
+    instead = "attn_implementation=" + " or ".join(f"'{name}'" for name in others)
 
     class Refused(nn.Module):
         def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +116,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
     config: Any = model.config
     if config._attn_implementation not in NAMES:
         return
-    asked = kwargs.get("output_attentions")
+    at: Any = model._warploom_output_attentions
+    asked = args[at] if 0 <= at < len(args) else kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(config, "output_attentions", False)
     if asked:

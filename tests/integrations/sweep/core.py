@@ -1,0 +1,30 @@
+"""The classes that a release of transformers has to pass for `register()` to take it."""
+
+CORE_EQUAL = (
+    "BartForConditionalGeneration",
+    "BertModel",
+    "CLIPTextModel",
+    "CLIPVisionModel",
+    "Cohere2ForCausalLM",
+    "DistilBertModel",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "ModernBertModel",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "RobertaModel",
+    "ViTModel",
+    "WhisperForConditionalGeneration",
+)
+CORE_REFUSED = ("BloomForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "MptForCausalLM", "T5ForConditionalGeneration")
