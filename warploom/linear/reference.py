@@ -51,7 +51,7 @@ def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None
         # A sum over nothing of everything given: without a sequence, gradients are zeros rather than torch's error.
         nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in (q, k, v, call.s, call.z) if t is not None)
         out, norm = torch.cat(outs, 1) + nothing, torch.cat(norms, 2)
-        state = LinearState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+        state = LinearState(*(torch.cat(parts) + nothing for parts in zip(*states, strict=True)))
     s, z = (t.to(call.accumulator) for t in state)
     wide = norm.to(call.accumulator) if call.normalize else None
     return out.to(v.dtype), wide, s if return_state else None, z if return_state else None

@@ -217,7 +217,7 @@ def _rounded(t: Tensor, narrow: torch.dtype) -> Tensor:
         return high + _tf32(t - high)
     if narrow != torch.float16 or not t.numel():
         return t.to(narrow).to(t.dtype)
-    top = t.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)
+    top = t.abs().nan_to_num(0.0, 0.0).amax((-2, -1), keepdim=True).clamp_min(1e-30)
     factor = torch.exp2(torch.floor(torch.log2(top)))
     return (t / factor).to(narrow).to(t.dtype) * factor
 
