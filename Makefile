@@ -13,7 +13,7 @@ demo-env:
 	@$(PYTHON) tools/environment.py $(VENV) demo
 endif
 
-.PHONY: help test demo lint docs wheel gpu-test clean dev demo-env
+.PHONY: help test demo lint docs wheel gpu-test transformers-sweep clean dev demo-env
 
 help:
 	@echo "make test      lint, types, tests and docs, as CI runs them"
@@ -22,6 +22,7 @@ help:
 	@echo "make docs      build the documentation into site/"
 	@echo "make wheel     build the wheel and the source archive into dist/"
 	@echo "make gpu-test  the tests that need a CUDA device"
+	@echo "make transformers-sweep  every model class of transformers, eager against warploom; about half an hour"
 	@echo "make clean     remove what the other targets made, .venv included"
 
 test: dev
@@ -41,6 +42,9 @@ wheel: dev
 
 gpu-test: dev
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+transformers-sweep: dev
+	@$(PY) -m tests.integrations.sweep $(ARGS)
 
 clean:
 	rm -rf .venv build dist site demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
