@@ -13,7 +13,7 @@ demo-env:
 	@$(PYTHON) tools/environment.py $(VENV) demo
 endif
 
-.PHONY: help test demo lint docs wheel gpu-test sanitize fuzz fuzz-gpu clean dev demo-env
+.PHONY: help test demo lint docs wheel gpu-test sanitize fuzz fuzz-gpu transformers-sweep clean dev demo-env
 
 help:
 	@echo "make test      lint, types, tests and docs, as CI runs them"
@@ -25,6 +25,7 @@ help:
 	@echo "make sanitize  compute-sanitizer over each compiled Triton kernel, on a CUDA device"
 	@echo "make fuzz      random problems against an oracle, on this CPU, up to ten minutes (ARGS='--seed 7')"
 	@echo "make fuzz-gpu  the same on a CUDA device"
+	@echo "make transformers-sweep  every model class of transformers, eager against warploom; about half an hour"
 	@echo "make clean     remove what the other targets made, .venv included"
 
 test: dev
@@ -53,6 +54,9 @@ fuzz: dev
 
 fuzz-gpu: dev
 	@$(PY) -m tests.fuzz --device cuda --problems 16000 --json benchmarks/results/fuzz.json $(ARGS)
+
+transformers-sweep: dev
+	@$(PY) -m tests.integrations.sweep $(ARGS)
 
 clean:
 	rm -rf .venv build dist site demo-out fuzz-failures *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

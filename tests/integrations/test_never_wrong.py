@@ -40,7 +40,13 @@ def padded(length: int) -> torch.Tensor:
 
 # --- bounds as scores -----------------------------------------------------------------------------------------------
 
-OWN_SCORES = [("BloomModel", "bloom"), ("MptModel", "mpt"), ("MPNetModel", "mpnet"), ("XGLMModel", "xglm"), ("RemBertModel", "rembert")]
+OWN_SCORES = [
+    ("BloomModel", "bloom"),
+    ("MptModel", "mpt"),
+    ("MPNetModel", "mpnet"),
+    ("XGLMModel", "xglm"),
+    ("RemBertModel", "rembert"),
+]
 
 
 @pytest.mark.parametrize("length", [4, 7])  # at 4 tokens bounds have a dense mask's shape, and the result was silently wrong

@@ -182,7 +182,7 @@ def test_documents_and_padding_together():
 def test_bad_input_is_refused():
     with pytest.raises(TypeError, match="position_ids: got list"):
         position_ids_bounds([[0, 1]])
-    with pytest.raises(ValueError, match=r"cu_seqlens: got torch.float32 of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"cu_seqlens: got a torch.float32 tensor of shape \(2,\)"):
         cu_seqlens_bounds(torch.tensor([0.0, 1.0]), 1)
     with pytest.raises(ValueError, match=r"attention_mask: got .* of shape \(1, 1, 2, 2\)"):
         padding_bounds(torch.ones(1, 1, 2, 2, dtype=torch.bool))

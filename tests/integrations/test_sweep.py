@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.sweep import compare, judges
 from tests.integrations.sweep.core import CORE_EQUAL, CORE_REFUSED
+from tests.integrations.sweep.report import counted
 from warploom.integrations import transformers as integration
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +23,10 @@ def _judges():
     judges.register()
 
 
-def swept(name: str, **options):
+def swept(model: str, **options):
     import transformers
 
-    return compare.sweep(getattr(transformers, name), **options)
+    return compare.sweep(getattr(transformers, model), **options)
 
 
 def test_an_equal_class_is_found_equal_and_a_wrong_attention_wrong():
@@ -45,7 +45,12 @@ def test_an_error_in_other_words_is_a_crash():
     import transformers
 
     model = compare.construct(transformers.BertModel, compare.tiny_config(transformers.BertConfig), "eager")
-    for error in (KeyError("warploom"), RuntimeError("shapes"), ValueError("wrong"), ValueError("use attn_implementation='eager'")):
+    for error in (
+        KeyError("warploom"),
+        RuntimeError("shapes"),
+        ValueError("wrong"),
+        ValueError("use attn_implementation='eager'"),
+    ):
         assert compare.failure(error, model)["outcome"] == compare.CRASHED
     words = ValueError("BertModel cannot; use attn_implementation='eager'")
     assert compare.failure(words, model)["outcome"] == compare.REFUSED
@@ -62,19 +67,10 @@ def test_the_committed_table_has_nothing_wrong_and_no_crash():
 def test_the_documentation_counts_what_the_table_counts():
     table = json.loads(TABLE.read_text())
     text = (ROOT / "docs" / "transformers.md").read_text()
-    shown = {row[0].strip(): int(row[1].replace(",", "")) for row in re.findall(r"^\| (.+?) \| ([\d,]+) \|", text, re.MULTILINE)}
+    rows = re.findall(r"^\| ([^|]+?) \| ([\d,]+) \|$", text, re.MULTILINE)
+    shown = {name: int(count.replace(",", "")) for name, count in rows}
     assert shown == counted(table["classes"])
     assert f"transformers {table['transformers']}" in text
-
-
-def counted(classes) -> dict[str, int]:
-    counts = Counter()
-    for record in classes.values():
-        outcome = record["outcome"]
-        if outcome == compare.EQUAL:
-            outcome = "equal, through Warploom" if record["calls"] else "equal, by an attention of its own that asks for no other"
-        counts[outcome] += 1
-    return {**counts, "classes": len(classes)}
 
 
 def test_register_the_extra_and_the_documentation_name_one_oldest_version():
@@ -91,7 +87,9 @@ def test_older_releases_are_refused_in_words(version, monkeypatch):
     import transformers
 
     monkeypatch.setattr(transformers, "__version__", version)
-    with pytest.raises(ImportError, match=rf"needs transformers 5\.4 or newer, and {re.escape(version)} is installed: pip install"):
+    with pytest.raises(
+        ImportError, match=rf"needs transformers 5\.4 or newer, and {re.escape(version)} is installed: pip install"
+    ):
         integration.register()
 
 

@@ -1,10 +1,11 @@
-"""python -m tests.integrations.sweep [--only NAME ... | --core] [--jobs 1|2] [--json PATH] [--fresh]"""
+"""python -m tests.integrations.sweep [--only NAME ... | --core] [--jobs 1|2] [--json PATH] [--heads] [--fresh]"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -18,6 +19,7 @@ from .compare import BODIES
 from .core import CORE_EQUAL, CORE_REFUSED
 
 SECONDS, GIBIBYTES = 120, 8
+RESULTS = Path("benchmarks/results/transformers.json")
 
 
 def model_classes() -> dict[str, type]:
@@ -35,7 +37,7 @@ def model_classes() -> dict[str, type]:
         )
         if concrete and getattr(thing, "config_class", None) is not None and thing.__name__ == name:
             found[name] = thing
-    return dict(sorted(found.items(), key=lambda item: (not item[0].endswith(BODIES), item[0])))
+    return found
 
 
 def in_child(model_class: type) -> dict[str, Any]:
@@ -99,6 +101,16 @@ def sweep_all(classes: dict[str, type], jobs: int, save) -> None:
             save(name, record | {"seconds": round(time.monotonic() - job["start"], 1)})
 
 
+def compact(record: dict[str, Any]) -> dict[str, Any]:
+    """Without what a stage repeats: its class's reason, and the time, which is this machine's."""
+    stages = {
+        name: {key: value for key, value in stage.items() if key != "reason" or value != record["reason"]}
+        for name, stage in record.get("stages", {}).items()
+    }
+    kept = {key: value for key, value in record.items() if key not in ("stages", "seconds")}
+    return kept | ({"stages": stages} if stages else {})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations.sweep", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these classes or model types, fresh")
@@ -108,6 +120,7 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, default=Path("transformers-sweep.json"), help="results; a run goes on where it ended"
     )
+    parser.add_argument("--heads", action="store_true", help="also classifiers and other heads, which stand on the same layers")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args()
 
@@ -136,17 +149,20 @@ def main() -> int:
     elif args.outcome:
         classes = {n: c for n, c in classes.items() if table.get(n, {}).get("outcome") in args.outcome}
     else:
-        classes = {n: c for n, c in classes.items() if n not in table}
+        classes = {n: c for n, c in classes.items() if n not in table and (args.heads or n.endswith(BODIES))}
 
     def save(name: str, record: dict[str, Any]) -> None:
-        table[name] = record
+        table[name] = compact(record)
         print(f"{len(table):5} {name}: {record['outcome']} {record.get('reason', '')} ({record['seconds']} s)", flush=True)
         document = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "classes": dict(sorted(table.items())),
         }
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        unfinished = args.json.with_suffix(".partial")
+        text = json.dumps(document, separators=(",", ":")).replace('},"', '},\n"')
+        unfinished.write_text(re.sub(r"https?://[^\s\"\\\\]+", "(link)", text) + "\n")
+        unfinished.replace(args.json)  # in one step: a run that is stopped leaves the last whole table
 
     sweep_all(classes, args.jobs, save)
     counts = Counter(record["outcome"] for record in table.values())

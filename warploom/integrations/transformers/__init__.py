@@ -36,7 +36,9 @@ def register(name: str = "warploom") -> str:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"register() needs transformers {_oldest()} or newer: pip install 'warploom[transformers]'") from error
+        raise ImportError(
+            f"register() needs transformers {_oldest()} or newer: pip install 'warploom[transformers]'"
+        ) from error
     if _release(transformers.__version__) < OLDEST:
         raise ImportError(
             f"register() needs transformers {_oldest()} or newer, and {transformers.__version__} is installed: "

@@ -69,12 +69,12 @@ class Bounds(Tensor):
                 if name not in ("expand", "expand_as"):
                     raise
                 raise ValueError(_refusal(_first(args, kwargs), name)) from error
-        if name in _FACTS:
+        if name in _FACTS or (name == "__get__" and getattr(func, "__self__", None) is not Tensor.data):
             return result
         bounds = _first(args, kwargs)
         if isinstance(result, (tuple, list)):
             return type(result)(_like(bounds, part) if isinstance(part, Tensor) else part for part in result)
-        if not isinstance(result, Tensor) or (name == "__get__" and result.dtype != torch.int32):
+        if not isinstance(result, Tensor):
             return result
         if result.dtype != torch.int32:
             raise ValueError(_refusal(bounds, f"a conversion to {result.dtype}"))
@@ -109,7 +109,7 @@ def _like(bounds: Any, tensor: Tensor) -> Any:
 def _getitem(bounds: Any, index: Any) -> Any:
     """Rows of the batch, or a slice as it is written for a dense mask: the last index is of keys, the third of queries."""
     at: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
-    tensor, everything = plain(bounds), slice(None)
+    everything = slice(None)
     if len(at) > 4 or any(part is None for part in at):
         raise ValueError(_refusal(bounds, "indexing"))
     if Ellipsis in [part for part in at if not isinstance(part, Tensor)]:
@@ -119,7 +119,7 @@ def _getitem(bounds: Any, index: Any) -> Any:
     slices = isinstance(heads, slice) and isinstance(rows, slice) and isinstance(keys, slice)
     if not slices or isinstance(batch, int) or not _whole(rows, bounds.seqlen_q):
         raise ValueError(_refusal(bounds, "indexing"))
-    return _like(bounds, tensor[batch, heads, keys])
+    return _like(bounds, plain(bounds)[batch, heads, keys])
 
 
 def _whole(rows: slice, count: int | None) -> bool:
