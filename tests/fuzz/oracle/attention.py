@@ -159,8 +159,12 @@ def attend(
         # A backward pass computes scores again, and sums them in another order.
         scores, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
         scores = torch.where(seen, scores, float("-inf"))
-        # Others go through powers of 2.
-        weights = torch.exp2(scores * _LOG2E - level * _LOG2E) if shift else torch.exp(scores - level)
+        if shift:  # by powers of 2, of factors rounded on their way
+            wide = torch.promote_types(rounded, torch.float32)
+            exponent = _jittered(scores * _LOG2E, wide, shift, 2.0) - _jittered(level * _LOG2E, wide, -shift, 2.0)
+            weights = torch.exp2(exponent)
+        else:
+            weights = torch.exp(scores - level)
         kept = weights if keep is None else weights * keep
     if dout is None:
         dout = torch.zeros_like(out)
@@ -180,10 +184,10 @@ def attend(
     return found
 
 
-def _jittered(t: Tensor, dtype: torch.dtype, turn: float) -> Tensor:
-    """Off by up to half an ulp of the dtype, as P's rounding leaves it: the next rounding goes either way."""
+def _jittered(t: Tensor, dtype: torch.dtype, turn: float, halves: float = 1.0) -> Tensor:
+    """Off by up to so many half ulps of the dtype, as roundings leave it: the next one goes either way."""
     noise = torch.frac(torch.sin(torch.arange(t.numel(), device=t.device, dtype=torch.float64) * 12.9898 + turn) * 43758.5453)
-    return t * (1 + torch.finfo(dtype).eps / 2 * noise.view(t.shape).to(t.dtype))
+    return t * (1 + halves * torch.finfo(dtype).eps / 2 * noise.view(t.shape).to(t.dtype))
 
 
 def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, turn: int, **options: Any) -> dict[str, Tensor]:
