@@ -104,7 +104,7 @@ def start(prefix: Sequence[str], order: Path, place: Path, until: float) -> int 
     """The exit status of a process, None of one that had to be ended."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         # Each tensor in an allocation of its own, so that a read past it is one past all memory.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
