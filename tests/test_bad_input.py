@@ -513,7 +513,7 @@ def test_what_means_the_same_is_taken(entry: str) -> None:
             assert same(run(name, value), expected), (name, form)
 
 
-@pytest.mark.parametrize("form", [*INT_FORMS, *WIDTHS], ids=str)
+@pytest.mark.parametrize("form", [*INT_FORMS, *WIDTHS])
 def test_sizes_and_seeds_in_every_form(form: Any) -> None:
     def of(n: int) -> Any:
         return torch.tensor(n, dtype=form) if isinstance(form, torch.dtype) else form(n)

@@ -322,3 +322,15 @@ def test_a_tensor_as_scale_is_read_every_time(kernel: Kernel) -> None:
     twice(plain(), scale=scale)
     scale.fill_(2.0)
     assert call(plain(), scale=scale)[0, 0, 0, 0] == 2.0
+
+
+@pytest.mark.parametrize("name", ["q", "k", "packed q"])
+def test_a_launcher_was_given_views_that_the_checks_had_copied(name: str, kernel: Kernel) -> None:
+    """Found by the fuzzer: the last dimension is not contiguous, and the third call failed in the launcher's words."""
+    plain_q, strided = torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 32)[..., ::2]
+    for _ in range(3):
+        if name == "packed q":
+            packed(strided[0])
+        else:
+            call(strided if name == "q" else plain_q, k=strided if name == "k" else plain_q)
+    assert kernel.ways() == ["checked"] * 3

@@ -92,7 +92,9 @@ def attention(
         deterministic=deterministic,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    out, lse = _run(args, backend, key)
+    # A launcher takes the caller's tensors as they are: where one was copied, none is kept.
+    kept = key if args.q is q and args.k is k and args.v is v else None
+    out, lse = _run(args, backend, kept)
     return (out, lse) if return_lse else out
 
 
@@ -179,7 +181,9 @@ def attention_varlen(
     return_lse = arguments.flag("return_lse", return_lse)
     if any([t is not found for t, found in zip(vectors, (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k), strict=True)]):
         key = None  # they came in another dtype, which a kept launcher would misread
-    out, lse = _run(args, backend, key)
+    # A launcher takes the caller's tensors as they are: where one was copied, none is kept.
+    kept = key if args.q is q and args.k is k and args.v is v else None
+    out, lse = _run(args, backend, kept)
     return (out, lse) if return_lse else out
 
 

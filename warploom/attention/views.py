@@ -11,10 +11,17 @@ FAR = 1 << 29
 
 def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, int]:
     """Keys [first, end) that some query's band holds."""
+    if keeps_nothing(left, right):
+        return 0, 0
     shift = seqlen_k - seqlen_q
     first = 0 if left is None else max(0, shift - left)
     end = seqlen_k if right is None else min(seqlen_k, seqlen_k + right)
     return first, end
+
+
+def keeps_nothing(left: int | None, right: int | None) -> bool:
+    """Whether the band is empty: then no key may be read, whatever it holds."""
+    return left is not None and right is not None and left < -right
 
 
 def reach(distance: int | None) -> int:

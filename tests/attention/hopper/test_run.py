@@ -13,7 +13,7 @@ import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.hopper import plan, run
+from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.views import seen
@@ -231,3 +231,25 @@ def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch
         run.forward(dense_args(q, k, k, **options))
     assert [split for split, _ in found] == [case[-1] for case in cases]
     assert [blocks for _, blocks in found] == [1 if case[0] == 100 and not case[-1] else PROCESSORS for case in cases]
+
+
+@pytest.mark.parametrize("window", [(0, -1), (-7, 0), (-5, 3)], ids=str)
+@pytest.mark.parametrize("with_sink", [False, True], ids=["no sink", "sink"])
+def test_packed_calls_read_keys_behind_an_empty_window(window: tuple[int, int], with_sink: bool) -> None:
+    """Found by the fuzzer: NaN among them reached out. Nothing is launched, and tokens of no sequence have no sink."""
+    cu = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+    q, k, v = (torch.full((10, 2, 16), NAN, dtype=torch.float16) for _ in range(3))
+    sink = torch.tensor([0.5, -3.0]) if with_sink else None
+    args = varlen_args(q, k, v, cu, window=window, sink=sink)
+    out, lse = run.forward(args)
+    assert (out == 0).all() and (lse[:, 8:] == float("-inf")).all()
+    assert (lse[:, :8] == (float("-inf") if sink is None else sink[:, None])).all()
+    upstream = torch.ones_like(lse)
+    *gradients, dsink = run_backward.backward(args, torch.zeros_like(out), upstream, out, lse)
+    assert all((t == 0).all() for t in gradients)
+    assert torch.equal(dsink, torch.zeros(0) if sink is None else torch.tensor([8.0, 8.0]))
+
+
+@pytest.mark.parametrize("window", [(0, -37), (-19, 0)], ids=str)
+def test_no_key_is_seen_behind_an_empty_window(window: tuple[int, int]) -> None:
+    assert seen(117, 115, *window) == (0, 0)

@@ -13,7 +13,7 @@ from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen, stepped
+from warploom.attention.views import aligned, keeps_nothing, reach, seen, stepped
 from warploom.runtime import modules
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -91,11 +91,26 @@ def _nothing_seen(lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, s
     return out, lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[:, None].expand(lse_shape))
 
 
+def _nothing_seen_packed(
+    lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, *_: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = _outputs(q, v, lse_shape)
+    out.zero_()
+    lse.fill_(float("-inf"))
+    if sink is not None:
+        # Tokens past the last sequence have no sink.
+        inside = torch.arange(lse_shape[1], device=q.device) < cu_q[-1]
+        lse = torch.where(inside, sink.float()[:, None], lse)
+    return out, lse
+
+
 def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
     q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
     lse_shape, device, index = (q.shape[1], q.shape[0]), q.device, q.device.index
+    if keeps_nothing(args.left, args.right):
+        return partial(_nothing_seen_packed, lse_shape)
     function, variant = _function(args, args.max_seqlen_k or 0)
     most = (q.shape[0] // variant.tile_m + cu_q.shape[0]) * q.shape[1]
     blocks = min(processors(index), most)

@@ -13,7 +13,7 @@ from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen
+from warploom.attention.views import aligned, keeps_nothing, reach, seen
 from warploom.runtime import modules
 from warploom.runtime.device import on_device
 
@@ -107,7 +107,7 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
     assert cu_q is not None
-    if cu_q.shape[0] == 1:
+    if cu_q.shape[0] == 1 or keeps_nothing(args.left, args.right):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
     # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
     dq, dk, dv = gradients = tuple(map(_like, (q, k, v)))
