@@ -71,7 +71,7 @@ def watch(name: str) -> None:
         return chosen
 
     get_correct_attn_implementation._warploom_watches = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
 
 
 def prepare(model: nn.Module, name: str) -> None:
