@@ -122,7 +122,8 @@ class Worker:
     """One process and the thread that reads what it says."""
 
     def __init__(self, options: Options, shrink_seconds: float, news: queue.Queue[tuple[Worker, dict[str, Any]]]) -> None:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker"],
             cwd=ROOT,

@@ -75,6 +75,7 @@ class AttentionProblem:
     dropout: bool = False
     deterministic: bool = False
     backward: bool = False
+    seqused: bool = False  # a packed sequence's keys may end early
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -105,6 +106,7 @@ class AttentionProblem:
             dropout=args.dropout_p > 0.0,
             deterministic=args.deterministic,
             backward=backward,
+            seqused=args.seqused_k is not None,
         )
 
     def describe(self) -> str:

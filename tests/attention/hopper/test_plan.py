@@ -112,6 +112,18 @@ def test_missing_module_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp
     assert hopper.supports(problem()) is None
 
 
+def test_calls_with_used_keys_were_refused_for_another_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the fuzzer: seqused_k has modules of its own, and the one without it was looked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
+    monkeypatch.setattr(modules, "absence", lambda spec: asked.append(spec.name))
+    monkeypatch.setattr(hopper, "_found", set())
+    for seqused in (False, True):
+        described = problem(layout="varlen", seqused=seqused)
+        assert hopper.supports(described) is None and asked.pop() == config_for(described).name
+        assert ("_used" in config_for(described).name) == seqused
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 7), (3, 11), (11, 3)])
 def test_seen_is_what_the_band_shows(seqlen_q: int, seqlen_k: int) -> None:
     for left in (None, -3, 0, 2, 20):

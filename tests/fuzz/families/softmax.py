@@ -289,6 +289,7 @@ def modules(
         sink=bool(p.sink),
         deterministic=p.deterministic is True,
         backward=p.backward,
+        seqused=used,
     )
     if backend == "ampere":
         from warploom.attention.ampere.plan import config_for as ampere
@@ -296,8 +297,8 @@ def modules(
         return [ampere(described, (9, 0)).spec]
     from warploom.attention.hopper.plan import backward_config_for, config_for
 
-    found = [config_for(described, used).spec]
-    return [*found, backward_config_for(described, bool(p.lse_gradient), used).spec] if p.backward else found
+    found = [config_for(described).spec]
+    return [*found, backward_config_for(described, bool(p.lse_gradient)).spec] if p.backward else found
 
 
 def view_features(views: dict[str, View], shapes: dict[str, tuple[int, ...]], dtype: str) -> Iterator[str]:

@@ -75,6 +75,7 @@ def supports(problem: AttentionProblem) -> str | None:
         problem.softcap,
         problem.sink,
         problem.layout == "varlen",
+        problem.seqused,
     )
 
 
@@ -88,9 +89,10 @@ def _module_refusal(
     softcap: bool,
     sink: bool,
     varlen: bool,
+    used: bool,
 ) -> str | None:
     """Why the module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
-    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen)
+    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen, used)
     if key in _found or modules.cannot_build() is None:
         return None
     spec = config(str(dtype).removeprefix("torch."), *key[1:]).spec
@@ -101,7 +103,7 @@ def _module_refusal(
     return None
 
 
-def _no_backward(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> str | None:
+def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
     short = False
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
@@ -116,7 +118,7 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False, used: bool = Fal
         dlse,
         problem.deterministic,
         problem.layout == "varlen",
-        used,
+        problem.seqused,
         short,
     )
 
@@ -221,7 +223,7 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
         return False
     if is_ready(args, dlse):
         return True
-    return _no_backward(AttentionProblem.from_args(args, True), dlse, args.seqused_k is not None) is None
+    return _no_backward(AttentionProblem.from_args(args, True), dlse) is None
 
 
 def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:

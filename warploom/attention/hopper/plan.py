@@ -120,8 +120,8 @@ def grouped(queries: int, group: int, rows: int) -> int:
     return found
 
 
-def config_for(problem: AttentionProblem, used: bool = False) -> ForwardConfig:
-    """The variant that runs a problem; ``used``: its packed sequences' keys may end early."""
+def config_for(problem: AttentionProblem) -> ForwardConfig:
+    """The variant that runs a problem."""
     varlen = problem.layout == "varlen"
     key = (
         str(problem.dtype).removeprefix("torch."),
@@ -133,7 +133,7 @@ def config_for(problem: AttentionProblem, used: bool = False) -> ForwardConfig:
         problem.softcap,
         problem.sink,
         varlen,
-        used,
+        problem.seqused,
     )
     group = problem.heads_q // problem.heads_kv
     return config(*key, 0 if varlen else grouped(problem.seqlen_q, group, config(*key).tile_m))
@@ -241,8 +241,8 @@ def shared_bytes(seqlen_q: int, group: int, head_dim: int, head_dim_v: int) -> i
     return seqlen_q * group * 4 * (head_dim + head_dim_v)
 
 
-def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: bool = False) -> BackwardConfig:
-    """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse; ``used`` as ``config_for``."""
+def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
+    """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse."""
     variant = backward_config(
         str(problem.dtype).removeprefix("torch."),
         problem.head_dim,
@@ -253,7 +253,7 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False, used: boo
         dlse,
         problem.deterministic,
         problem.layout == "varlen",
-        used,
+        problem.seqused,
         is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv),
     )
     group = problem.heads_q // problem.heads_kv
