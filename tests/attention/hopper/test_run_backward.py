@@ -12,7 +12,7 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
-from warploom.attention import hopper
+from warploom.attention import hopper, reference
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
@@ -341,3 +341,26 @@ def test_names_are_unique_and_memory_fits() -> None:
     assert len({c.name for c in found}) == len(found) <= 128
     # Barriers, and statistics up to the alignment of what follows, take up to 1 KiB more.
     assert all(c.name.isidentifier() and c.shared_bytes + 1024 <= 227 * 1024 for c in found)
+
+
+@pytest.mark.parametrize("with_sink", [False, True], ids=["no sink", "sink"])
+def test_nan_in_packed_queries_that_see_nothing_reached_dk(with_sink: bool) -> None:
+    """Found by the fuzzer: their rows were multiplied by zeros, which leaves NaN."""
+    cu_q, cu_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 40, 70], [0, 10, 50]))
+    q, k, v = (torch.randn(n, 2, 16).half() for n in (70, 50, 50))
+    dout = torch.randn(70, 2, 16).half()
+    sink = torch.tensor([0.5, -3.0]) if with_sink else None
+
+    def gradients(q: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        args = varlen_args(q, k, v, cu_q, cu_k, causal=True, sink=sink)
+        out, lse = reference.forward(varlen_args(q.nan_to_num(0.0), k, v, cu_q, cu_k, causal=True, sink=sink))
+        return run_backward.backward(args, dout, None, out.half(), lse.float())
+
+    hostile, upstream = q.clone(), dout.clone()
+    hostile[:30, :, ::2], upstream[:30, 1] = NAN, float("inf")
+    clean_q, clean_dout = q.clone(), dout.clone()
+    clean_q[:30, :, ::2], clean_dout[:30, 1] = 0.0, 0.0
+    want = gradients(clean_q, clean_dout)
+    for found, expected in zip(gradients(hostile, upstream), want, strict=True):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected)

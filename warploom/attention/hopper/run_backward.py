@@ -114,6 +114,8 @@ def _packed(
     function, variant = _function(args, dlse is not None)
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
+    if not _every_query_sees(args):
+        q, dout = (_where_seeing(t, lse, args.sink) for t in (q, dout))
     tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
     inputs = (q, k, v, out, dout, lse, dlse)
     together = min(k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
@@ -122,6 +124,24 @@ def _packed(
         return dq, dk, dv, _dsink(args, dlse, None, lse)
     delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
     return dq, dk, dv, _dsink(args, dlse, delta if dlse is None else delta - dlse, lse)
+
+
+def _every_query_sees(args: AttentionArgs) -> bool:
+    """Whether each query of a packed call sees a key at least, by what is known without its lengths: its own one."""
+    alike = args.cu_seqlens_k is None and args.seqused_k is None
+    return alike and (args.left is None or args.left >= 0) and (args.right is None or args.right >= 0)
+
+
+def _where_seeing(t: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """``t`` (tokens, heads, ·) with zeros for NaN and infinities in rows that see nothing: their tiles multiply them by zeros.
+
+    Beside a sink the lse of such a row is the sink, and so is that of one whose keys weigh nothing.
+    """
+    blind = lse == float("-inf")
+    if sink is not None:
+        logits = sink.float()[:, None]
+        blind = blind | ((lse - logits).abs() <= 1e-5 * (1.0 + logits.abs()))
+    return torch.where(blind.T[..., None] & ~torch.isfinite(t), 0.0, t)
 
 
 def _like(t: Tensor) -> Tensor:
