@@ -15,7 +15,6 @@ import torch
 
 from warploom.bench.harness import MOST, Case, Timer, against, environment, first_line, roofs, run_case
 from warploom.bench.suites import SUITES, builds, cases
-from warploom.commands.numbers import whole
 
 EXAMPLES = """examples:
   warploom bench --suite forward --suite backward --out benchmarks/results/dense.json
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument("--repeats", type=int, default=MOST, metavar="N", help=f"rounds at the most; default: {MOST}")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
-    parser.add_argument("--warm", type=whole(1), metavar="JOBS", help="compile all cases in so many processes, time none")
+    parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: the folder of performance.md")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
