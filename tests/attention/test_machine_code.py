@@ -97,7 +97,7 @@ def test_rows_of_unequal_tiles_are_swizzled_alike(itemsize: int) -> None:
 
 @pytest.mark.parametrize("feature", ["odd strides", "columns"])
 def test_unequal_head_dims_lost_a_descriptor(feature: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """found.md 1: out was wrong by up to 1e7 bounds, or the kernel read past its shared memory."""
+    """Out was wrong by up to 1e7 bounds, or the kernel read past its shared memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = next(c for c in tool.cases() if (c.head_dim, c.head_dim_v, c.feature) == (64, 16, feature))
     assert tool.compile_launch(tool.recorded(case)[f"{case} forward"], case.architecture).faults == 0
@@ -111,7 +111,7 @@ def test_decode_of_many_fp32_queries_lost_a_descriptor(monkeypatch: pytest.Monke
 
 
 def test_dropout_at_head_dim_256_asked_for_too_much_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """found.md 4: OutOfResources, 233,984 bytes on a device of 232,448."""
+    """OutOfResources, 233,984 bytes on a device of 232,448."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = next(c for c in tool.cases() if (c.head_dim, c.feature) == (256, "dropout"))
     found = tool.compile_launch(tool.recorded(case)[f"{case} dk"], case.architecture)

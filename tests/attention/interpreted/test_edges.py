@@ -188,7 +188,7 @@ def _poisoned(t: Tensor, start: int, stop: int) -> Tensor:
 @pytest.mark.parametrize("window", [(0, -37), (-22, 0), (-5, 3)], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_infinity_behind_an_empty_window_reached_out(window: tuple[int, int], packed: bool) -> None:
-    """found.md 3: a tile that an empty window would show if it were wider was multiplied by zero probabilities."""
+    """A tile that an empty window would show if it were wider was multiplied by zero probabilities."""
     q, k, v = (torch.randn(117, 2, 24).to(HALF) for _ in range(3))
     leaves = [q, _poisoned(k, 0, 117), _poisoned(v, 0, 117)]
     if packed:
@@ -206,7 +206,7 @@ def test_infinity_behind_an_empty_window_reached_out(window: tuple[int, int], pa
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_unused_keys_had_gradients(causal: bool) -> None:
-    """found.md 2: without a band no test hid the keys past seqused_k, which lie within the sequence's stored ones."""
+    """Without a band no test hid the keys past seqused_k, which lie within the sequence's stored ones."""
     cu_q, cu_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 40, 50], [0, 70, 150]))
     used = torch.tensor([30, 3], dtype=torch.int32)
     q, k, v = (torch.randn(n, 2, 16).to(HALF) for n in (50, 150, 150))
