@@ -117,3 +117,14 @@ def test_the_gradient_of_a_half_precision_sink_is_summed_over_sequences_in_fp32(
     _, lse = warploom.attention_varlen(q, q, q, cu, sink=sink, return_lse=True, backend=backend)
     (dsink,) = torch.autograd.grad(lse.sum(), sink)
     assert dsink.item() == count / 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_gradients_of_a_shared_page_are_summed_before_they_are_rounded(backend: str) -> None:
+    """Of one sequence 257 reaches the value, of the other -256: bfloat16 has no 257."""
+    q = torch.zeros(3, 1, 16, dtype=torch.bfloat16)
+    k, v = (torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    cu_q, used, table = torch.tensor([0, 2, 3]), torch.ones(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    out = warploom.attention_varlen(q, k, v, cu_q, seqused_k=used, block_table=table, backend=backend)
+    out.backward(torch.tensor([256.0, 1.0, -256.0], dtype=torch.bfloat16)[:, None, None].expand_as(out))
+    assert v.grad is not None and v.grad.eq(1.0).all()

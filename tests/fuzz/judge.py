@@ -3,8 +3,9 @@
     max |out - ref|      <= 2   * max |low - ref|      + atol * max(1, max |ref|) + u * max |ref|
     |out - ref| / |ref|  <= 1.5 * |low - ref| / |ref|  + eps
 
-with u half an ulp of 1 in the result's dtype: docs/explain.md has the reasons. An lse counts as at least 1, in norm too: its
-error is a relative one of weights, however close to 0 it is. NaN and infinities of the oracle must be there.
+with u half an ulp of 1 in the result's dtype: docs/explain.md has the reasons. Of several models the largest |low - ref|
+counts, and the largest norm of one. An lse counts as at least 1, in norm too: its error is a relative one of weights, however
+close to 0 it is. NaN and infinities of the oracle must be there.
 Written apart from the package's own judge.
 """
 
@@ -93,7 +94,6 @@ def _misshapen(got: Tensor | None, want: Expected) -> str:
 def _measure(got: Tensor, want: Expected) -> Tensor:
     """Numbers wrong where the oracle has none, then those of the criterion."""
     got, ref = got.double(), want.ref.double()
-    low = ref if want.low is None else want.low.double()
     finite = torch.isfinite(ref)
     same = (got == ref) | (got.isnan() & ref.isnan())
     wrong = (~same & ~finite).sum()
@@ -106,18 +106,25 @@ def _measure(got: Tensor, want: Expected) -> Tensor:
         beyond = torch.zeros_like(spread)
     lost = torch.zeros_like(wrong) if want.loose else (spread & ~beyond).sum()
     counted = finite & ~spread
-    # The model may overflow where a kernel need not; it then grants nothing there.
     error = torch.where(counted, got - ref, 0.0)
-    model = torch.where(counted & torch.isfinite(low), low - ref, 0.0)
     exact = torch.where(counted, ref, 0.0)
     rows = (exact != 0).any(-1).sum() if exact.ndim else (exact != 0).sum()
-    measured = [wrong, lost, rows, counted.sum()]
-    measured += [f(t) for t in (error, model, exact) for f in (lambda t: t.abs().max(), torch.linalg.vector_norm)]
-    return torch.stack([n.double() for n in measured])
+    measured = [wrong, lost, rows, counted.sum(), *_sizes(error), *_sizes(exact)]
+    numbers = [torch.stack(_sizes(error * 0.0))]
+    for low in want.lows:
+        # A model may overflow where a kernel need not; it then grants nothing there.
+        near = low.double()
+        numbers.append(torch.stack(_sizes(torch.where(counted & torch.isfinite(near), near - ref, 0.0))))
+    return torch.cat([torch.stack([n.double() for n in measured]), torch.stack(numbers).amax(0)])
+
+
+def _sizes(t: Tensor) -> list[Tensor]:
+    """The largest magnitude, and the norm."""
+    return [t.abs().max(), torch.linalg.vector_norm(t)]
 
 
 def _conclude(name: str, want: Expected, dtype: torch.dtype, row: list[float]) -> Verdict:
-    wrong, lost, rows, count, max_error, norm_error, max_model, norm_model, largest, size = row
+    wrong, lost, rows, count, max_error, norm_error, largest, size, max_model, norm_model = row
     if wrong:
         return Verdict(name, why=f"{int(wrong)} elements are not the NaN or infinity that they should be")
     if lost:

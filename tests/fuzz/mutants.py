@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from tests.fuzz import families, plan
+from tests.fuzz.check import judged
 from tests.fuzz.draw import Draw
-from tests.fuzz.judge import judge
-from tests.fuzz.problem import DTYPES
 
 SEED = 1
 MOST = 400  # problems until a mutant counts as not caught
@@ -42,11 +41,10 @@ def hunt(family_name: str, backend: str, most: int = MOST) -> list[Caught]:
             results = family.run(problem, given, backend)
         except Exception:
             continue  # a failure of its own, which the fuzzer finds
-        dtype = DTYPES[problem.dtype]
-        if not all(v.right for v in judge(results, family.expect(problem, given, family.oracle()), dtype)):
+        if not all(v.right for v in judged(family, problem, given, results, family.oracle())):
             continue
         for name, oracle in list(left.items()):
-            verdicts = judge(results, family.expect(problem, given, oracle), dtype)
+            verdicts = judged(family, problem, given, results, oracle)
             wrong = [str(v) for v in verdicts if not v.right]
             if wrong:
                 caught.append(Caught(family_name, name, number, wrong[0]))

@@ -13,6 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tests.fuzz.draw import Draw
 
+# Models of a correct kernel that a result has to be wrong by before it is called so.
+OPINIONS = 16
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -21,7 +23,7 @@ class Expected:
     """What a result has to be.
 
     ref: fp64, of the result's shape; infinities and NaN in it must be there in the result.
-    low: the same by a low-precision model of a correct kernel; None where the result must equal `ref` to the slack alone.
+    lows: the same by low-precision models of correct kernels; none where the result must equal `ref` to the slack alone.
     dtype: what the result is rounded to, where that is narrower than the inputs' dtype; None: the inputs'.
     loose: NaN is allowed in the result where `ref` has a number (a visible NaN may reach rows that share its tile).
     like: dtype the result must have; None: not looked at.
@@ -29,7 +31,7 @@ class Expected:
     """
 
     ref: Tensor
-    low: Tensor | None = None
+    lows: tuple[Tensor, ...] = ()
     dtype: torch.dtype | None = None
     loose: bool = False
     like: torch.dtype | None = None
@@ -67,8 +69,13 @@ class Family(Protocol):
     def run(self, problem: Any, inputs: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
         """The package's results by name."""
 
-    def expect(self, problem: Any, inputs: dict[str, Any], oracle: SimpleNamespace) -> dict[str, Expected]:
-        """The oracle's results by the same names. `oracle` holds its functions, so that a mutant can replace one."""
+    def expect(self, problem: Any, inputs: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
+        """The oracle's results by the same names.
+
+        Args:
+            oracle: its functions, so that a mutant can replace one.
+            again: by the first models a result is wrong: have OPINIONS of them.
+        """
 
     def refusal(self, problem: Any, inputs: dict[str, Any], backend: str) -> str | None:
         """The documented words with which the backend refuses the problem, or None."""

@@ -67,7 +67,7 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
 
 
 def verdict(got: torch.Tensor, ref: torch.Tensor, **more: object) -> str:
-    (found,) = judge({"out": got}, {"out": Expected(ref.double(), ref.double(), **more)}, torch.float32)  # type: ignore[arg-type]
+    (found,) = judge({"out": got}, {"out": Expected(ref.double(), (ref.double(),), **more)}, torch.float32)  # type: ignore[arg-type]
     return "right" if found.right else str(found)
 
 
@@ -83,6 +83,9 @@ def test_the_judge() -> None:
     assert verdict(lost, ref, loose=True) == "right"
     assert "should be" in verdict(ref, held) and "should be" in verdict(ref, held, loose=True)
     assert verdict(held, held) == "right"
+    lucky = Expected(ref.double(), (ref.double(), ref.double() + 1e-4))
+    assert judge({"out": ref + 1e-4}, {"out": lucky}, torch.float32)[0].right
+    assert not judge({"out": ref + 1e-3}, {"out": lucky}, torch.float32)[0].right
     assert "missing" in str(judge({}, {"out": Expected(ref)}, torch.float32)[0])
     assert not judge({"out": ref, "more": ref}, {"out": Expected(ref)}, torch.float32)[1].right
     infinite = ref.clone()

@@ -63,12 +63,10 @@ def backward(
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
     args = _readable(args)
     if args.cu_seqlens_q is None:
-        return _backward_dense(args, dout, dlse, out, lse)
+        return _rounded(args, *_backward_dense(args, dout, dlse, out, lse))
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
-    # Over sequences a sink's gradient is summed in fp32 too.
-    wide = args if args.sink is None else args._replace(sink=args.sink.float())
-    dsink = args.q.new_zeros(0) if wide.sink is None else torch.zeros_like(wide.sink)
-    for n, sequence in enumerate(sequences(wide)):
+    dsink = torch.zeros(0 if args.sink is None else args.sink.shape, dtype=torch.float32)
+    for n, sequence in enumerate(sequences(args)):
         rows = sequence.queries
         if not sequence.args.q.shape[1]:
             continue
@@ -80,7 +78,7 @@ def backward(
             lse[None, :, rows],
             n,
         )
-        dq[rows] = part[0][0].float()
+        dq[rows] = part[0][0]
         for total, gradient in ((dk, part[1][0]), (dv, part[2][0])):
             if sequence.keys is not None:
                 total[sequence.keys] += gradient
@@ -88,11 +86,16 @@ def backward(
                 assert sequence.pages is not None
                 page_size = total.shape[1]
                 slots = (sequence.pages[:, None] * page_size + torch.arange(page_size)).flatten()
-                total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient.float())
+                total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient)
         if args.sink is not None:
             dsink += part[3]
-    dsink = dsink if args.sink is None else dsink.to(args.sink.dtype)
-    return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink
+    return _rounded(args, dq, dk, dv, dsink)
+
+
+def _rounded(args: AttentionArgs, dq: Tensor, dk: Tensor, dv: Tensor, dsink: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in the dtypes of their inputs."""
+    sink = args.q if args.sink is None else args.sink
+    return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink.to(sink.dtype)
 
 
 def _readable(args: AttentionArgs) -> AttentionArgs:
@@ -292,25 +295,20 @@ def _arithmetic_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[
     for heads, heads_kv in _by_group(part, group):
         q = _take(args.q, part, heads, tile.rows).float()
         out = torch.zeros((*q.shape[:-1], args.v.shape[-1]))
-        lse = torch.full(q.shape[:-1], float("-inf"))
+        top = torch.full((*q.shape[:-1], 1), float("-inf"))
+        total = torch.zeros_like(top)
         for step in _steps(tile):
             k, v = (_take(t, part, heads_kv, step.take(tile.cols)).float() for t in (args.k, args.v))
             scores, _ = _scores(args, q, k, tile, step)
-            top = scores.amax(-1, keepdim=True)
-            top = top.masked_fill(top == float("-inf"), 0.0)
-            weights = torch.exp(scores - top)
-            total = weights.sum(-1, keepdim=True)
-            step_lse = (top + torch.log(total)).squeeze(-1)
+            before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, shrunk = _weight(scores, top), _weight(before, top)
+            total = total * shrunk + weights.sum(-1, keepdim=True)
             keep = _kept(args, part, heads, tile, step)
             if keep is not None:
                 weights = weights * keep
-            after = torch.logaddexp(lse, step_lse)
-            out *= _weight(lse, after)[..., None]
-            # The step's unnormalised sum divided by its total, weighed by exp(step_lse - after).
-            out += (weights @ v) * _weight(top.squeeze(-1), after)[..., None]
-            lse = after
-        outs.append(out)
-        lses.append(lse)
+            out = (out * shrunk).add_(weights @ v)
+        outs.append(out / total.masked_fill(total == 0.0, 1.0))
+        lses.append((top + torch.log(total)).squeeze(-1))
     return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
@@ -374,7 +372,7 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
 def _backward_dense(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = args
+    """dq, dk, dv and dsink in fp32: what sequences share is summed before it is rounded."""
     # In half precision torch's backward kernel sums dk and dv in that precision too; fp32 copies are O(seqlen), keep
     # sums in fp32, and are an order of magnitude faster where the CPU has no half-precision instructions.
     args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
@@ -394,12 +392,12 @@ def _backward_dense(
                 _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv))
             else:
                 _flash_backward_tile(args, part, tile, dout, out, lse, (dq, dk, dv))
-    dsink = given.q.new_zeros(0)
+    dsink = torch.zeros(0)
     if args.sink is not None:
         assert delta is not None
         share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-        dsink = (-share * delta).sum((0, 2)).to(args.sink.dtype)
-    return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsink
+        dsink = (-share * delta).sum((0, 2))
+    return dq, dk, dv, dsink
 
 
 def _add(total: Tensor, part: _Part, heads: slice, index: slice | Tensor, gradient: Tensor) -> None:

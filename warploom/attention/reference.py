@@ -44,8 +44,11 @@ def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     q = args.q
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    if args.sink is not None:  # once, so that its gradient is summed over sequences in this precision
+    # Once, so that gradients of what sequences share, the sink and pages, are summed over them in this precision.
+    if args.sink is not None:
         args = args._replace(sink=args.sink.to(accumulate))
+    if args.block_table is not None:
+        args = args._replace(k=args.k.to(accumulate), v=args.v.to(accumulate))
     outs, lses = [], []
     for index, sequence in enumerate(sequences(args)):
         out, lse = _attend(sequence.args, torch.tensor([index], device=q.device))

@@ -21,7 +21,7 @@ from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
 from tests.fuzz.oracle.mutants import mutants
-from tests.fuzz.problem import DTYPES, Expected, spec
+from tests.fuzz.problem import DTYPES, OPINIONS, Expected, spec
 from tests.fuzz.views import PLAIN, View
 
 NAME = "attention"
@@ -407,7 +407,7 @@ def oracle() -> SimpleNamespace:
     return _STANDARD
 
 
-def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace) -> dict[str, Expected]:
+def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
     device = given["q"].device
     seen = given["seen"] if oracle is _STANDARD else visible(p, oracle, device)
     keep = None
@@ -418,7 +418,7 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace) -> dict
     dout = None if p.lse_gradient == "only" else given["dout"]
     tensors = {"q": given["q"], "k": given["k"], "v": given["v"], "dout": dout}
     arguments = {name: None if t is None else t.transpose(1, 2) for name, t in tensors.items()}
-    found = both(p, oracle, arguments, seen, keep, dlse, given["sink"])
+    found = both(p, oracle, arguments, seen, keep, dlse, given["sink"], again)
     named = {"out": _back(found["out"]), "lse": found["lse"]}
     if p.backward:
         named |= {f"d{n}": _back(found[f"d{n}"]) for n in "qkv" if n in p.wants}
@@ -435,8 +435,9 @@ def both(
     keep: Tensor | None,
     dlse: Tensor | None,
     sink: Tensor | None,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each result exactly and by the model."""
+    again: bool,
+) -> dict[str, tuple[Tensor, ...]]:
+    """Each result exactly and by models."""
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     options = {"scale": scale, "softcap": p.softcap, "backward": p.backward}
 
@@ -451,32 +452,34 @@ def both(
     q, k = arguments["q"], arguments["k"]
     # Of few rows the model's error may be small by luck.
     rows = min(t.shape[0] * t.shape[1] * t.shape[2] for t in (q, k) if t is not None)
-    turns = range(12 if rows < FEW_ROWS // 8 else 4 if rows < FEW_ROWS else 1)
-    if dtype == torch.float64:  # whose model errs only by another order of sums
-        turns = range(1, 4)
+    several = 12 if rows < FEW_ROWS // 8 else 4 if rows < FEW_ROWS else 1
+    # The first model of float64 errs by nothing: the others by another order of sums.
+    first = int(dtype == torch.float64)
+    turns = range(first, first + (OPINIONS if again else max(several, 3 * first)))
     lows = [exact.model(oracle, tensors, dtype, turn, seen=seen, **more, **options) for turn in turns]
-    low = lows[0] if len(lows) == 1 else {n: exact.farthest(true[n], [m[n] for m in lows]) for n in true}
+    if several > 1:
+        lows.append({n: exact.farthest(true[n], [m[n] for m in lows]) for n in true})
     if "dsink" in true:
-        low["dsink"] = exact.dsink_model(true, low)
-    return {name: (true[name], low[name]) for name in true if name != "terms"}
+        lows = [{**low, "dsink": exact.dsink_model(true, low)} for low in lows]
+    return {name: (true[name], *(low[name] for low in lows)) for name in true if name != "terms"}
 
 
-def _back(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return pair[0].transpose(1, 2), pair[1].transpose(1, 2)
+def _back(several: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.transpose(1, 2) for t in several)
 
 
-def typed(p: Any, named: dict[str, tuple[Tensor, Tensor]], given: dict[str, Any]) -> dict[str, Expected]:
+def typed(p: Any, named: dict[str, tuple[Tensor, ...]], given: dict[str, Any]) -> dict[str, Expected]:
     found = {}
     dtype = DTYPES[p.dtype]
-    for name, (ref, low) in named.items():
+    for name, (ref, *lows) in named.items():
         like = torch.float32 if name == "lse" else dtype
         if name == "dsink":
             like = given["sink"].dtype
         narrow = like if torch.finfo(like).eps > torch.finfo(dtype).eps else None
-        low = low if narrow is None else low.to(narrow)
+        near = tuple(low if narrow is None else low.to(narrow) for low in lows)
         # torch's kernels for half precision on a CPU take a short polynomial for exp, and their lse errs by up to 8e-5.
         atol = 1e-4 if name == "lse" and dtype.itemsize == 2 and ref.device.type == "cpu" else None
-        found[name] = Expected(ref, low, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like, atol=atol)
+        found[name] = Expected(ref, near, dtype=narrow, loose=bool(getattr(p, "visible_nan", "")), like=like, atol=atol)
     return found
 
 

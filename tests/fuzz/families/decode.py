@@ -16,7 +16,7 @@ from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.attention import farthest
 from tests.fuzz.oracle.decode import MUTANTS as ORACLES
 from tests.fuzz.oracle.decode import Attended, Decode
-from tests.fuzz.problem import DTYPES, Expected
+from tests.fuzz.problem import DTYPES, OPINIONS, Expected
 from tests.fuzz.views import Placed, View, place
 
 NAME = "decode"
@@ -320,7 +320,7 @@ def _own_rows(p: DecodeProblem, t: Tensor, table: Tensor | None, b: int, length:
     return t[pages].flatten(0, 1)[:length]
 
 
-def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace) -> dict[str, Expected]:
+def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
     exact: Decode = oracle.decode
     dtype = DTYPES[p.dtype]
     found: dict[str, Expected] = {}
@@ -339,11 +339,15 @@ def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace) -> 
     # The error that is granted is that of the true call, or a wrong oracle would grant itself its own error.
     true = want if type(exact) is Decode else Decode().attend(*arguments, **options)
     # Of few rows one model's error may be small by luck.
-    models = [Decode().attend(*arguments, **options, low=True, turn=turn) for turn in range(1 if want.lse.numel() > 256 else 3)]
-    low = Attended(*(w + (farthest(t, list(m)) - t) for w, t, m in zip(want, true, zip(*models, strict=True), strict=True)))
+    few = want.lse.numel() <= 256
+    turns = range(OPINIONS if again else 3 if few else 1)
+    models = [Decode().attend(*arguments, **options, low=True, turn=turn) for turn in turns]
+    if few:
+        models.append(Attended(*(farthest(t, list(m)) for t, m in zip(true, zip(*models, strict=True), strict=True))))
+    outs, lses = (tuple(w + (m - t) for m in some) for w, t, some in zip(want, true, zip(*models, strict=True), strict=True))
     loose = bool(p.visible_nan)
-    found["out"] = Expected(want.out, low.out, loose=loose, like=dtype)
-    found["lse"] = Expected(want.lse, low.lse, dtype=torch.float32, loose=loose, like=torch.float32)
+    found["out"] = Expected(want.out, outs, loose=loose, like=dtype)
+    found["lse"] = Expected(want.lse, lses, dtype=torch.float32, loose=loose, like=torch.float32)
     if p.seed % 4 == 0:
         found["again"] = Expected(zero, dtype=bits)
     if p.bits:

@@ -232,6 +232,8 @@ def _with_window(d: Draw, p: DecodeProblem, w: DecodeVariant, capacity: int, mos
         left = most + d.integer(0, capacity)
     else:
         left = d.pick((0, d.integer(0, 20), d.integer(10, 150), -d.integer(1, 10), 2**31 - 1), (2, 4, 5, 1, 1))
+        if left == right == -1:
+            left = 0  # (-1, -1) is refused
     return replace(p, windowed=True, left=left, right=right)
 
 

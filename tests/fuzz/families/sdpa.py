@@ -223,12 +223,12 @@ def oracle() -> SimpleNamespace:
     return _ORACLE
 
 
-def expect(p: Sdpa, given: dict[str, Any], oracle: SimpleNamespace) -> dict[str, Expected]:
+def expect(p: Sdpa, given: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
     seen = given["seen"] if oracle is _ORACLE else visible(p, oracle, given["q"].device)
     flat = {n: given[n].reshape(p.batch, *given[n].shape[-3:]) for n in ("q", "k", "v", "dout")}
-    found = dense.both(p, oracle, flat, seen, None, None, None)
+    found = dense.both(p, oracle, flat, seen, None, None, None, again)
     names = ("out", "dq", "dk", "dv") if p.backward else ("out",)
-    named = {n: (found[n][0].reshape(shape), found[n][1].reshape(shape)) for n, shape in _shapes(p, names).items()}
+    named = {n: tuple(t.reshape(shape) for t in found[n]) for n, shape in _shapes(p, names).items()}
     return dense.typed(p, named, given)
 
 

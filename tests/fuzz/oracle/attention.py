@@ -105,6 +105,7 @@ def attend(
     backward: bool = True,
     rounded: torch.dtype | None = None,
     shift: float = 0.0,
+    late: bool = True,
 ) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv, dsink and the terms that dsink sums.
 
@@ -115,12 +116,25 @@ def attend(
         dlse: (batch, heads_q, seqlen_q).
         rounded: a low-precision model rounds unnormalised P, dS and out to it; None: nothing is rounded.
         shift: by so much the model's running maximum is above the true one when P is rounded.
+        late: the model rounds P before dropout's 1 / (1 - p), not after: all its errors differ where weights are equal.
     """
     heads_q, heads_kv = q.shape[1], k.shape[1]
     seen = seen.expand(*q.shape[:3], k.shape[2])
 
     def low(t: Tensor) -> Tensor:
         return t if rounded is None else t.to(rounded).to(t.dtype)
+
+    def held(weights: Tensor) -> Tensor:
+        """Weights under dropout, rounded."""
+        if keep is None:
+            return low(weights)
+        return low(weights) * keep if late else low(weights * keep)
+
+    def exponent(scores: Tensor, level: Tensor) -> Tensor:
+        """Of 2, in the weights relative to a level: both are rounded on their way."""
+        assert rounded is not None
+        wide = torch.promote_types(rounded, torch.float32)
+        return _jittered(scores * _LOG2E, wide, shift, 2.0) - _jittered(level * _LOG2E, wide, -shift, 2.0)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return tf32.product(a, b, rounded)
@@ -139,14 +153,13 @@ def attend(
     empty = lse == float("-inf")
     level = torch.where(empty, 0.0, lse)
     weights = torch.exp(scores - level)
-    kept = weights if keep is None else weights * keep
     if rounded is None:
-        out = kept @ vs
+        out = held(weights) @ vs
     else:  # P is rounded before it is divided by its sum
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(level, float("-inf"))
         top = torch.where(top.isinf(), 0.0, top) + shift
-        bulk = torch.exp(scores - top)
-        out = product(low(bulk if keep is None else bulk * keep), vs) * torch.exp(top - level)
+        bulk = torch.exp2(exponent(scores, top)) if shift else torch.exp(scores - top)
+        out = product(held(bulk), vs) * torch.exp(top - level)
         out = low(_jittered(out, rounded, shift) if shift else out)
     if rounded is None:
         # A NaN among the values stays one wherever it is seen, and nowhere else.
@@ -159,13 +172,7 @@ def attend(
         # A backward pass computes scores again, and sums them in another order.
         scores, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
         scores = torch.where(seen, scores, float("-inf"))
-        if shift:  # by powers of 2, of factors rounded on their way
-            wide = torch.promote_types(rounded, torch.float32)
-            exponent = _jittered(scores * _LOG2E, wide, shift, 2.0) - _jittered(level * _LOG2E, wide, -shift, 2.0)
-            weights = torch.exp2(exponent)
-        else:
-            weights = torch.exp(scores - level)
-        kept = weights if keep is None else weights * keep
+        weights = torch.exp2(exponent(scores, level)) if shift else torch.exp(scores - level)
     if dout is None:
         dout = torch.zeros_like(out)
     dweights = product(dout, vs.transpose(-1, -2))
@@ -175,7 +182,7 @@ def attend(
     slopes = low(weights * (dweights - torch.where(empty, 0.0, delta)) * slope)
     found["dq"] = low(oracle.scaled_q(product(slopes, ks), scale))
     dk = oracle.scaled_k(product(slopes.transpose(-1, -2), q), scale)
-    dv = product(low(kept).transpose(-1, -2), dout)
+    dv = product(held(weights).transpose(-1, -2), dout)
     found["dk"], found["dv"] = (low(oracle.over_keys(t, heads_kv)) for t in (dk, dv))
     if sinks is not None:
         terms = -(torch.exp(sinks - lse) * delta)[..., 0]
@@ -191,7 +198,8 @@ def _jittered(t: Tensor, dtype: torch.dtype, turn: float, halves: float = 1.0) -
 
 
 def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, turn: int, **options: Any) -> dict[str, Tensor]:
-    """What a correct low-precision kernel gives; each `turn` sums in another order and rounds P at another scale.
+    """What a correct low-precision kernel gives; each `turn` sums in another order and rounds P at another scale;
+    every other one rounds it after dropout's factor.
 
     tensors: q, k, v and dout as `attend` takes them.
     """
@@ -201,7 +209,9 @@ def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, 
     def rolled(t: Tensor | None, back: bool = False) -> Tensor | None:
         return None if t is None else t.roll((-turn if back else turn) * 5, -1)
 
-    found = attend(oracle, **{n: rolled(t) for n, t in tensors.items()}, rounded=dtype, shift=0.37 * turn, **options)
+    found = attend(
+        oracle, **{n: rolled(t) for n, t in tensors.items()}, rounded=dtype, shift=0.37 * turn, late=turn % 2 == 0, **options
+    )
     for name in ("out", "dq", "dk", "dv"):
         if name in found:
             found[name] = rolled(found[name], back=True)
