@@ -256,3 +256,13 @@ def test_no_sequence_with_used_keys_read_before_the_first_entry() -> None:
     assert (out == 0).all() and (lse == float("-inf")).all()
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("hostile", [NAN, float("inf")])
+def test_an_empty_window_narrower_than_a_tile_reads_no_key(hostile: float) -> None:
+    """Rows of one tile reach either side of a window that shows nothing; descriptors read all keys of a tile."""
+    q, dout = torch.randn(1, 82, 1, 64, dtype=HALF), torch.randn(1, 82, 1, 64, dtype=HALF)
+    k, v = (torch.full((1, 2, 1, 64), hostile, dtype=HALF) for _ in range(2))
+    out, lse, *grads = gradients([q, k, v, dout], causal=True, window=(-14, 5))
+    assert (lse == float("-inf")).all()
+    assert all((t == 0).all() for t in (out, *grads))

@@ -179,6 +179,8 @@ def is_edge(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -
 
 def is_boxed(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> bool:
     """Whether no key is hidden from every query by the band."""
+    if left is not None and right is not None and left < -right:
+        return False
     return (left is None or seqlen_k - seqlen_q <= left) and (right is None or right >= 0) and min(seqlen_q, seqlen_k) > 0
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from warploom.attention import philox
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.config import Config, config
+from warploom.attention.views import keeps_nothing, seen
 from warploom.kernels.triton.widths import tile_widths
 
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
@@ -84,7 +85,7 @@ class Call:
         left, right = _limit(args.left), _limit(args.right)
         # Descriptors know a tensor's end, but no sequence's, and no keys that the band hides from every query.
         boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned and (not columns or args.bounds is not None)
-        boxes = boxes and (left is None or seqlen_k - seqlen_q <= left) and (right is None or right >= 0)
+        boxes = boxes and seen(seqlen_q, seqlen_k, left, right) == (0, seqlen_k)
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
         tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns, boxes, args.dropout_p != 0.0)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
@@ -92,7 +93,7 @@ class Call:
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
         all_see = left is None or left >= 0
         if right is not None:
-            all_see = all_see and seqlen_k - seqlen_q + right >= 0 and (left is None or left >= -right)
+            all_see = all_see and seqlen_k - seqlen_q + right >= 0 and not keeps_nothing(left, right)
         present = (
             *[t is not None for t in (*vectors, args.bounds, table, cu_q, args.cu_seqlens_k, args.seqused_k, left, right)],
             None if args.sink is None else args.sink.dtype,
