@@ -108,3 +108,36 @@ def test_dropout_keeps_the_stated_share_and_depends_on_every_index() -> None:
     assert abs(float(keep.float().mean()) - 0.7) < 0.01
     for other in (keep[1, 0], keep[0, 1], keep[0, 0].T, keep[0, 0].roll(1, 0), keep[0, 0].roll(1, 1)):
         assert 0.5 < float((other == keep[0, 0]).float().mean()) < 0.66  # independent: 0.7² + 0.3² = 0.58
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_closed_form_gradients_are_those_of_autograd(name: str) -> None:
+    """Kernels without a backward pass for a call, Ampere's at head_dim 8, send it to the reference's."""
+    from warploom.attention import reference as implementation
+    from warploom.attention.arguments import dense_args
+
+    q, k, v = double(2, 5, 4, 8), double(2, 5, 2, 8, seed=1), double(2, 5, 2, 12, seed=2)
+    sink, dout, dlse = double(4, seed=3), double(2, 5, 4, 12, seed=4), double(2, 4, 5, seed=5)
+    args = dense_args(q, k, v, sink=sink, **FEATURES[name])
+    out, lse = implementation.forward(args)
+    wanted = torch.autograd.grad([out, lse], [q, k, v, sink], [dout, dlse])
+    with torch.no_grad():
+        found = implementation.backward(args, dout, dlse, out, lse)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_closed_form_gradients_of_packed_calls_are_those_of_autograd() -> None:
+    from warploom.attention import reference as implementation
+    from warploom.attention.arguments import varlen_args
+
+    q, k, v = double(12, 2, 8), double(12, 2, 8, seed=1), double(12, 2, 8, seed=2)
+    args = varlen_args(q, k, v, torch.tensor([0, 3, 3, 11]), causal=True, dropout_p=0.3, dropout_seed=5)
+    out, lse = implementation.forward(args)
+    dout = double(12, 2, 8, seed=3)
+    wanted = torch.autograd.grad(out, [q, k, v], dout)
+    with torch.no_grad():
+        *found, dsink = implementation.backward(args, dout, None, out, lse)
+    assert dsink.numel() == 0
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)

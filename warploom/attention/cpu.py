@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
-from warploom.attention.packing import sequences
+from warploom.attention.packing import gradients, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
@@ -62,40 +62,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
     args = _readable(args)
-    if args.cu_seqlens_q is None:
-        return _rounded(args, *_backward_dense(args, dout, dlse, out, lse))
-    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
-    dsink = torch.zeros(0 if args.sink is None else args.sink.shape, dtype=torch.float32)
-    for n, sequence in enumerate(sequences(args)):
-        rows = sequence.queries
-        if not sequence.args.q.shape[1]:
-            continue
-        part = _backward_dense(
-            sequence.args,
-            dout[rows][None],
-            None if dlse is None else dlse[None, :, rows],
-            out[rows][None],
-            lse[None, :, rows],
-            n,
-        )
-        dq[rows] = part[0][0]
-        for total, gradient in ((dk, part[1][0]), (dv, part[2][0])):
-            if sequence.keys is not None:
-                total[sequence.keys] += gradient
-            else:
-                assert sequence.pages is not None
-                page_size = total.shape[1]
-                slots = (sequence.pages[:, None] * page_size + torch.arange(page_size)).flatten()
-                total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient)
-        if args.sink is not None:
-            dsink += part[3]
-    return _rounded(args, dq, dk, dv, dsink)
-
-
-def _rounded(args: AttentionArgs, dq: Tensor, dk: Tensor, dv: Tensor, dsink: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in the dtypes of their inputs."""
-    sink = args.q if args.sink is None else args.sink
-    return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink.to(sink.dtype)
+    return gradients(args, dout, dlse, out, lse, _backward_dense)
 
 
 def _readable(args: AttentionArgs) -> AttentionArgs:
@@ -370,7 +337,7 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
 
 
 def _backward_dense(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int = 0
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink in fp32: what sequences share is summed before it is rounded."""
     # In half precision torch's backward kernel sums dk and dv in that precision too; fp32 copies are O(seqlen), keep

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
@@ -64,6 +65,53 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
             **vectors,
         )
         yield Sequence(dense, queries, keys, pages, length)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def gradients(
+    args: AttentionArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dense: Callable[[AttentionArgs, Tensor, Tensor | None, Tensor, Tensor, int], Gradients],
+) -> Gradients:
+    """dq, dk, dv and dsink (empty without a sink) in their inputs' dtypes, of a dense or packed call.
+
+    dense: the wide gradients of a dense call, whose first batch entry has the number given last: what sequences share, pages
+        and the sink, is summed before it is rounded.
+    """
+    if args.cu_seqlens_q is None:
+        return _rounded(args, dense(args, dout, dlse, out, lse, 0))
+    wide = torch.promote_types(args.q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (args.q, args.k, args.v))
+    dsink = torch.zeros(0 if args.sink is None else args.sink.shape, dtype=wide, device=args.q.device)
+    for n, sequence in enumerate(sequences(args)):
+        rows = sequence.queries
+        if not sequence.args.q.shape[1]:
+            continue
+        row_dlse = None if dlse is None else dlse[None, :, rows]
+        part = dense(sequence.args, dout[rows][None], row_dlse, out[rows][None], lse[None, :, rows], n)
+        dq[rows] = part[0][0]
+        for total, gradient in ((dk, part[1][0]), (dv, part[2][0])):
+            if sequence.keys is not None:
+                total[sequence.keys] += gradient
+            else:
+                assert sequence.pages is not None
+                page_size = total.shape[1]
+                slots = (sequence.pages[:, None] * page_size + torch.arange(page_size, device=total.device)).flatten()
+                total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient)
+        if args.sink is not None:
+            dsink += part[3]
+    return _rounded(args, (dq, dk, dv, dsink))
+
+
+def _rounded(args: AttentionArgs, wide: Gradients) -> Gradients:
+    dq, dk, dv, dsink = wide
+    sink = args.q if args.sink is None else args.sink
+    return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink.to(sink.dtype)
 
 
 def _clamped(cu: Tensor, total: int) -> list[int]:

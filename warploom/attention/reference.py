@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
-from warploom.attention.packing import sequences
+from warploom.attention.packing import gradients, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.visible import visible
 
@@ -32,6 +32,16 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         with torch.autocast(args.q.device.type, enabled=False):
             return _forward(args)
     return _forward(args)
+
+
+def backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink (empty without a sink) in closed form, for kernels without a backward pass for a call.
+
+    A call of the reference itself is differentiated op by op.
+    """
+    return gradients(args, dout, dlse, out, lse, _backward_dense)
 
 
 def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -63,19 +73,8 @@ def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
-    accumulate = torch.promote_types(args.q.dtype, torch.float32)
-    group = args.q.shape[2] // max(args.k.shape[2], 1)
-    q = args.q.transpose(1, 2).to(accumulate)
-    k, v = (t.transpose(1, 2).to(accumulate).repeat_interleave(group, dim=1) for t in (args.k, args.v))
-    heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
-    rows, cols = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
-
-    seen = visible(args.mask, rows, cols, seqlen_k - seqlen_q)
-    if seen.shape[1] not in (1, heads):
-        seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
-    # What no query sees, and a query that sees nothing, must not reach a matmul: 0 · NaN is NaN.
-    k, v = (t.masked_fill(~seen.any(-2)[..., None], 0.0) for t in (k, v))
-    q = q.masked_fill(~seen.any(-1)[..., None], 0.0)
+    q, k, v, seen = _shown(args)
+    accumulate, seqlen_k = q.dtype, k.shape[2]
     exact = _has_nonfinite(q, k, v)
     scores = _scores(q, k, seen, exact) * args.scale
     if args.softcap:
@@ -97,12 +96,67 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
 
     weights = weights / total
     if args.dropout_p:
-        assert args.dropout_seed is not None
-        heads_index = torch.arange(heads, device=q.device)
-        keep = philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads_index, rows, cols)
-        weights = weights * keep / (1.0 - args.dropout_p)
+        weights = weights * _keep(args, q, k, batches) / (1.0 - args.dropout_p)
     out = _weighted_sum(weights, v, seen, exact)
     return out.transpose(1, 2).to(args.q.dtype), lse
+
+
+def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, heads_q, seqlen, dim), wide, without what is hidden, and what is seen of the scores."""
+    accumulate = torch.promote_types(args.q.dtype, torch.float32)
+    group = args.q.shape[2] // max(args.k.shape[2], 1)
+    q = args.q.transpose(1, 2).to(accumulate)
+    k, v = (t.transpose(1, 2).to(accumulate).repeat_interleave(group, dim=1) for t in (args.k, args.v))
+    heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
+    rows, cols = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
+    seen = visible(args.mask, rows, cols, seqlen_k - seqlen_q)
+    if seen.shape[1] not in (1, heads):
+        seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
+    # What no query sees, and a query that sees nothing, must not reach a matmul: 0 · NaN is NaN.
+    k, v = (t.masked_fill(~seen.any(-2)[..., None], 0.0) for t in (k, v))
+    return q.masked_fill(~seen.any(-1)[..., None], 0.0), k, v, seen
+
+
+def _keep(args: AttentionArgs, q: Tensor, k: Tensor, batches: Tensor) -> Tensor:
+    """Which weights dropout keeps."""
+    assert args.dropout_seed is not None
+    heads, rows, cols = (torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[2], k.shape[2]))
+    return philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads, rows, cols)
+
+
+def _backward_dense(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P = exp(S - lse), dV = Pᵀ dO, dS = P∘(dP - delta), dQ = dS·K, dK = dSᵀ·Q, all wide."""
+    q, k, v, seen = _shown(args)
+    blind = ~seen.any(-1)[..., None]
+    dout, out = (t.transpose(1, 2).to(q.dtype).masked_fill(blind, 0.0) for t in (dout, out))
+    scores = (q @ k.transpose(-1, -2)) * args.scale
+    squashed = None
+    if args.softcap:
+        squashed = torch.tanh(scores / args.softcap)
+        scores = args.softcap * squashed
+    nothing = lse == float("-inf")
+    weights = torch.exp(scores.masked_fill(~seen, float("-inf")) - lse.masked_fill(nothing, 0.0)[..., None])
+    dweights, kept = dout @ v.transpose(-1, -2), weights
+    if args.dropout_p:
+        batches = torch.arange(first_batch, first_batch + q.shape[0], device=q.device)
+        keep = _keep(args, q, k, batches).to(q.dtype) / (1.0 - args.dropout_p)
+        dweights, kept = dweights * keep, weights * keep
+    delta = (dout * out).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    dscores = weights * (dweights - delta[..., None]) * args.scale
+    if squashed is not None:
+        dscores = dscores * (1.0 - squashed * squashed)
+    dk, dv = dscores.transpose(-1, -2) @ q, kept.transpose(-1, -2) @ dout
+    heads_kv = args.k.shape[2]
+    dk, dv = (t.unflatten(1, (heads_kv, -1)).sum(2).transpose(1, 2) for t in (dk, dv))
+    dsink = q.new_zeros(0)
+    if args.sink is not None:
+        share = torch.exp(args.sink.to(q.dtype)[:, None] - lse).masked_fill(nothing, 0.0)
+        dsink = -(share * delta).sum((0, 2))
+    return (dscores @ k).transpose(1, 2), dk, dv, dsink
 
 
 def _has_nonfinite(*tensors: Tensor) -> bool:
