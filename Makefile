@@ -53,7 +53,7 @@ fuzz: dev
 	@$(PY) -m tests.fuzz $(ARGS)
 
 fuzz-gpu: dev
-	@$(PY) -m tests.fuzz --device cuda --problems 16000 --json benchmarks/results/fuzz.json $(ARGS)
+	@$(PY) -m tests.fuzz --device cuda --seed 12 --problems 18000 --json benchmarks/results/fuzz.json $(ARGS)
 
 transformers-sweep: dev
 	@$(PY) -m tests.integrations.sweep $(ARGS)

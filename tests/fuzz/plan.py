@@ -57,8 +57,8 @@ class Job:
 # many jobs.
 _GPU = {
     ("attention", "triton"): (0.40, 1),
-    ("varlen", "triton"): (0.19, 1),
-    ("sdpa", "triton"): (0.06, 3),
+    ("varlen", "triton"): (0.19, 2),
+    ("sdpa", "triton"): (0.11, 3),
     ("attention", "hopper"): (0.06, 3),
     ("varlen", "hopper"): (0.05, 3),
     ("attention", "ampere"): (0.05, 2),

@@ -204,7 +204,7 @@ def _pages(d: Draw, w: DecodeVariant, capacity: int) -> tuple[int, int]:
     if w.paging == "tile":
         size = d.pick((n, 2 * n, 128, 256))
     else:
-        size = d.pick((1, 2, 4, 8, 16, 32), (2, 1, 1, 3, 4, 2))
+        size = d.pick((1, 2, 4, 8, 16, 32), (3, 2, 2, 4, 4, 2))
         while size >= n:
             size //= 2
     return size, max(2, -(-capacity // size))

@@ -49,7 +49,7 @@ EXCLUSIVE = [
 
 def variants(d: Draw, backend: str, count: int) -> list[LinearVariant]:
     """Each is three to eight binaries."""
-    return spread(lambda: draw_variant(d, backend), count)
+    return spread(lambda: draw_variant(d, backend), count, lambda w: 3 * (w.map_q != w.map_k,))
 
 
 def draw(d: Draw, variant: LinearVariant | None, backend: str) -> LinearProblem:

@@ -87,7 +87,11 @@ def variants(d: Draw, backend: str, count: int) -> list[Variant]:
         dims = drawn.head_dim, drawn.head_dim_v
         return Variant(drawn.dtype, *dims, vectors=("lts",) if keys else (), unit=8, unaligned=(), layout="sdpa")
 
-    return spread(make, count)
+    def dims(v: Variant) -> tuple[bool, ...]:
+        found = set(shared.dims_features(v.head_dim, v.head_dim_v))
+        return 3 * tuple(name in found for name in ("dims_unequal", "dims_pad_differently", "dims_above_128"))
+
+    return spread(make, count, dims)
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
@@ -95,7 +99,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
     v = variant or shared.draw_variant(d, backend)
     while True:
         heads_q, heads_kv = d.heads()
-        lead = d.pick(((), (1,), (2,), (3,), (0,), (2, 2), (1, 3)), (5, 6, 8, 4, 1.5, 4, 3))
+        lead = d.pick(((), (1,), (2,), (3,), (0,), (2, 2), (1, 3)), (5, 6, 8, 4, 2.5, 4, 3))
         seqlen_q, seqlen_k = d.lengths(700 if device == "cuda" else 300)
         found = Sdpa(
             seed=d.seed(),

@@ -141,11 +141,11 @@ def draw_dims(d: Draw, limits: Limits) -> tuple[int, int]:
 def draw_views(d: Draw, shapes: dict[str, tuple[int, ...]], variant: Variant | None) -> dict[str, View]:
     """A view for each tensor; dout's is an output's gradient, whose elements may share memory too."""
     if variant is None or variant.unit is None:
-        if d.chance(0.07):
+        if d.chance(0.1):
             return {name: View(offset=8 * d.integer(0, 1)) for name in shapes}
         return {name: d.view(shape) for name, shape in shapes.items()}
     free = variant.boxes or variant.layout != "dense" or variant.dtype == "float32"
-    if variant.unit == 8 and not variant.unaligned and free and d.chance(0.45):
+    if variant.unit == 8 and not variant.unaligned and free and d.chance(0.6):
         return {name: View(offset=8 * d.integer(0, 1)) for name in shapes}
     kinds = list(EVEN) if variant.unit == 8 else [*KINDS, "last_dim_strided"]
     if variant.boxes:

@@ -14,12 +14,15 @@ T = TypeVar("T")
 TRIES = 30
 
 
-def spread(draw: Callable[[], T], count: int) -> list[T]:
-    """``count`` of the dataclasses that ``draw`` gives, each the one of several whose pairs of fields are the rarest so far."""
+def spread(draw: Callable[[], T], count: int, also: Callable[[Any], tuple[Any, ...]] = lambda _: ()) -> list[T]:
+    """``count`` of the dataclasses that ``draw`` gives, each the one of several whose pairs of fields are the rarest so far.
+
+    also: what is counted beside the fields of one, by how often it is named.
+    """
     had: Counter[Any] = Counter()
     found = []
     for _ in range(count):
-        drawn = [(each, list(combinations(enumerate(astuple(each)), 2))) for each in (draw() for _ in range(TRIES))]  # type: ignore[call-overload]
+        drawn = [(each, list(combinations(enumerate((*astuple(each), *also(each))), 2))) for each in (draw() for _ in range(TRIES))]  # type: ignore[call-overload]
         best, pairs = max(drawn, key=lambda one: sum(1.0 / (1 + had[pair]) for pair in one[1]))
         had.update(pairs)
         found.append(best)
