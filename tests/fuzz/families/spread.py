@@ -20,10 +20,14 @@ def spread(draw: Callable[[], T], count: int, also: Callable[[Any], tuple[Any, .
     also: what is counted beside the fields of one, by how often it is named.
     """
     had: Counter[Any] = Counter()
+
+    def pairs(one: Any) -> list[Any]:
+        return list(combinations(enumerate((*astuple(one), *also(one))), 2))
+
     found = []
     for _ in range(count):
-        drawn = [(each, list(combinations(enumerate((*astuple(each), *also(each))), 2))) for each in (draw() for _ in range(TRIES))]  # type: ignore[call-overload]
-        best, pairs = max(drawn, key=lambda one: sum(1.0 / (1 + had[pair]) for pair in one[1]))
-        had.update(pairs)
+        drawn = [(each, pairs(each)) for each in (draw() for _ in range(TRIES))]
+        best, new = max(drawn, key=lambda one: sum(1.0 / (1 + had[pair]) for pair in one[1]))
+        had.update(new)
         found.append(best)
     return found
