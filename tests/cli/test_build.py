@@ -9,8 +9,8 @@ import pytest
 
 from warploom.cli import main
 from warploom.commands import build
-from warploom.runtime import modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime import module_spec, modules
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.trust import CacheError
 
 SPECS = [ModuleSpec(f"kernel_{i}", "sm_90a", "nowhere:build", (), ("runtime/cubin.py",)) for i in range(5)]
@@ -98,7 +98,7 @@ def test_a_cache_that_others_can_write_is_refused_before_any_work(
 def test_a_module_that_others_can_write_fails_its_row_alone(cache: Path, compiler: type[Compiler]) -> None:
     library = cache / "built.so"
     library.write_bytes(b"machine code")
-    modules.store(SPECS[2], library, {})
+    module_spec.store(SPECS[2], library, {})
     SPECS[2].library().chmod(0o666)
     with pytest.raises(CacheError, match="can be written by others"):
         modules.built(SPECS[2])

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fuzz import families, plan
 from tests.fuzz.plan import Options
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime.module_spec import ModuleSpec
 
 
 def needed(options: Options, problems: int) -> list[ModuleSpec]:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from warploom.cli import main
-from warploom.runtime import cache, modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime import cache, module_spec, modules
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.trust import CacheError
 
 SPEC = ModuleSpec("some_kernel", "sm_90a", "tests.runtime.builders:build", (("width", 3),), ("runtime/cubin.py",))
@@ -42,7 +42,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def store(spec: ModuleSpec, content: bytes = b"machine code") -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "built.so").write_bytes(content)
-        modules.store(spec, Path(folder) / "built.so", {"bytes": len(content)})
+        module_spec.store(spec, Path(folder) / "built.so", {"bytes": len(content)})
 
 
 # Versions that share a cache
@@ -51,7 +51,7 @@ def store(spec: ModuleSpec, content: bytes = b"machine code") -> None:
 @pytest.mark.parametrize("what", ["dsl_version", "ffi_version", "sources_digest", "FORMAT", "cpu_features"])
 def test_two_versions_rebuilt_each_others_modules_in_turn(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Versions of the DSL, of tvm-ffi, of warploom, and machines each with instructions that the other lacks."""
-    machine = modules.cpu_features()[0]
+    machine = module_spec.cpu_features()[0]
     values = {
         "dsl_version": (lambda: "4.8.1", lambda: "4.9.0"),
         "ffi_version": (lambda: "0.1", lambda: "0.2"),
@@ -60,19 +60,19 @@ def test_two_versions_rebuilt_each_others_modules_in_turn(monkeypatch: pytest.Mo
         "cpu_features": (lambda: (machine, "avx_a"), lambda: (machine, "avx_b")),
     }[what]
     for value in values:
-        monkeypatch.setattr(modules, what, value)
+        monkeypatch.setattr(module_spec, what, value)
         assert modules.refusal(SPEC) is not None, "what the other built does not do"
         store(SPEC, what.encode() + str(values.index(value)).encode())
     for turn in (0, 1, 0, 1):
-        monkeypatch.setattr(modules, what, values[turn])
+        monkeypatch.setattr(module_spec, what, values[turn])
         library, _ = modules.find(SPEC)
         assert library.read_bytes() == f"{what}{turn}".encode()
 
 
 def test_what_another_machine_built_does_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = modules.cpu_features()
+    here = module_spec.cpu_features()
     store(SPEC)
-    monkeypatch.setattr(modules, "cpu_features", lambda: (*here, "avx9000"))
+    monkeypatch.setattr(module_spec, "cpu_features", lambda: (*here, "avx9000"))
     assert SPEC.library() != modules.find(SPEC)[0]
     store(SPEC, b"of this machine")
     assert modules.find(SPEC)[0].read_bytes() == b"of this machine"
@@ -80,11 +80,11 @@ def test_what_another_machine_built_does_where_it_can_run(monkeypatch: pytest.Mo
 
 def test_the_nearest_of_several_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
-        other.setattr(modules, "sources_digest", lambda sources: "others")
+        other.setattr(module_spec, "sources_digest", lambda sources: "others")
         store(SPEC)
     with monkeypatch.context() as other:
-        features = (*modules.cpu_features(), "avx9000")
-        other.setattr(modules, "cpu_features", lambda: features)
+        features = (*module_spec.cpu_features(), "avx9000")
+        other.setattr(module_spec, "cpu_features", lambda: features)
         store(SPEC)
     assert "avx9000" in (modules.refusal(SPEC) or "")
     store(SPEC)
@@ -175,7 +175,7 @@ def test_a_full_disk_left_temporary_files(tmp_path: Path, error: int, words: str
 
 def store_here(folder: Path) -> None:
     (folder / "built.so").write_bytes(b"machine code")
-    modules.store(SPEC, folder / "built.so", {})
+    module_spec.store(SPEC, folder / "built.so", {})
 
 
 @pytest.fixture

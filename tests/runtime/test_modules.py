@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from warploom.cli import main
-from warploom.runtime import modules
+from warploom.runtime import module_spec, modules
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.module_worker import Worker
-from warploom.runtime.modules import ModuleSpec
 
 ROOT = Path(__file__).parents[2]
 SPEC = ModuleSpec("some_kernel", "sm_90a", "tests.runtime.builders:build", (("width", 3),), ("runtime/cubin.py",))
@@ -35,7 +35,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def stored(cache: Path) -> Path:
     library = cache / "built.so"
     library.write_bytes(b"machine code")
-    modules.store(SPEC, library, {"registers": 168})
+    module_spec.store(SPEC, library, {"registers": 168})
     return SPEC.library()
 
 
@@ -74,22 +74,22 @@ def test_another_configuration_is_refused(stored: Path) -> None:
 
 @pytest.mark.parametrize(("key", "words"), [("dsl_version", "nvidia-cutlass-dsl"), ("ffi_version", "apache-tvm-ffi")])
 def test_other_versions_are_refused(stored: Path, monkeypatch: pytest.MonkeyPatch, key: str, words: str) -> None:
-    monkeypatch.setattr(modules, key, lambda: "999.1")
+    monkeypatch.setattr(module_spec, key, lambda: "999.1")
     assert words in (modules.refusal(SPEC) or "")
 
 
 def test_a_machine_without_the_dsl_takes_any(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "dsl_version", lambda: None)
+    monkeypatch.setattr(module_spec, "dsl_version", lambda: None)
     assert modules.refusal(SPEC) is None
 
 
 def test_another_processor_is_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = modules.cpu_features()
+    here = module_spec.cpu_features()
     manifest = stored.with_suffix(".json")
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "cpu": [*here, "avx9000"]}))
     assert modules.refusal(SPEC) == "built on a machine whose processor has avx9000, which this one lacks"
-    monkeypatch.setattr(modules, "cpu_features", lambda: (*here, "avx9000", "avx9001"))
+    monkeypatch.setattr(module_spec, "cpu_features", lambda: (*here, "avx9000", "avx9001"))
     assert modules.refusal(SPEC) is None, "a processor that has more runs it"
 
 
@@ -193,23 +193,24 @@ def test_processors_of_two_makers_run_each_others_modules(stored: Path, monkeypa
     """What one has and the other lacks is what compilers do not use unasked, but for avx_vnni."""
     manifest = stored.with_suffix(".json")
     content = json.loads(manifest.read_text())
-    machine = modules.cpu_features()[0]
+    machine = module_spec.cpu_features()[0]
     for built, here, refused in ((EPYC, XEON, None), ([*XEON[:-9], *XEON[-8:]], EPYC, None), (XEON, EPYC, "avx_vnni")):
-        monkeypatch.setattr(modules, "cpu_features", lambda here=here: (machine, *modules.instruction_sets(cpuinfo(here))))
+        features = (machine, *module_spec.instruction_sets(cpuinfo(here)))
+        monkeypatch.setattr(module_spec, "cpu_features", lambda features=features: features)
         # Whether the builder's list was sifted, or written whole by an earlier version.
-        for flags in (modules.instruction_sets(cpuinfo(built)), built):
+        for flags in (module_spec.instruction_sets(cpuinfo(built)), built):
             manifest.write_text(json.dumps({**content, "cpu": [machine, *flags]}))
             words = modules.refusal(SPEC)
             assert (words is None) if refused is None else (refused in (words or "") and "amx" not in (words or ""))
 
 
 def test_an_old_processor_is_told_what_it_lacks(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = modules.cpu_features()[0]
+    machine = module_spec.cpu_features()[0]
     manifest = stored.with_suffix(".json")
-    content = {**json.loads(manifest.read_text()), "cpu": [machine, *modules.instruction_sets(cpuinfo(EPYC))]}
+    content = {**json.loads(manifest.read_text()), "cpu": [machine, *module_spec.instruction_sets(cpuinfo(EPYC))]}
     manifest.write_text(json.dumps(content))
     old = [flag for flag in EPYC if "512" not in flag]
-    monkeypatch.setattr(modules, "cpu_features", lambda: (machine, *modules.instruction_sets(cpuinfo(old))))
+    monkeypatch.setattr(module_spec, "cpu_features", lambda: (machine, *module_spec.instruction_sets(cpuinfo(old))))
     assert "avx512f" in (modules.refusal(SPEC) or "") and "sse4a" not in (modules.refusal(SPEC) or "")
     manifest.write_text(json.dumps({**content, "cpu": ["another", "asimd"]}))
     assert "another" in (modules.refusal(SPEC) or "")
@@ -252,7 +253,7 @@ def test_a_dsl_without_its_compiler_builds_nothing(
 
 
 def test_specs_travel() -> None:
-    assert modules.from_json(modules.to_json(SPEC)) == SPEC
+    assert module_spec.from_json(module_spec.to_json(SPEC)) == SPEC
 
 
 def test_a_worker_builds_and_reports_errors() -> None:

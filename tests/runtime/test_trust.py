@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from warploom.runtime import cache, modules, trust
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime import cache, module_spec, modules, trust
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.trust import CacheError
 
 SPEC = ModuleSpec("some_kernel", "sm_90a", "tests.runtime.builders:build", (("width", 3),), ("runtime/cubin.py",))
@@ -38,7 +38,7 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def stored(root: Path, tmp_path: Path) -> Path:
     (tmp_path / "built.so").write_bytes(b"machine code")
-    modules.store(SPEC, tmp_path / "built.so", {"registers": 168})
+    module_spec.store(SPEC, tmp_path / "built.so", {"registers": 168})
     assert modules.refusal(SPEC) is None
     return SPEC.library()
 
@@ -218,7 +218,7 @@ def test_a_lock_that_is_not_ours_alone_was_taken(root: Path, monkeypatch: pytest
 def test_folders_of_a_loose_umask_were_open_to_others(root: Path, tmp_path: Path, umask: int) -> None:
     os.umask(umask)
     (tmp_path / "built.so").write_bytes(b"machine code")
-    modules.store(SPEC, tmp_path / "built.so", {})
+    module_spec.store(SPEC, tmp_path / "built.so", {})
     with modules.build_lock(SPEC):
         pass
     made = [root.parents[1], root.parents[0], root, root / "modules", *(root / "modules").iterdir()]
@@ -309,7 +309,7 @@ def test_a_file_system_without_locks_is_built_in(stored: Path, monkeypatch: pyte
 
     monkeypatch.setattr(fcntl, "flock", none)
     with modules.build_lock(SPEC), cache.open_cache() as folder, cache.scratch(folder) as unfinished:
-        modules.store(SPEC, tmp_path / "built.so", {})
+        module_spec.store(SPEC, tmp_path / "built.so", {})
         cache.sweep(folder)
         assert unfinished in folder.names(), "whose it is cannot be known"
     assert modules.refusal(SPEC) is None

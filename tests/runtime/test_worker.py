@@ -13,8 +13,8 @@ import pytest
 
 import warploom
 from warploom.runtime import modules
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.module_worker import Worker, _environment
-from warploom.runtime.modules import ModuleSpec
 from warploom.runtime.trust import CacheError
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from warploom.commands.table import table
+from warploom.runtime.table import table
 from warploom.smem import copies
 from warploom.smem.access import ACCESSES, ORDERS, Pattern, parse_pattern
 from warploom.smem.copies import CopyCount

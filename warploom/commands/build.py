@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from warploom.commands.table import table
 from warploom.runtime import modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime.module_spec import ModuleSpec
+from warploom.runtime.table import table
 
 EXAMPLES = """examples:
   warploom build --list                      the named set, and what of it the cache holds

@@ -17,9 +17,9 @@ import torch
 
 import warploom
 from warploom.commands.numbers import whole
-from warploom.commands.table import table
 from warploom.runtime import dispatch, modules
 from warploom.runtime.cache import cache_root
+from warploom.runtime.table import table
 from warploom.runtime.trust import CacheError
 
 EXAMPLES = """examples:

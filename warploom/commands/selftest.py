@@ -14,8 +14,8 @@ import torch
 
 from warploom.attention.judge import Verdict, judge
 from warploom.commands.selftest_cases import CASES, Call, Case
-from warploom.commands.table import table
 from warploom.runtime import dispatch
+from warploom.runtime.table import table
 from warploom.runtime.threads import one_thread
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,33 +1,33 @@
-"""The base of every mask: resolving with a cache, pytree registration, and what all masks can do."""
+"""The base of every mask: resolving with a cache, pytree registration, and what one mask can do by itself."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from warploom.masks import intervals as iv
-from warploom.masks.arguments import describe, integer, near, saturated, summary
-from warploom.masks.intervals import ResolvedMask
+from warploom.masks.arguments import describe, integer, summary
+from warploom.masks.intervals import ResolvedMask, finish
+from warploom.masks.startend import startend
+from warploom.masks.tiles import TileClasses
 from warploom.masks.visible import visible
-
-if TYPE_CHECKING:
-    from warploom.masks.tiles import TileClasses
 
 # Keys, or rows, of the longest call that column vectors describe: sums of positions stay within their 32 bits.
 LONGEST = 2**29
 _CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or two (prefill and decode)
 
 
-class Mask:
-    """Base of every mask: a description that resolves to a band and column intervals for given sequence
+class BaseMask:
+    """What every mask is, but for `&`: a description that resolves to a band and column intervals for given sequence
     lengths.
 
-    Masks are immutable, hold tensors on any device, are pytree nodes, move with `.to(device)` and intersect
-    with `&`. Changing a tensor in place that a mask was built from is allowed: the next call sees it.
+    Masks are immutable, hold tensors on any device, are pytree nodes and move with `.to(device)`. Changing a tensor in
+    place that a mask was built from is allowed: the next call sees it. `warploom.masks.intersect.Mask`, the class that
+    builders extend, adds `&`.
     """
 
     _fields: ClassVar[tuple[str, ...]] = ()
@@ -109,8 +109,6 @@ class Mask:
 
     def tiles(self, block_m: int, block_n: int, seqlen_q: int | None = None, seqlen_k: int | None = None) -> TileClasses:
         """Which tiles of block_m queries by block_n keys are hidden, partial or full; see `TileClasses`."""
-        from warploom.masks.tiles import TileClasses
-
         q, k = self._sizes(seqlen_q, seqlen_k)
         return TileClasses.of(self.resolve(q, k), q, k, block_m, block_n, device=self.device)
 
@@ -139,13 +137,13 @@ class Mask:
         q, k = self._sizes(seqlen_q, seqlen_k)
         draw(self, path, q, k, block_m=block_m, block_n=block_n, batch=batch, head=head)
 
-    def to(self, device: torch.device | str) -> Mask:
+    def to(self, device: torch.device | str) -> Self:
         """The same mask with its tensors on `device`."""
         device = _device(device)
         values = {name: getattr(self, name) for name in self._fields}
         return rebuild(
             type(self),
-            {name: value.to(device) if isinstance(value, (Tensor, Mask)) else value for name, value in values.items()},
+            {name: value.to(device) if isinstance(value, (Tensor, BaseMask)) else value for name, value in values.items()},
         )
 
     @property
@@ -154,22 +152,6 @@ class Mask:
         for tensor in self._tensors():
             return tensor.device
         return torch.device("cpu")
-
-    def __and__(self, other: Mask) -> Mask:
-        """What both show. Bands give a band, column intervals unite.
-
-        Raises ValueError, here or when the lengths are known, where a column would need more than two
-        intervals.
-        """
-        if not isinstance(other, Mask):
-            if isinstance(other, Tensor):
-                raise TypeError(
-                    f"& takes another mask, got {describe(other)}; turn a dense mask into one with ColumnMask.from_dense"
-                )
-            return NotImplemented
-        from warploom.masks.intersect import intersect
-
-        return intersect(self, other)
 
     def to_startend_row_indices(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> tuple[Tensor, bool]:
         """Paddle's flashmask_attention bounds: int32 (batch|1, heads|1, seqlen_k, n), and its `causal` flag.
@@ -185,8 +167,6 @@ class Mask:
         Raises:
             ValueError: a column would need more than two intervals.
         """
-        from warploom.masks.startend import startend
-
         q, k = self._sizes(seqlen_q, seqlen_k)
         return startend(self, q, k)
 
@@ -201,7 +181,7 @@ class Mask:
         found: list[Tensor] = []
         for name in self._fields:
             value = getattr(self, name)
-            if isinstance(value, Mask):
+            if isinstance(value, BaseMask):
                 found.extend(value._tensors())
             elif isinstance(value, Tensor):
                 found.append(value)
@@ -291,14 +271,3 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def finish(mask: ResolvedMask) -> ResolvedMask:
-    """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
-    mask = mask._replace(left=near(mask.left), right=near(mask.right))
-    present = [t for t in mask[2:] if t is not None]
-    if not present:
-        return mask
-    batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
-    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask[2:]]
-    return ResolvedMask(mask.left, mask.right, *ready)

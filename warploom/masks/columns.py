@@ -15,8 +15,11 @@ from torch import Tensor
 
 from warploom.masks import intervals as iv
 from warploom.masks.arguments import boolean, describe, saturated, strided, summary, with_values
-from warploom.masks.base import Mask, rebuild
+from warploom.masks.base import rebuild
+from warploom.masks.intersect import Intersection, Mask, check_broadcast
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.united import united
+from warploom.masks.zoo.bands import Band
 from warploom.runtime.arguments import INTEGERS
 
 __all__ = ["ColumnMask", "Mask", "ResolvedMask"]
@@ -130,6 +133,33 @@ class ColumnMask(Mask):
         self._check_length("the mask", extent, seqlen_k)
         vectors = [None if v is None else v.to(device) for v in (self.lts, self.lte, self.uts, self.ute)]
         return ResolvedMask(self.left, self.right, *vectors)
+
+    def _and(self, other: Mask) -> Mask | None:
+        if isinstance(other, Band):
+            limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
+            return column_mask(*limits, self.hidden_intervals())
+        return self._and_columns(other) if isinstance(other, ColumnMask) else None
+
+    def _and_columns(self, other: ColumnMask) -> Mask:
+        """What both show; refuses where the vectors alone tell that no lengths will do."""
+        both = Intersection(self, other)
+        length = self._extent()
+        assert length is not None
+        other._check_length("the mask", length, other._extent() or 0)
+        vectors = both._tensors()
+        check_broadcast(both, vectors)
+        limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
+        merged = iv.merge_by_structure(self.hidden_intervals() + other.hidden_intervals())
+        if len(merged) <= 2:
+            return column_mask(*limits, merged)
+        if (
+            all(v.device.type == "cpu" and v.numel() for v in vectors)
+            and not torch.compiler.is_compiling()
+            and limits == (None, None)
+        ):
+            # Refuses now where no length can help: with more rows a column never needs fewer intervals.
+            united(both, limits, merged, min(length, max(int(v.max()) for v in vectors)), length)
+        return both
 
     def hidden_intervals(self) -> list[iv.Interval]:
         return iv.intervals_of(ResolvedMask(self.left, self.right, self.lts, self.lte, self.uts, self.ute))

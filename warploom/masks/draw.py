@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from warploom.masks.arguments import describe, integer
-from warploom.masks.intervals import visible_per_column
+from warploom.masks.intervals import Resolvable, visible_per_column
 from warploom.masks.tiles import FULL, HIDDEN, PARTIAL, TileClasses
-
-if TYPE_CHECKING:
-    from warploom.masks.base import Mask
+from warploom.masks.visible import visible
 
 COLORS = {HIDDEN: "#eceff1", PARTIAL: "#ffcc80", FULL: "#2a6f97"}
 ELEMENT = "#12405c"
@@ -24,7 +23,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def draw(
-    mask: Mask,
+    mask: Resolvable,
     path: Any,
     seqlen_q: int,
     seqlen_k: int,
@@ -45,7 +44,7 @@ def draw(
     default_m, default_n = tile_size(seqlen_q, seqlen_k)
     block_m = default_m if block_m is None else integer("block_m", block_m, minimum=1)
     block_n = default_n if block_n is None else integer("block_n", block_n, minimum=1)
-    tiles = mask.tiles(block_m, block_n, seqlen_q, seqlen_k)
+    tiles = TileClasses.of(mask.resolve(seqlen_q, seqlen_k), seqlen_q, seqlen_k, block_m, block_n, device=mask.device)
     classes = tiles.matrix(batch, head)
     try:
         import matplotlib.colors
@@ -114,12 +113,13 @@ def _figure_size(seqlen_q: int, seqlen_k: int) -> tuple[float, float]:
     return max(5.2 * seqlen_k / longest + 0.8, 5.0), max(5.2 * seqlen_q / longest, 0.3) + 1.6
 
 
-def _draw_elements(axes: Any, mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, head: int) -> None:
+def _draw_elements(axes: Any, mask: Resolvable, seqlen_q: int, seqlen_k: int, batch: int, head: int) -> None:
     """A small square for every visible element."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    dense = mask.dense(seqlen_q, seqlen_k)
+    rows, columns = torch.arange(seqlen_q, device=mask.device), torch.arange(seqlen_k, device=mask.device)
+    dense = visible(mask.resolve(seqlen_q, seqlen_k), rows, columns, seqlen_k - seqlen_q)
     shown = dense[batch if dense.shape[0] > 1 else 0, head if dense.shape[1] > 1 else 0].nonzero().tolist()
     squares = [Rectangle((j + 0.2, i + 0.2), 0.6, 0.6) for i, j in shown]
     axes.add_collection(PatchCollection(squares, facecolor=ELEMENT, edgecolor="none"))
@@ -128,7 +128,7 @@ def _draw_elements(axes: Any, mask: Mask, seqlen_q: int, seqlen_k: int, batch: i
 def _label(
     figure: Any,
     axes: Any,
-    mask: Mask,
+    mask: Resolvable,
     tiles: TileClasses,
     classes: Tensor,
     elements: bool,

@@ -9,10 +9,12 @@ decides.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from warploom.masks.arguments import near, saturated
 
 Interval = tuple[Tensor | None, Tensor | None]
 
@@ -36,6 +38,26 @@ class ResolvedMask(NamedTuple):
     lte: Tensor | None
     uts: Tensor | None
     ute: Tensor | None
+
+
+class Resolvable(Protocol):
+    """A mask, as far as functions below it need to know one; its repr is its name in titles and errors."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def resolve(self, seqlen_q: int, seqlen_k: int) -> ResolvedMask: ...
+
+
+def finish(mask: ResolvedMask) -> ResolvedMask:
+    """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
+    mask = mask._replace(left=near(mask.left), right=near(mask.right))
+    present = [t for t in mask[2:] if t is not None]
+    if not present:
+        return mask
+    batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
+    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask[2:]]
+    return ResolvedMask(mask.left, mask.right, *ready)
 
 
 def intervals_of(mask: ResolvedMask) -> list[Interval]:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from warploom.masks import intervals as iv
-from warploom.masks.base import Mask, finish
-from warploom.masks.intersect import united
+from warploom.masks.intervals import Resolvable, finish
+from warploom.masks.united import united
 
 
-def startend(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, bool]:
+def startend(mask: Resolvable, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, bool]:
     """See `Mask.to_startend_row_indices`."""
     resolved = mask.resolve(seqlen_q, seqlen_k)
     hidden = iv.intervals_of(resolved)

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from warploom.runtime import cache, modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime import cache, module_spec
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.trust import CacheError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ class Worker:
         """Raises RuntimeError with the compiler's message."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(modules.to_json(spec) + "\n")
+            self._process.stdin.write(module_spec.to_json(spec) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
@@ -140,7 +140,7 @@ def compile_spec(spec: ModuleSpec) -> dict[str, Any]:
         library = Path(folder) / f"{spec.name}.so"
         facts: dict[str, Any] = getattr(import_module(module), function)(dict(spec.config), spec.name, library)
         facts["seconds"] = round(time.perf_counter() - start, 2)
-        modules.store(spec, library, facts)
+        module_spec.store(spec, library, facts)
     return facts
 
 
@@ -151,7 +151,7 @@ def main(scratch: str) -> None:
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         for line in sys.stdin:
             try:
-                answer = compile_spec(modules.from_json(line))
+                answer = compile_spec(module_spec.from_json(line))
             except CacheError as error:
                 answer = {"refused": str(error)}
             except Exception as error:

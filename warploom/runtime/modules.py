@@ -9,7 +9,6 @@ needs apache-tvm-ffi and the CuTe DSL's runtime library, not the DSL itself.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import platform
 import re
@@ -18,10 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,16 +26,12 @@ from typing import Any
 import torch
 
 from warploom.runtime import cache as files
+from warploom.runtime import module_spec
 from warploom.runtime.cache import cache_folder, open_cache
+from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.trust import CacheError, Folder
 
-FORMAT = 1  # of the manifest
-_DIGITS = 12  # of the digest in a file name
 _OLDEST_DRIVER = 13000  # CUDA 13.0, as the driver counts
-_PACKAGE = Path(__file__).parents[1]
-# Instruction sets that a compiler uses unasked. Others (sse4a, xop, adx, amx) need intrinsics, and the remaining flags of
-# /proc/cpuinfo say nothing about what a library runs on.
-_INSTRUCTIONS = re.compile(r"^(avx|sse(?!4a)|ssse|pni$|cx16|fma$|f16c|bmi|popcnt|lzcnt|abm|movbe|asimd|sve|fp)")
 _MEANINGS = {
     "format": "written by another version of warploom",
     "sources": "built from other kernel sources",
@@ -46,84 +39,6 @@ _MEANINGS = {
     "dsl": "built by another version of nvidia-cutlass-dsl",
     "tvm_ffi": "built for another version of apache-tvm-ffi",
 }
-
-
-@dataclass(frozen=True)
-class ModuleSpec:
-    """One kernel variant: ``builder`` ("package.module:function") turns ``config`` into a library that exports ``name``."""
-
-    name: str
-    arch: str  # "sm_90a"
-    builder: str
-    config: tuple[tuple[str, Any], ...]
-    sources: tuple[str, ...]  # files of the package that the kernel is made from
-
-    def described(self) -> dict[str, Any]:
-        """What a manifest must agree with for the module to be run."""
-        return {
-            "format": FORMAT,
-            "sources": sources_digest(self.sources),
-            "config": json.dumps([self.arch, self.builder, self.config]),
-            "dsl": dsl_version() or "any",
-            "tvm_ffi": ffi_version() or "any",
-        }
-
-    def stem(self) -> str:
-        """The file name, without its suffix, of a module built here and now."""
-        return f"{self.name}-{_digest(json.dumps([self.described(), cpu_features()]).encode())[:_DIGITS]}"
-
-    def library(self) -> Path:
-        """Where such a module lies in the cache."""
-        return cache_folder() / f"{self.stem()}.so"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-@cache
-def sources_digest(sources: tuple[str, ...]) -> str:
-    """SHA-256 of the files' contents, in order."""
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update((_PACKAGE / source).read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def dsl_version() -> str | None:
-    """The installed CuTe DSL's version, from metadata."""
-    return _version("nvidia-cutlass-dsl")
-
-
-@cache
-def ffi_version() -> str | None:
-    """The installed apache-tvm-ffi's major and minor version: its binary interface may change between those."""
-    found = _version("apache-tvm-ffi")
-    return ".".join(found.split(".")[:2]) if found else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def cpu_features() -> tuple[str, ...]:
-    """The machine's architecture and instruction sets; a module's host code may use those of the machine that built it."""
-    description = Path("/proc/cpuinfo")
-    return (platform.machine(), *instruction_sets(description.read_text() if description.exists() else ""))
-
-
-def instruction_sets(description: str) -> list[str]:
-    """Of the first processor of /proc/cpuinfo."""
-    for line in description.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return sorted({flag for flag in value.split() if _INSTRUCTIONS.match(flag)})
-    return []
 
 
 @cache
@@ -221,7 +136,7 @@ def find(spec: ModuleSpec) -> tuple[Path, dict[str, Any]]:
         except Missing as missing:
             nearest = missing
         ours = nearest.rank > 0
-        others = re.compile(rf"({re.escape(spec.name)}-[0-9a-f]{{{_DIGITS}}})\.json")
+        others = re.compile(rf"({re.escape(spec.name)}-[0-9a-f]{{{module_spec.DIGITS}}})\.json")
         stems = {found[1] for name in folder.names() if (found := others.fullmatch(name))}
         for stem in sorted(stems - {own}):
             try:
@@ -241,7 +156,7 @@ def _examine(spec: ModuleSpec, folder: Folder, stem: str) -> tuple[Path, dict[st
         raise Missing("not built") from None
     except (OSError, ValueError, RecursionError) as error:
         raise Missing(f"unreadable ({error})", 1) from error
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(content):
+    if not isinstance(manifest, dict) or manifest.get("sha256") != module_spec.digest(content):
         raise Missing("truncated or corrupted", 1)
     for rank, (key, value) in enumerate(spec.described().items(), 2):
         if manifest.get(key) != value and not (key == "dsl" and value == "any"):
@@ -251,7 +166,7 @@ def _examine(spec: ModuleSpec, folder: Folder, stem: str) -> tuple[Path, dict[st
         raise Missing("truncated or corrupted", 1)
     machine, *used = cpu
     lacking = [] if machine == platform.machine() else [machine]
-    lacking += [flag for flag in used if _INSTRUCTIONS.match(flag) and flag not in cpu_features()]
+    lacking += [flag for flag in used if module_spec.INSTRUCTIONS.match(flag) and flag not in module_spec.cpu_features()]
     if lacking:
         words = f"built on a machine whose processor has {', '.join(lacking)}, which this one lacks"
         raise Missing(words, len(_MEANINGS) + 2)
@@ -312,17 +227,6 @@ def unusable() -> str | None:
     except CacheError as error:
         return str(error)
     return None
-
-
-def store(spec: ModuleSpec, library: Path, facts: dict[str, Any]) -> None:
-    """Put a built library and its manifest into the cache, each in one step, the manifest last; CacheError if it cannot be."""
-    content = library.read_bytes()
-    manifest = {**spec.described(), "sha256": _digest(content), "cpu": list(cpu_features()), "facts": facts}
-    with open_cache(make=True) as folder:
-        stem = spec.stem()
-        files.remove(folder, f"{stem}.json")
-        files.put(folder, f"{stem}.so", content)
-        files.put(folder, f"{stem}.json", json.dumps(manifest, indent=1).encode())
 
 
 def facts(spec: ModuleSpec) -> dict[str, Any]:
@@ -416,15 +320,3 @@ def build(spec: ModuleSpec, why: str) -> None:
     except CacheError as error:
         raise CacheError(f"{spec.name} is {why}, and cannot be built: {error}") from error
     print(f"warploom: compiled {spec.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-
-
-def to_json(spec: ModuleSpec) -> str:
-    """A spec as the worker process reads it."""
-    return json.dumps(asdict(spec))
-
-
-def from_json(text: str) -> ModuleSpec:
-    """The inverse of ``to_json``."""
-    fields = json.loads(text)
-    fields["config"] = tuple((key, value) for key, value in fields["config"])
-    return ModuleSpec(**{**fields, "sources": tuple(fields["sources"])})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from warploom.bench.harness import Comparison, Timer, WrongResult, compare, environment
-from warploom.commands.table import table
+from warploom.runtime.table import table
 from warploom.smem.kernels import attention, gemm, ladder, nvrtc
 
 Call = Callable[[], Tensor]

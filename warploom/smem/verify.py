@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from warploom.commands.table import table
+from warploom.runtime.table import table
 from warploom.smem import copies, patterns
 from warploom.smem.access import ACCESSES
 from warploom.smem.kernels import attention, gemm, ladder, nvrtc, single

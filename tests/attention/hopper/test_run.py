@@ -18,7 +18,7 @@ from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.views import seen
 from warploom.runtime import modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if "dropout" not in name and "scale" not in name]
 VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]

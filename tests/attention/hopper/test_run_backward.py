@@ -20,7 +20,7 @@ from warploom.attention.hopper.plan import backward_config_for, backward_set, wo
 from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import seen
 from warploom.runtime import modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "scale"))]
 VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]

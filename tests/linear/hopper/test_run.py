@@ -22,7 +22,7 @@ from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import run
 from warploom.linear.problem import LinearCall
 from warploom.runtime import modules
-from warploom.runtime.modules import ModuleSpec
+from warploom.runtime.module_spec import ModuleSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PLAIN: dict[str, Any] = {"map_q": "identity", "map_k": "identity", "normalize": False, "dtype": torch.bfloat16}

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import check_values, describe, integer, per_batch_rows, readable, strided, summary, with_values
-from warploom.masks.base import LONGEST, Mask, rebuild
-from warploom.masks.intervals import ResolvedMask
+from warploom.masks.base import LONGEST, rebuild
+from warploom.masks.intersect import Mask
+from warploom.masks.intervals import ResolvedMask, intersect_bands
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 from warploom.runtime.arguments import FLOATS, INTEGERS, check_not_unlimited
 
@@ -23,6 +24,11 @@ class Band(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         return ResolvedMask(self.left, self.right, None, None, None, None)
+
+    def _and(self, other: Mask) -> Mask | None:
+        if isinstance(other, Band):
+            return band(*intersect_bands((self.left, self.right), (other.left, other.right)))
+        return other if self.left is None and self.right is None else None
 
 
 class Full(Band):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable, saturated
-from warploom.masks.base import Mask
+from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_of, scalar_or_column
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import boolean, check_values, describe, per_batch_rows, readable, saturated, summary
-from warploom.masks.base import Mask, rebuild
+from warploom.masks.base import rebuild
+from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
 

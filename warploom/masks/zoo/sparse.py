@@ -18,7 +18,8 @@ from warploom.masks.arguments import (
     strided,
     with_values,
 )
-from warploom.masks.base import LONGEST, Mask
+from warploom.masks.base import LONGEST
+from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 from warploom.runtime.arguments import INTEGERS

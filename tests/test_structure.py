@@ -1,0 +1,126 @@
+"""The package's imports go down only: no circle between modules, and the laboratory knows no command.
+
+An import counts wherever it stands in a file, and each is of one kind: "module", run when the file is imported; "function",
+run when a function is called; "typing", under `if TYPE_CHECKING`, never run. All three count: an import that is put off
+still ties two files together. `from package import name` is an import of the module `package.name` where there is one, else
+of `package`. What does not count: that Python imports `a` and `a.b` on the way to `a.b.c`, and names in strings, such as a
+builder's or a program's that another process runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import warploom
+
+Edges = dict[str, dict[str, str]]  # module -> what it imports -> the kind of the import
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Name and file of each module of a package."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[str, str, str]]:
+    """The package and the name within it, or "", that each import of a file asks for, and the kind."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+    def walk(node: ast.AST, kind: str) -> Iterator[tuple[str, str, str]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "", kind) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((source, alias.name, kind) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for child in node.body:
+                yield from walk(child, "typing")
+            for child in node.orelse:
+                yield from walk(child, kind)
+        else:
+            inside = "function" if kind == "module" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else kind
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, inside)
+
+    yield from walk(ast.parse(path.read_text()), "module")
+
+
+def edges(files: Mapping[str, Path]) -> Edges:
+    found: Edges = {}
+    for name, path in files.items():
+        targets = found[name] = {}
+        for source, attribute, kind in imports(name, path):
+            target = next((each for each in (f"{source}.{attribute}", source) if each in files), None)
+            if target is not None:
+                targets.setdefault(target, kind)
+    return found
+
+
+def circle(graph: Edges) -> list[str] | None:
+    """One circle, as the imports it goes through, or None."""
+    done: set[str] = set()
+
+    def search(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            around = [*path[path.index(name) :], name]
+            return [f"{a} -> {b} ({graph[a][b]})" for a, b in pairwise(around)]
+        if name in done:
+            return None
+        for target in graph[name]:
+            found = search(target, [*path, name])
+            if found:
+                return found
+        done.add(name)
+        return None
+
+    return next((found for name in graph if (found := search(name, []))), None)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Edges:
+    return edges(modules(Path(warploom.__file__).parent))
+
+
+def test_masks_and_their_bases_imported_each_other(graph: Edges) -> None:
+    """So did masks/base with draw and startend, and runtime/modules with module_worker."""
+    assert circle(graph) is None
+
+
+def test_the_laboratory_imported_a_command(graph: Edges) -> None:
+    laboratory = {name: targets for name, targets in graph.items() if name.startswith("warploom.smem")}
+    assert laboratory
+    assert [f"{a} -> {b}" for a, targets in laboratory.items() for b in targets if b.startswith("warploom.commands")] == []
+
+
+@pytest.mark.parametrize(
+    ("back", "kind"),
+    [
+        ("from house.a import A", "module"),
+        ("from house import a", "module"),
+        ("from .a import A", "module"),
+        ("from . import a", "module"),
+        ("import house.a as other", "module"),
+        ("class B:\n    def method(self):\n        from house.a import A", "function"),
+        ("import typing\nif typing.TYPE_CHECKING:\n    from house.a import A", "typing"),
+        ("try:\n    from house.a import A\nexcept ImportError:\n    A = None", "module"),
+    ],
+)
+def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path, back: str, kind: str) -> None:
+    house = tmp_path / "house"
+    house.mkdir()
+    (house / "__init__.py").touch()
+    (house / "a.py").write_text("from house.b import B\n")
+    (house / "b.py").write_text("import math\n")
+    assert circle(edges(modules(house))) is None
+    (house / "b.py").write_text(back)
+    found = circle(edges(modules(house)))
+    assert found is not None and set(found) == {"house.a -> house.b (module)", f"house.b -> house.a ({kind})"}
