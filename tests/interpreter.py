@@ -6,8 +6,13 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,6 +26,23 @@ def run_interpreted(*paths: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ignored() -> list[str]:
+    """The files that pytest is not to collect in a folder of interpreted tests: all, but under the interpreter, made ready."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return ["test_*.py"]
+    patch_numpy_scalars()
+    return []
+
+
+@cache
 def patch_numpy_scalars() -> None:
     """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses.
 
@@ -29,7 +51,6 @@ def patch_numpy_scalars() -> None:
     overflow checks that the interpreter computes and, as it is not told to debug, throws away.
     """
     from dataclasses import replace
-    from functools import cache
 
     from triton import language
     from triton.runtime import interpreter
