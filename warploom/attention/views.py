@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from warploom.runtime.arguments import keeps_nothing
+
 # Bands reach at most this far, so that sums with row and column numbers stay in 32 bits.
 FAR = 1 << 29
 
@@ -17,11 +19,6 @@ def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> t
     first = 0 if left is None else max(0, shift - left)
     end = seqlen_k if right is None else min(seqlen_k, seqlen_k + right)
     return first, end
-
-
-def keeps_nothing(left: int | None, right: int | None) -> bool:
-    """Whether the band is empty: then no key may be read, whatever it holds."""
-    return left is not None and right is not None and left < -right
 
 
 def reach(distance: int | None) -> int:

@@ -74,7 +74,7 @@ def _band(window: Window | None) -> tuple[int | None, int]:
     """left and right of the window cut by causality."""
     left, right = arguments.window("window", window)
     left, right = arguments.near(left), 0 if right is None else max(min(right, 0), -_FAR)
-    if left is not None and left < -right:
+    if arguments.keeps_nothing(left, right):
         # It keeps no key, and so none is to be read, which may hold anything: the newest ones are hidden, and all before them.
         return left, -_FAR
     return left, right

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from warploom.masks.arguments import integer
 from warploom.masks.intervals import ResolvedMask, band_rows
+from warploom.runtime.arguments import keeps_nothing
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 LTS_MIN, LTS_MAX, LTE_MIN, LTE_MAX, UTS_MIN, UTS_MAX, UTE_MIN, UTE_MAX = range(8)
@@ -198,7 +199,7 @@ def row_segments(
         begin = whole_blocks(edges[:-1] - right - offset).expand_as(begin)
     if left is not None:
         end = begun_blocks(edges[1:] + left - offset).expand_as(end)
-    if left is not None and right is not None and left < -right:
+    if keeps_nothing(left, right):
         end = begin
     end = torch.maximum(begin, end)
 

@@ -155,6 +155,11 @@ def near(distance: int | None) -> int | None:
     return max(-FAR, min(distance, FAR)) if type(distance) is int else distance
 
 
+def keeps_nothing(left: int | None, right: int | None) -> bool:
+    """Whether the band is empty: then no key may be read, whatever it holds."""
+    return left is not None and right is not None and left < -right
+
+
 def device(name: str, value: Any) -> torch.device | None:
     """A device argument that memory can be had on; None passes."""
     if value is None:

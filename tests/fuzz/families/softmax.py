@@ -14,6 +14,7 @@ from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
 from tests.fuzz.problem import DTYPES
 from tests.fuzz.views import EVEN, KINDS, PLAIN, View, place
+from warploom.runtime.arguments import keeps_nothing
 
 # Head dims of q and k, and of v, that pad to different powers of two or to the same, and equal ones.
 UNEQUAL = (
@@ -171,15 +172,13 @@ def draw_views(d: Draw, shapes: dict[str, tuple[int, ...]], variant: Variant | N
 
 def is_edge(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> bool:
     """Whether some query of a band may see nothing."""
-    all_see = left is None or left >= 0
-    if right is not None:
-        all_see = all_see and seqlen_k - seqlen_q + right >= 0 and (left is None or left >= -right)
-    return not (all_see and seqlen_k > 0)
+    all_see = (left is None or left >= 0) and (right is None or seqlen_k - seqlen_q + right >= 0)
+    return not (all_see and seqlen_k > 0) or keeps_nothing(left, right)
 
 
 def is_boxed(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> bool:
     """Whether no key is hidden from every query by the band."""
-    if left is not None and right is not None and left < -right:
+    if keeps_nothing(left, right):
         return False
     return (left is None or seqlen_k - seqlen_q <= left) and (right is None or right >= 0) and min(seqlen_q, seqlen_k) > 0
 

@@ -13,8 +13,9 @@ from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, keeps_nothing, reach, seen, stepped
+from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
+from warploom.runtime.arguments import keeps_nothing
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

@@ -13,8 +13,9 @@ from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import DTYPES, filled, processors
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, keeps_nothing, reach, seen
+from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
+from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.device import on_device
 
 CLAIMING_HEADS = 8  # of short causal calls at the most: 1024 keys, head_dim 64 321 TFLOP/s, 16 heads 313, 64 heads 312

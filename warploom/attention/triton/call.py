@@ -12,8 +12,9 @@ from torch import Tensor
 from warploom.attention import philox
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.config import Config, config
-from warploom.attention.views import keeps_nothing, seen
+from warploom.attention.views import seen
 from warploom.kernels.triton.widths import tile_widths
+from warploom.runtime.arguments import keeps_nothing
 
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
 UNIT = 8
