@@ -65,18 +65,14 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    key = None
-    if (  # what is not of the plainest type is for the checks
-        mask is None
-        and (type(dropout_p) is float or type(dropout_p) is int)
-        and not dropout_p
-        and dropout_seed is None
-        and not torch.compiler.is_compiling()
-    ):
-        key, launch = _bound(q, k, v, sink, causal, window, scale, softcap, deterministic, backend, return_lse)
-        if launch is not None:
-            out, lse = launch(q, k, v, sink)
-            return (out, lse) if return_lse else out
+    key = launch = None
+    if mask is None:
+        key, launch = _bound(
+            q, k, v, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse
+        )
+    if launch is not None:
+        out, lse = launch(q, k, v, sink)
+        return (out, lse) if return_lse else out
     args = dense_args(
         q,
         k,
@@ -140,24 +136,17 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
-    key = None
+    key = launch = None
     vectors = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if (
-        mask is None
-        and block_table is None
-        and (type(dropout_p) is float or type(dropout_p) is int)
-        and not dropout_p
-        and dropout_seed is None
-        and not torch.compiler.is_compiling()
-        and not checked()
-    ):
+    if mask is None and block_table is None:
         longest = (max_seqlen_q, max_seqlen_k)
         key, launch = _bound(
-            q, k, v, sink, causal, window, scale, softcap, deterministic, backend, return_lse, vectors, longest
+            q, k, v, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
+            vectors, longest,
         )
-        if launch is not None:
-            out, lse = launch(q, k, v, sink, *vectors)
-            return (out, lse) if return_lse else out
+    if launch is not None:
+        out, lse = launch(q, k, v, sink, *vectors)
+        return (out, lse) if return_lse else out
     args = varlen_args(
         q,
         k,
@@ -303,18 +292,28 @@ def _bound(
     window: Window | None,
     scale: float | None,
     softcap: float,
+    dropout_p: float,
+    dropout_seed: Tensor | int | None,
     deterministic: bool | None,
     backend: str | None,
     return_lse: bool,
     vectors: tuple[Tensor | None, ...] = (),
     longest: tuple[int | None, ...] = (),
 ) -> tuple[Hashable, Callable[..., tuple[Tensor, Tensor]] | None]:
-    """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
+    """The launcher that an earlier call of this kind left, and the key that it is or may be kept under; of a call without mask.
 
     The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
     keyword is not of the plainest type: 1 is equal to True, and would find what True left.
     ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
     """
+    if (
+        not (type(dropout_p) is float or type(dropout_p) is int)
+        or dropout_p
+        or dropout_seed is not None
+        or torch.compiler.is_compiling()
+        or (vectors and checked())
+    ):
+        return None, None
     try:
         if (
             not q.is_cuda
