@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ class LinearAttention(nn.Module):
             state=state,
             return_state=return_state,
             backend=self.backend,
-            **self._options(),  # type: ignore[arg-type]
+            **self._options(),
         )
         if isinstance(result, tuple):
             return self.out_projection(result[0].flatten(-2)), result[1]
@@ -139,7 +140,7 @@ class LinearAttention(nn.Module):
             if t.dtype not in arguments.FLOATS or mixed:
                 raise TypeError(f"{name} has dtype {t.dtype} but the module's parameters have {weight}")
 
-    def _options(self) -> dict[str, object]:
+    def _options(self) -> dict[str, Any]:
         return {"feature_map": self.feature_map, "normalize": self.normalize, "eps": self.eps, "scale": self.scale}
 
     def load_idiap(self, weights: Mapping[str, Tensor], prefix: str = "") -> None:
@@ -192,8 +193,8 @@ class CausalLinearAttention(LinearAttention):
         if state is None:
             # The maps decide E, so one token through the general call makes the first state.
             rows = (t.unsqueeze(1) for t in (q, k, v))
-            out, state = linear_attention(*rows, return_state=True, backend=self.backend, **self._options())  # type: ignore
+            out, state = linear_attention(*rows, return_state=True, backend=self.backend, **self._options())
             out = out.squeeze(1)
         else:
-            out, state = linear_attention_step(q, k, v, state, backend=self.backend, **self._options())  # type: ignore[arg-type]
+            out, state = linear_attention_step(q, k, v, state, backend=self.backend, **self._options())
         return self.out_projection(out.flatten(-2)), state

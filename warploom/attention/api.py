@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,32 @@ from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.ops import attention_op, unobserved
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -92,6 +118,36 @@ def attention(
     kept = key if args.q is q and args.k is k and args.v is v else None
     out, lse = _run(args, backend, kept)
     return (out, lse) if return_lse else out
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
+    deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
+    deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
+    deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -203,7 +259,6 @@ def scaled_dot_product_attention(
         )
     q, k, v, options = _sdpa_call(query, key, value, attn_mask, is_causal)
     out = attention(q, k, v, scale=scale, dropout_p=dropout_p, **options)
-    assert isinstance(out, Tensor)
     out = out.transpose(1, 2)
     return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 

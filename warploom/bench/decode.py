@@ -112,7 +112,7 @@ def _build_layers(shape: dict[str, int], device: torch.device) -> Iterator[tuple
             cache.lengths.fill_(shape["keys"] - 1)
             cache.append(token, token)
             out = warploom.decode(q, cache)
-        return out  # type: ignore[return-value]
+        return out
 
     def torchs(attend: peers.Attention) -> Tensor:
         for q, cache in layers:

@@ -127,7 +127,7 @@ def _build_step(shape: dict[str, int], device: torch.device) -> Iterator[tuple[s
 
 
 def _ours(feature_map: str, normalize: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return linear_attention(q, k, v, feature_map=feature_map, normalize=normalize, eps=EPS)  # type: ignore[return-value]
+    return linear_attention(q, k, v, feature_map=feature_map, normalize=normalize, eps=EPS)
 
 
 def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def mask_cases(device: torch.device, quick: bool) -> list[Case]:
 def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.device) -> Iterator[tuple[str, Comparison]]:
     inputs = shape.draw(device)
     contenders: dict[str, peers.Attention] = {
-        "warploom": lambda q, k, v: warploom.attention(q, k, v, causal=causal)  # type: ignore[dict-item,return-value]
+        "warploom": lambda q, k, v: warploom.attention(q, k, v, causal=causal)
     }
     refused: dict[str, str] = {}
     if device.type == "cuda":
@@ -145,7 +145,7 @@ def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.de
 def _build_window(shape: Shape, window: int, passes: list[str], device: torch.device) -> Iterator[tuple[str, Comparison]]:
     inputs, mask = shape.draw(device), SlidingWindow(window, 0)
     contenders: dict[str, peers.Attention] = {
-        "warploom": lambda q, k, v: warploom.attention(q, k, v, window=(window, 0))  # type: ignore[dict-item,return-value]
+        "warploom": lambda q, k, v: warploom.attention(q, k, v, window=(window, 0))
     }
     refused: dict[str, str] = {}
     try:
@@ -166,7 +166,7 @@ def _build_documents(
     packed = replace(shape, seqlen=ends[-1])
     q, k, v, dout = (t[0] for t in packed.draw(device))
     contenders: dict[str, peers.Attention] = {
-        "warploom": lambda q, k, v: warploom.attention_varlen(  # type: ignore[dict-item,return-value]
+        "warploom": lambda q, k, v: warploom.attention_varlen(
             q, k, v, cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, causal=causal
         )
     }
@@ -192,7 +192,7 @@ def _build_mask(shape: Shape, name: str, device: torch.device) -> Iterator[tuple
     inputs = shape.draw(device)
     pair = pairs(shape.seqlen, device)[name]()
     contenders: dict[str, peers.Attention] = {
-        "warploom": lambda q, k, v: warploom.attention(q, k, v, mask=pair.mask)  # type: ignore[dict-item,return-value]
+        "warploom": lambda q, k, v: warploom.attention(q, k, v, mask=pair.mask)
     }
     density = pair.mask.density(shape.seqlen, shape.seqlen)
     more: dict[str, Any] = {"density": density}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,27 @@ from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window, checked
+
+
+@overload
+def decode(
+    q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
+    window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def decode(
+    q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
+    window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def decode(
+    q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
+    window: Window | None = ..., sink: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,31 @@ from warploom.linear.feature_maps import FeatureMaps
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
 from warploom.runtime import arguments, dispatch
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., feature_map: FeatureMaps = ..., normalize: bool = ...,
+    eps: float = ..., scale: float = ..., state: LinearState | tuple[Tensor, Tensor] | None = ...,
+    return_state: Literal[False] = ..., lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., feature_map: FeatureMaps = ..., normalize: bool = ...,
+    eps: float = ..., scale: float = ..., state: LinearState | tuple[Tensor, Tensor] | None = ...,
+    return_state: Literal[True], lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, LinearState]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., feature_map: FeatureMaps = ..., normalize: bool = ...,
+    eps: float = ..., scale: float = ..., state: LinearState | tuple[Tensor, Tensor] | None = ..., return_state: bool,
+    lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, LinearState]: ...
 
 
 def linear_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,11 +75,11 @@ def attention_forward(
         options.update(causal=causal, window=_window(sliding_window, causal))
         if cu_q is not None:
             return _packed(q, k, v, kwargs, options), None
-        return cast(Tensor, warploom.attention(q, k, v, **options)), None
+        return warploom.attention(q, k, v, **options), None
     _check_rank(attention_mask)
     if attention_mask.dtype == torch.int32:
         mask = _from_bounds(attention_mask, causal, key.shape[2], cu_q, cu_k)
-        return cast(Tensor, warploom.attention(q, k, v, mask=mask, **options)), None
+        return warploom.attention(q, k, v, mask=mask, **options), None
     if attention_mask.dtype in _DENSE_DTYPES:
         return _dense(query, key, value, attention_mask, options), None
     raise ValueError(
@@ -150,7 +150,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], options: di
         None if longest_k is None else int(longest_k),
         **options,
     )
-    return cast(Tensor, out).unsqueeze(0)
+    return out.unsqueeze(0)
 
 
 def _from_bounds(bounds: Tensor, causal: bool, seqlen_k: int, cu_q: Tensor | None, cu_k: Tensor | None) -> Any:
@@ -203,7 +203,7 @@ def _may_keep(*tensors: Tensor | None) -> bool:
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     if options["softcap"] or options["sink"] is not None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return cast(Tensor, warploom.attention(q, k, v, mask=_dense_as_columns(mask), **options))
+        return warploom.attention(q, k, v, mask=_dense_as_columns(mask), **options)
     if mask.is_floating_point() and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
     out = warploom.scaled_dot_product_attention(
