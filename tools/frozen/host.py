@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import warploom
 
-Case = tuple[Callable[..., Tensor], tuple[Tensor, ...], bool]  # the call, what it differentiates in, whether it can
+Case = tuple[Callable[..., Any], tuple[Tensor, ...], bool]  # the call, its tensors, whether it has gradients in them
 
 
 def _cases(device: torch.device) -> dict[str, Case]:
@@ -29,13 +30,16 @@ def _cases(device: torch.device) -> dict[str, Case]:
     heads_first = tuple(t.transpose(1, 2) for t in (q, k, v))
     lengths = torch.full((2,), tokens, dtype=torch.int32, device=device)
     cache = warploom.KVCache(k.contiguous(), v.contiguous(), lengths)
-    longest = {"max_seqlen_q": tokens, "max_seqlen_k": tokens}
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return warploom.attention_varlen(q, k, v, starts, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens)
+
     return {
-        "attention": (lambda *t: warploom.attention(*t, causal=True), (q, k, v), True),
-        "varlen": (lambda *t: warploom.attention_varlen(*t, starts, causal=True, **longest), packed, True),
-        "sdpa": (lambda *t: warploom.scaled_dot_product_attention(*t, is_causal=True), heads_first, True),
+        "attention": (partial(warploom.attention, causal=True), (q, k, v), True),
+        "varlen": (varlen, packed, True),
+        "sdpa": (partial(warploom.scaled_dot_product_attention, is_causal=True), heads_first, True),
         "decode": (lambda t: warploom.decode(t, cache), (rows(2, 1, 4, 64),), False),
-        "linear": (lambda *t: warploom.linear_attention(*t, causal=True), (q, k, v), True),
+        "linear": (partial(warploom.linear_attention, causal=True), (q, k, v), True),
     }
 
 
@@ -45,15 +49,15 @@ def record(device: str, calls: int = 300) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (call, tensors, differentiable) in _cases(where).items():
         compiled = torch.compile(call, backend="inductor" if where.type == "cuda" else "aot_eager")
-        found[f"{name} forward"] = _microseconds(lambda call=call, tensors=tensors: call(*tensors), where, calls)
-        found[f"{name} compiled"] = _microseconds(lambda call=compiled, tensors=tensors: call(*tensors), where, calls)
+        found[f"{name} forward"] = _microseconds(partial(call, *tensors), where, calls)
+        found[f"{name} compiled"] = _microseconds(partial(compiled, *tensors), where, calls)
         if differentiable:
             for word, function in (("gradients", call), ("gradients, compiled", compiled)):
                 found[f"{name} {word}"] = _microseconds(_with_gradients(function, tensors), where, calls)
     return {"device": torch.cuda.get_device_name() if where.type == "cuda" else device, "entries": found}
 
 
-def _with_gradients(call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Callable[[], Any]:
+def _with_gradients(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Callable[[], Any]:
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     upstream = torch.ones_like(call(*tensors))
     return lambda: torch.autograd.grad(call(*leaves), leaves, upstream)
