@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tools.frozen.compare import compare
-from tools.frozen.machine import cubins, plain_ptx, plain_sass, sha
+from tools.frozen.machine import cubins, plain_host, plain_ptx, plain_sass, sha
 
 ROOT = Path(__file__).parents[1]
 PTX = """//
@@ -84,6 +84,36 @@ def test_names_and_addresses_of_machine_code_do_not_count() -> None:
 )
 def test_an_instruction_of_machine_code_counts_and_so_does_its_encoding(before: str, after: str) -> None:
     assert [*plain_sass(SASS.replace(before, after)).values()] != [*plain_sass(SASS).values()]
+
+
+HOST = """
+0000000000001100 <__cute_internal_name_cuda_load>:
+    1100:\tmovabs $0x6e65745f5f74615f,%rcx
+0000000000001a00 <__cute_internal_name_cutlass___call___object_at_>:
+    1a00:\tlea    0x3f31(%rip),%rsi        # 5010 <_GLOBAL_OFFSET_TABLE_>
+    1a07:\tmovabs $0x588b,%r10
+    1a11:\tmovl   $0x6,0x3c0(%rbx)
+    1a1b:\tmovabs $0xf00000000,%rdi
+    1a25:\tjne    1a40 <__cute_internal_name_cutlass___call___object_at_+0x40>
+0000000000002400 <__tvm_ffi_name>:
+    2400:\tret
+"""
+
+
+def test_names_and_addresses_of_what_launches_do_not_count() -> None:
+    other = HOST.replace("name", "another").replace("    1a", "    1b").replace("0x3f31", "-0x41").replace("5010", "6020")
+    other = (
+        other.replace("0x588b", "0xffffffffffffe1f8")
+        .replace("1a40", "1b40")
+        .replace("0x6e65745f5f74615f", "0x65745f5f74615f74")
+    )
+    assert plain_host(other) == plain_host(HOST)
+    assert len(plain_host(HOST).splitlines()) == 5
+
+
+@pytest.mark.parametrize("before, after", [("$0x6,", "$0x4,"), ("0xf00000000", "0x700000000"), ("jne", "je")])
+def test_what_is_launched_counts(before: str, after: str) -> None:
+    assert plain_host(HOST.replace(before, after)) != plain_host(HOST)
 
 
 def test_gpu_code_is_found_in_a_library() -> None:

@@ -106,6 +106,9 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.command == "record":
         return record(chosen)
+    for path in (chosen.before, chosen.after):
+        if not path.is_file():
+            two.error(f"{path} is not there")
     lines, equal = compare(load(chosen.before), load(chosen.after), chosen.most)
     print("\n".join(lines))
     return 0 if equal else 1

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -121,10 +122,51 @@ def cubins(library: bytes) -> list[bytes]:
     return found
 
 
+def launcher(library: Path) -> str:
+    """A digest of the host code that launches a module's kernels, where grids, clusters and TMA descriptors are made.
+
+    Of x86-64, as binutils' objdump prints it. Addresses are left out; constants in memory count, but for runs of letters: names.
+    """
+    if shutil.which("objdump") is None:
+        return "not recorded: objdump is not here"
+    done = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
+    code = plain_host(done.stdout)
+    if not code:
+        raise ValueError(f"{library} has no function that launches")
+    return sha(code + repr(_constants(library.read_bytes())))
+
+
+def plain_host(listing: str) -> str:
+    """The launching functions of objdump's listing without names, addresses and offsets from the table of addresses."""
+    lines, inside = [], False
+    for line in listing.splitlines():
+        heading = re.match(r"[0-9a-f]+ <(.*)>:$", line)
+        if heading:
+            inside = "_cutlass___call__" in heading[1] and "_mlir_ciface" not in heading[1]
+        elif inside and ":" in line:
+            text = line.partition(":")[2].partition("#")[0]
+            text = re.sub(r"-?0x[0-9a-f]+\(%rip\)", "(%rip)", re.sub(r"\b[0-9a-f]+ <[^>]*>", "target", text))
+            # Small numbers are moved by shorter instructions.
+            text = re.sub(r"movabs +\$0x(?:f{11}[0-9a-f]{5}|[0-9a-f]{1,5}),", "movabs offset,", text)
+            lines.append(" ".join(text.split()))
+    return "\n".join(lines)
+
+
+def _constants(library: bytes) -> bytes:
+    """What .rodata holds, without runs of letters and zeros."""
+    sections, size, count, names = (*struct.unpack_from("<Q", library, 0x28), *struct.unpack_from("<3H", library, 0x3A))
+    headers = [struct.unpack_from("<II16xQQ", library, sections + n * size) for n in range(count)]
+    for name, _, offset, length in headers:
+        start = headers[names][2] + name
+        if library[start : library.index(b"\0", start)] == b".rodata":
+            return re.sub(rb"[ -~]{4,}|\0", b"", library[offset : offset + length])
+    return b""
+
+
 def record_modules(folder: Path, only: str = "") -> dict[str, Any]:
-    """Every compiled module of a cache by its name without the digest of its sources."""
+    """Every compiled module of a cache (or of its folder `modules`) by its name without the digest of its sources."""
     found: dict[str, Any] = {}
-    for library in sorted(folder.glob("*.so")):
+    for library in sorted([*folder.glob("*.so"), *folder.glob("modules/*.so")]):
         name = re.sub(r"-[0-9a-f]{12}$", "", library.stem)
         if only not in name:
             continue
@@ -133,7 +175,7 @@ def record_modules(folder: Path, only: str = "") -> dict[str, Any]:
         code = [k for cubin in cubins(library.read_bytes()) for k in kernels(cubin)]
         if not code:
             raise ValueError(f"{library} holds no GPU code")
-        entry = {"kernels": code, "facts": {n: v for n, v in facts.items() if n != "seconds"}}
+        entry = {"launcher": launcher(library), "kernels": code, "facts": {n: v for n, v in facts.items() if n != "seconds"}}
         # Modules of several versions or machines may lie side by side.
         if name in found and found[name] != entry:
             raise ValueError(f"{folder} has several modules {name} that differ: give a cache of one version")
