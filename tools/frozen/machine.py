@@ -125,7 +125,7 @@ def cubins(library: bytes) -> list[bytes]:
 def launcher(library: Path) -> str:
     """A digest of the host code that launches a module's kernels, where grids, clusters and TMA descriptors are made.
 
-    Of x86-64, as binutils' objdump prints it. Addresses are left out; constants in memory count, runs of letters (names) do not.
+    Of x86-64, as binutils' objdump prints it. Addresses are left out; constants in memory count, runs of letters (names) not.
     """
     if shutil.which("objdump") is None:
         return "not recorded: objdump is not here"
