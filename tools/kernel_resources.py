@@ -232,8 +232,18 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
             cached.cache_clear()
 
 
-def compile_launch(launch: Recorded, architecture: int) -> Resources:
-    """Compile what a launch would, for an architecture that need not be here."""
+@dataclass(frozen=True)
+class Specialised:
+    """What Triton compiles a binary from, beside the kernel's source; names are the kernel's parameters."""
+
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]  # by the parameter's place
+    options: dict[str, Any]  # warps, stages and the like
+
+
+def specialised(launch: Recorded) -> Specialised:
+    """What a launch asks for; pointers that a kernel specialises on are taken to be aligned."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -241,12 +251,12 @@ def compile_launch(launch: Recorded, architecture: int) -> Resources:
     given = dict(zip((p.name for p in parameters if not p.is_constexpr), launch.arguments, strict=True))
     for i, p in enumerate(parameters):
         value = launch.constants[p.name] if p.is_constexpr else given[p.name]
-        specialised = not p.do_not_specialize
-        if p.is_constexpr or value is None or (specialised and isinstance(value, int) and value == 1):
+        special = not p.do_not_specialize
+        if p.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
             signature[p.name], constants[p.name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[p.name] = "*" + _POINTERS[value.dtype]
-            if specialised:
+            if special:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, TensorDescriptor):
             signature[p.name] = f"tensordesc<{_POINTERS[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
@@ -254,11 +264,26 @@ def compile_launch(launch: Recorded, architecture: int) -> Resources:
             signature[p.name] = "fp32"
         else:
             signature[p.name] = p.annotation_type or ("i32" if -(2**31) <= value < 2**31 else "i64")
-            if specialised and value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in launch.constants.items() if name not in signature}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return Specialised(signature, constants, attributes, options)
+
+
+def compiled_launch(launch: Recorded, architecture: int) -> Any:
+    """Triton's binary of a launch, for an architecture that need not be here."""
+    s = specialised(launch)
+    source = ASTSource(launch.kernel, s.signature, s.constants, s.attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=s.options)
+
+
+def compile_launch(launch: Recorded, architecture: int) -> Resources:
+    """What the binary of a launch takes."""
+    return resources_of(launch, compiled_launch(launch, architecture), architecture)
+
+
+def resources_of(launch: Recorded, compiled: Any, architecture: int) -> Resources:
+    """What a binary takes, and its faults, which are printed too."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()

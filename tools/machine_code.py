@@ -194,16 +194,21 @@ def _effects(opcode: str, operands: str) -> tuple[set[str], set[str]]:
     return {f"UR{n}" for n in reads} | ({"R1"} if stack else set()), {f"UR{n}" for n in writes}
 
 
-def listing(cubin: bytes) -> str:
-    """What nvdisasm, which comes with Triton, prints of a kernel."""
+def tool(name: str) -> str:
+    """Where one of the CUDA tools lies that come with Triton."""
     triton = find_spec("triton")
-    tool = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else Path()
-    if not tool.is_file():
-        raise FileNotFoundError("nvdisasm is not here; it comes with the triton package")
+    found = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / name if triton else Path()
+    if not found.is_file():
+        raise FileNotFoundError(f"{name} is not here; it comes with the triton package")
+    return str(found)
+
+
+def listing(cubin: bytes) -> str:
+    """What nvdisasm prints of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool("nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _faults_of(cubin: Path) -> list[str]:
