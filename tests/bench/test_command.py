@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,3 +306,15 @@ def test_report_of_bank_counters_and_of_unknown_files(tmp_path: Path, capsys: py
 
 def test_mean_is_geometric() -> None:
     assert report.mean([4.0, 1.0]) == pytest.approx(2.0)
+
+
+def test_the_report_of_this_repository_is_the_one_that_is_committed(tmp_path: Path) -> None:
+    """What fuzzers, sanitizers and sweeps wrote lies beside the runs and has no section."""
+    root = Path(__file__).parents[2]
+    files = sorted((root / "benchmarks" / "results").glob("*.json"))
+    runs = [path.relative_to(root) for path in files if report.is_run(path)]
+    assert 0 < len(runs) < len(files)
+    with contextlib.chdir(root):
+        pages = report.write(runs, tmp_path)
+    for page in pages:
+        assert page.read_text() == (root / "docs" / page.relative_to(tmp_path)).read_text(), page

@@ -19,6 +19,16 @@ than 1 means that ours is faster; means are geometric.
 """
 
 
+# What tells the kinds of files that have a section.
+KINDS = ("roofs", "processor", "agree", "trials", "loss", "call")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a JSON file holds speeds or bank conflicts, and not what fuzzers, sanitizers or sweeps found."""
+    run = json.loads(path.read_text())
+    return isinstance(run, dict) and any(kind in run for kind in KINDS)
+
+
 def write(files: Sequence[Path], docs: Path) -> list[Path]:
     """Write performance.md and its pictures; returns what was written."""
     runs = [(path, json.loads(path.read_text())) for path in files]
@@ -36,7 +46,7 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
             sections.append(_trials_run(path, run))
         elif "loss" in run:
             sections.append(_training_run(path, run))
-        elif "kernels" in run:
+        elif "call" in run:
             sections.append(
                 "## Bank conflicts of an attention kernel\n\n"
                 "The wavefronts of every shared-memory instruction of the Ampere forward, predicted and counted, are in "

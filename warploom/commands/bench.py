@@ -172,9 +172,9 @@ def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from warploom.bench.report import write
+    from warploom.bench.report import is_run, write
 
-    files = options.files or sorted(Path("benchmarks/results").glob("*.json"))
+    files = options.files or [path for path in sorted(Path("benchmarks/results").glob("*.json")) if is_run(path)]
     if not files:
         raise ValueError("report found no files in benchmarks/results")
     pages = write(files, options.docs)
