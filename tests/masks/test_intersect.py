@@ -115,3 +115,22 @@ def test_refusals_in_words():
         a & ColumnMask(vector(1, 2, 3))
     with pytest.raises(TypeError):
         Causal() & 3
+
+
+def test_masks_of_key_heads_and_of_query_heads_intersect():
+    """Query head h sees what the mask of key head h // group and its own show."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(0, 12, (2, heads, 9), generator=generator, dtype=torch.int32) for heads in (2, 8, 4)]
+    of_keys, of_queries, between = (ColumnMask(t) for t in drawn)
+    for one, other in (
+        (of_keys, of_queries),
+        (of_queries, of_keys),
+        (of_keys & between, of_queries),
+        (Causal() & of_keys, of_queries),
+    ):
+        both = (one & other).dense(12, 9)
+        wanted = [m.dense(12, 9) for m in (one, other)]
+        wanted = [m.repeat_interleave(8 // m.shape[1], dim=1) for m in wanted]
+        assert torch.equal(both.expand(2, 8, 12, 9), (wanted[0] & wanted[1]).expand(2, 8, 12, 9))
+    with pytest.raises(ValueError, match="cannot intersect masks of 2 and 3 heads"):
+        of_keys & ColumnMask(torch.ones(2, 3, 9, dtype=torch.int32))

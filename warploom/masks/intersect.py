@@ -71,4 +71,6 @@ def check_broadcast(mask: Intersection, vectors: list[Tensor]) -> None:
     for dim, what in ((0, "batch entries"), (1, "heads")):
         sizes = sorted({int(t.shape[dim]) for t in vectors} - {1})
         if len(sizes) > 1:
-            raise ValueError(f"cannot intersect masks of {sizes[0]} and {sizes[1]} {what}: {mask!r}")
+            if what == "heads" and all(sizes[-1] % size == 0 for size in sizes):
+                continue  # of key heads and of query heads
+            raise ValueError(f"cannot intersect masks of {sizes[0]} and {sizes[-1]} {what}: {mask!r}")

@@ -81,12 +81,12 @@ def intersect_bands(a: tuple[int | None, int | None], b: tuple[int | None, int |
 
 def merge_by_structure(intervals: list[Interval]) -> list[Interval]:
     """Unites what unites whatever the values are: intervals that start at row 0, and intervals that end at
-    seqlen_q.
+    seqlen_q. Vectors of key heads are repeated for the query heads of each.
     """
     to_end: Tensor | None = None
     from_zero: Tensor | None = None
     others: list[Interval] = []
-    for start, end in intervals:
+    for start, end in _over_heads(intervals):
         if end is None and start is not None:
             to_end = start if to_end is None else torch.minimum(to_end, start)
         elif start is None and end is not None:
@@ -96,6 +96,18 @@ def merge_by_structure(intervals: list[Interval]) -> list[Interval]:
     merged: list[Interval] = [] if to_end is None else [(to_end, None)]
     merged.extend(others)
     return merged if from_zero is None else [*merged, (None, from_zero)]
+
+
+def _over_heads(intervals: list[Interval]) -> list[Interval]:
+    heads = {t.shape[1] for interval in intervals for t in interval if t is not None} - {1}
+    if len(heads) < 2:
+        return intervals
+    most = max(heads)
+
+    def spread(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[1] == 1 else t.repeat_interleave(most // t.shape[1], dim=1)
+
+    return [(spread(start), spread(end)) for start, end in intervals]
 
 
 def pack(left: int | None, right: int | None, intervals: list[Interval]) -> ResolvedMask:
