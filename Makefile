@@ -25,7 +25,7 @@ help:
 	@echo "make sanitize  compute-sanitizer over each compiled Triton kernel, on a CUDA device"
 	@echo "make fuzz      random problems against an oracle, on this CPU, up to ten minutes (ARGS='--seed 7')"
 	@echo "make fuzz-gpu  the same on a CUDA device"
-	@echo "make transformers-sweep  every model class of transformers, eager against warploom; about half an hour"
+	@echo "make transformers-sweep  every model class of transformers, eager against warploom; about an hour"
 	@echo "make clean     remove what the other targets made, .venv included"
 
 test: dev

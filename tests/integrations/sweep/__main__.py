@@ -18,7 +18,7 @@ from typing import Any
 from .compare import BODIES
 from .core import CORE_EQUAL, CORE_REFUSED
 
-SECONDS, GIBIBYTES = 120, 8
+SECONDS, GIBIBYTES = 900, 8
 RESULTS = Path("benchmarks/results/transformers.json")
 
 
