@@ -114,9 +114,9 @@ def attention(
         deterministic=deterministic,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    # A launcher takes the caller's tensors as they are: where one was copied, none is kept.
-    kept = key if args.q is q and args.k is k and args.v is v else None
-    out, lse = _run(args, backend, kept)
+    if not _are((q, k, v), (args.q, args.k, args.v)):
+        key = None
+    out, lse = _run(args, backend, key)
     return (out, lse) if return_lse else out
 
 
@@ -224,11 +224,9 @@ def attention_varlen(
         deterministic=deterministic,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if any([t is not found for t, found in zip(vectors, (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k), strict=True)]):
-        key = None  # they came in another dtype, which a kept launcher would misread
-    # A launcher takes the caller's tensors as they are: where one was copied, none is kept.
-    kept = key if args.q is q and args.k is k and args.v is v else None
-    out, lse = _run(args, backend, kept)
+    if not _are((q, k, v, *vectors), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
+        key = None
+    out, lse = _run(args, backend, key)
     return (out, lse) if return_lse else out
 
 
@@ -336,6 +334,11 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
 
 
 _NUMBERS = (float, int, type(None))
+
+
+def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call runs on the caller's own tensors. A launcher takes them as they are: of copies, none is kept."""
+    return all([t is found for t, found in zip(given, read, strict=True)])
 
 
 def _bound(
