@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from warploom.smem.access import parse_pattern
-from warploom.smem.kernels.nvrtc import Kernels
+from warploom.smem.device.kernels.nvrtc import Kernels
 from warploom.smem.layout import Tile, parse_swizzles
 from warploom.smem.walk import count
 
