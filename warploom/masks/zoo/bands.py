@@ -68,7 +68,7 @@ def band(left: int | None, right: int | None) -> Band:
     """The plainest mask with this band."""
     if left is None and right in (None, 0):
         return Full() if right is None else Causal()
-    return rebuild(SlidingWindow, {"left": left, "right": right})  # type: ignore[no-any-return]
+    return rebuild(SlidingWindow, {"left": left, "right": right})
 
 
 class Chunked(Mask):
