@@ -107,9 +107,10 @@ class Timer:
 
 
 def order_of(turn: int, count: int) -> list[int]:
-    """Who is timed when in a round, so that over the rounds each contender follows each other one equally often: a chip
-    that a heavy kernel has just warmed clocks lower for the next (Williams, Experimental designs balanced for the estimation
-    of residual effects of treatments, 1949).
+    """The order in which contenders are timed in a round: over the rounds, each follows each other equally often.
+
+    A chip that a heavy kernel has just warmed clocks lower for the next one (Williams, Experimental designs balanced for
+    the estimation of residual effects of treatments, 1949).
     """
     zigzag = [i // 2 if i % 2 == 0 else count - (i + 1) // 2 for i in range(count)]
     if count % 2 and turn // count % 2:

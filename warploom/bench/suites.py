@@ -212,8 +212,11 @@ def _build_mask(shape: Shape, name: str, device: torch.device) -> Iterator[tuple
 def _preparation(
     mask: Mask, seqlen: int, device: torch.device, block_mask: Call, refused: dict[str, str], more: dict[str, Any]
 ) -> Comparison:
-    """What a new mask costs: the bounds that every layer shares, with the column vectors there already (in a graph) or made
-    too, against a block mask."""
+    """What a new mask costs, against a block mask.
+
+    Timed are the bounds that every layer shares: once with the column vectors there already, in a CUDA graph, and once
+    with the vectors made too.
+    """
     calls: dict[str, Call] = {}
     refused = dict(refused)
     mask = mask.to(device)

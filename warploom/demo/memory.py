@@ -15,9 +15,7 @@ _RESET_PEAK = "5"  # proc(5): resets VmHWM to the current resident size
 
 
 class PeakMemory:
-    """Bytes above the starting level at the highest point since `start()`; None where that cannot be
-    measured.
-    """
+    """Bytes above the starting level at the highest point since `start()`; None where that cannot be measured."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device.startswith("cuda")

@@ -1,5 +1,4 @@
-"""Column bounds for batches: what a collator knows (padding, packed documents), as the mask a model passes
-through.
+"""Column bounds for batches: what a collator knows of padding and packed documents, as a mask that models pass through.
 
 Models of transformers hand any 4-D `attention_mask` to the attention function untouched, so a batch can carry
 int32 column bounds `(batch, 1, keys, 4)` there, and an encoder that would never look for documents in its

@@ -1,9 +1,8 @@
-"""Column masks: each key column hides at most two intervals of query rows, next to a band around the
-diagonal.
+"""Column masks: each key column hides at most two intervals of query rows, besides a band around the diagonal.
 
-The representation is FlashMask's (arXiv 2410.01359): O(seqlen) memory where a dense mask takes O(seqlen^2),
-and tiles are skipped or left unmasked by comparing a few numbers. Builders of common masks are in
-`warploom.masks.zoo`; all share `Mask` below.
+The representation is FlashMask's (arXiv 2410.01359). It takes O(seqlen) memory where a dense mask takes O(seqlen^2), and
+a few comparisons tell which tiles to skip and which to leave unmasked. Builders of common masks are in
+`warploom.masks.zoo`; all share the base class `Mask`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class ColumnMask(Mask):
         causal: adds the bottom-right aligned causal band, key j <= i + seqlen_k - seqlen_q.
 
     Raises:
-        TypeError, ValueError: a vector of another dtype, rank, length or device, or an interval given by
-            half.
+        TypeError, ValueError: a vector of another dtype, rank, length or device, or one half of an interval.
     """
 
     _fields = ("lts", "lte", "uts", "ute", "left", "right")

@@ -89,8 +89,7 @@ class Chunked(Mask):
 
 
 class Padding(Mask):
-    """Hides padded keys from every query; padded queries still see the real keys, as in torch SDPA's key
-    padding.
+    """Hides padded keys from every query; padded queries still see the real keys, as with SDPA's key padding.
 
     Args:
         mask_2d_or_lengths: a mask (batch, seqlen_k), bool or numeric, nonzero = real token, on any side

@@ -1,5 +1,6 @@
-"""From key positions to rows. Builders work in key coordinates, where query i sits at p = i + seqlen_k -
-seqlen_q.
+"""From key positions to rows.
+
+Builders work in key coordinates, where query i sits at p = i + seqlen_k - seqlen_q.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ def columns(seqlen_k: int, device: torch.device) -> Tensor:
 
 
 def rows_of(position: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The row whose query sits at `position` (batch|1, seqlen_k), clamped to [0, seqlen_q]: int32 (batch|1,
-    1, seqlen_k).
-    """
+    """The row whose query sits at `position` (batch|1, seqlen_k), within [0, seqlen_q]: int32 (batch|1, 1, seqlen_k)."""
     return (position - (seqlen_k - seqlen_q)).clamp(0, seqlen_q).to(torch.int32).unsqueeze(1)
 
 
