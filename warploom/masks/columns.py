@@ -135,7 +135,7 @@ class ColumnMask(Mask):
     def _and(self, other: Mask) -> Mask | None:
         if isinstance(other, Band):
             limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
-            return column_mask(*limits, self.hidden_intervals())
+            return column_mask(*limits, self._hidden_intervals())
         return self._and_columns(other) if isinstance(other, ColumnMask) else None
 
     def _and_columns(self, other: ColumnMask) -> Mask:
@@ -147,7 +147,7 @@ class ColumnMask(Mask):
         vectors = both._tensors()
         check_broadcast(both, vectors)
         limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
-        merged = iv.merge_by_structure(self.hidden_intervals() + other.hidden_intervals())
+        merged = iv.merge_by_structure(self._hidden_intervals() + other._hidden_intervals())
         if len(merged) <= 2:
             return column_mask(*limits, merged)
         if (
@@ -159,7 +159,7 @@ class ColumnMask(Mask):
             united(both, limits, merged, min(length, max(int(v.max()) for v in vectors)), length)
         return both
 
-    def hidden_intervals(self) -> list[iv.Interval]:
+    def _hidden_intervals(self) -> list[iv.Interval]:
         return iv.intervals_of(ResolvedMask(self.left, self.right, self.lts, self.lte, self.uts, self.ute))
 
     def __repr__(self) -> str:
