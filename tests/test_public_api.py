@@ -12,7 +12,8 @@ ADVICE = """The public names or signatures of the package are no longer those of
 
 Where that is not meant, give the old name or signature back. Where it is meant:
 
-1. Others rely on these names. What goes away, or changes its meaning, warns for one minor release first: docs/stability.md says how.
+1. Others rely on these names. What goes away, or changes its meaning, warns for one minor release first:
+   docs/stability.md says how.
 2. Write a line into CHANGELOG.md, and change the pages of docs/ that show the call.
 3. Write the file anew with `python -m tests.public_api`, and commit it with the change.
 """
@@ -20,8 +21,8 @@ Where that is not meant, give the old name or signature back. Where it is meant:
 
 def test_public_names_and_signatures_are_those_written_down() -> None:
     before, now = public_api.FILE.read_text(encoding="utf-8"), public_api.text()
-    difference = "\n".join(difflib.unified_diff(before.splitlines(), now.splitlines(), "written down", "found", lineterm="", n=1))
-    assert before == now, ADVICE.format(difference=difference)
+    difference = difflib.unified_diff(before.splitlines(), now.splitlines(), "written down", "found", lineterm="", n=1)
+    assert before == now, ADVICE.format(difference="\n".join(difference))
 
 
 def test_a_changed_default_a_new_name_and_a_lost_one_are_seen(monkeypatch) -> None:

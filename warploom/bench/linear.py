@@ -79,7 +79,7 @@ def _build(shape: dict[str, int], forward_only: bool, device: torch.device) -> I
 def _backward(
     contenders: dict[str, Attend], refused: dict[str, str], inputs: list[Tensor], want: OneHead, device: torch.device
 ) -> Comparison:
-    """Gradients of q, k and v: four tensors read and three written at the least."""
+    """The comparison of gradients of q, k and v, which reads four tensors and writes three at the least."""
     bytes_moved = 7.0 * inputs[0].numel() * inputs[0].element_size()
     calls: dict[str, Call] = {}
     refused = dict(refused)

@@ -37,7 +37,7 @@ class Shape:
     head_dim_v: int | None = None  # head_dim
 
     def flops(self, density: float) -> float:
-        """Of a forward pass: two products over the visible scores."""
+        """FLOPs of a forward pass: two products over the visible scores."""
         dims = self.head_dim + (self.head_dim_v or self.head_dim)
         return 2.0 * self.batch * self.heads * self.seqlen**2 * dims * density
 
@@ -271,7 +271,7 @@ def _backward(
     flops: float,
     more: dict[str, Any],
 ) -> Comparison:
-    """Gradients of q, k and v; a backward pass counts five products for the forward's two."""
+    """The comparison of gradients of q, k and v; a backward pass counts five products, a forward pass two."""
     calls: dict[str, Call] = {}
     refused = dict(refused)
     for name, attend in contenders.items():

@@ -43,7 +43,7 @@ class PeakMemory:
 
 
 def _return_freed_memory() -> None:
-    """So that what an earlier pass freed does not hide what this one takes; glibc only."""
+    """Return freed memory to the system, so that it does not hide what the next pass takes; glibc only."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -158,6 +158,6 @@ class BoundsCollator:
 
 
 def _intersect(a: Tensor, b: Tensor) -> Tensor:
-    """Of bounds made here, whose lower intervals end at the last row and upper ones start at the first."""
+    """The intersection of bounds made here: their lower intervals end at the last row, their upper ones start at the first."""
     start, end = torch.maximum(a[..., 3], b[..., 3]), torch.minimum(a[..., 0], b[..., 0])
     return torch.stack([end, a[..., 1].expand_as(end), a[..., 2].expand_as(end), start], -1)

@@ -1,4 +1,4 @@
-"""Intersecting masks: `Mask`, which adds `&` to `BaseMask`, and what `&` makes where nothing plainer will do."""
+"""Intersecting masks: `Mask`, which adds `&` to `BaseMask`, and what `&` makes where no simpler mask serves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Mask(BaseMask):
         return Intersection(self, other) if plainer is None else plainer
 
     def _and(self, other: Mask) -> Mask | None:
-        """What both show, where this kind of mask can tell without lengths; the order of the two is all one."""
+        """What both masks show, or None where this kind of mask cannot tell without lengths; their order does not matter."""
         return None
 
 

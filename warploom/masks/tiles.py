@@ -266,9 +266,10 @@ class TileClasses:
         return int(self.hidden.sum()) / total if total else 0.0
 
     def in_tiles(self, block_n: int) -> dict[str, int]:
-        """Tiles of ``block_n`` keys, which divides this one's, by the class of the tile here that holds them.
+        """Tiles of ``block_n`` keys, a divisor of this object's, counted by the class of the wider tile around each.
 
-        So counts a kernel that walks in narrower tiles than it skips by. Over all batch entries and heads of the mask.
+        A kernel that walks in narrower tiles than it skips by counts so. The counts are over all batch entries and heads
+        of the mask.
         """
         each = self.block_n // block_n
         past = self.shape[1] * each - (self.seqlen_k + block_n - 1) // block_n  # of the last block, behind the last key

@@ -24,7 +24,7 @@ def rows_of(position: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def scalar_or_column(value: Any, device: torch.device) -> Any:
-    """An int within int32; a per-batch tensor (batch, 1) as int32 on `device`. Past its limits no position lies."""
+    """An int within int32, or a per-batch tensor (batch, 1) as int32 on `device`; no position lies past these limits."""
     if isinstance(value, Tensor):
         return saturated(value.to(device))
     return min(value, 2**31 - 1) if type(value) is int else value
