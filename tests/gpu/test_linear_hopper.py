@@ -151,7 +151,7 @@ def test_dispatch_compile_and_the_ops_contract(options: dict[str, Any]) -> None:
     tensors = draw(4, 70, 8)
     call = linear_call(*tensors, **{**defaults, **options}, state=None, lengths=None, cu_seqlens=None)
     assert dispatch.choose(call, None, "linear") == "hopper"
-    torch.library.opcheck(torch.ops.warploom.linear_attention.default, (*flat(call, "hopper"), False))
+    torch.library.opcheck(torch.ops.warploom.linear_attention.default, flat(call, "hopper", False))
     compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
     want, got = (f(*tensors, **options) for f in (linear_attention, compiled))
     assert torch.equal(want, got)

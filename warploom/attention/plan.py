@@ -52,17 +52,14 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
             if implementation.name == chosen:
                 break
             refused.append((implementation.name, implementation.refusal(problem) or ""))
-    module = dispatch.find(chosen).module
-    tile: tuple[int, int] | None = getattr(module, "TILES", None)
-    at_once: int | None = None
-    if hasattr(module, "tiles"):  # by the call: dtype, head dims, mask, strides
-        tile, at_once = module.tiles(args)
-    if hasattr(module, "describe"):
-        tile, words = module.describe(problem)
+    found = dispatch.find(chosen)
+    words = found.describe(problem)
+    if words:
         reason = f"{reason}; {words}"
+    tile, at_once = found.tiles(args) or (None, 0)
     counts, skipped = (None, None)
     if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
-        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once or tile[1], args.q.device)
+        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, args.q.device)
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
     return Plan(problem.describe(), chosen, reason, tile, counts, skipped, tuple(refused))

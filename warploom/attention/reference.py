@@ -15,14 +15,7 @@ from warploom.attention import philox
 from warploom.attention.packing import gradients, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.visible import visible
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(problem: AttentionProblem) -> str | None:
-    return None
+from warploom.runtime.backend import Backend
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -207,3 +200,24 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
             return _product(gradient, b.transpose(-1, -2)), _product(a.transpose(-1, -2), gradient)
+
+
+class Reference(Backend):
+    """Every call."""
+
+    name = "reference"
+    plain = True
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return None
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        return forward(args)
+
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return backward(args, dout, dlse, out, lse)
+
+
+BACKEND = Reference()

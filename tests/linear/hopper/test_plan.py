@@ -86,8 +86,8 @@ def test_what_it_refuses_goes_on_quietly(machine: None, monkeypatch: pytest.Monk
     """Triton is not the slower one where the walks were not made for: neither a warning nor an error of strict()."""
     from warploom.linear import triton
 
-    monkeypatch.setattr(triton, "available", lambda: None)
-    monkeypatch.setattr(triton, "supports", lambda call: None)
+    monkeypatch.setattr(triton.BACKEND, "available", lambda: None)
+    monkeypatch.setattr(triton.BACKEND, "supports", lambda call: None)
     dispatch.strict()
     try:
         with warnings.catch_warnings():

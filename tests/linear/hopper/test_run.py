@@ -193,7 +193,7 @@ def test_a_loaded_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_goes_on_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from warploom.runtime import dispatch
 
-    found = SimpleNamespace(name="triton", module=object())
+    found = SimpleNamespace(name="triton")
     monkeypatch.setattr(dispatch, "following", lambda *a: found if a[0] == "hopper" and a[2] == "linear" else None)
     call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
-    assert hopper._beside(call) is found.module
+    assert hopper._beside(call) is found

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.fallback import fallback
 from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
@@ -22,10 +21,10 @@ from warploom.attention.hopper.plan import (
     workspace,
 )
 from warploom.runtime import dispatch, modules
+from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from torch import Tensor
 
@@ -226,5 +225,45 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     return _no_backward(AttentionProblem.from_args(args, True), dlse) is None
 
 
-def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:
-    return fallback(NAME, args, backward)
+def _fallback(args: AttentionArgs, backward: bool) -> Backend:
+    from warploom.attention.problem import AttentionProblem
+
+    return dispatch.delegate(NAME, AttentionProblem.from_args(args, backward))
+
+
+class Hopper(Backend):
+    """Dense and packed calls in 16 bits, without column masks or dropout, up to 256 dims a head."""
+
+    name = NAME
+
+    def available(self) -> str | None:
+        return available()
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return supports(problem)
+
+    def describe(self, problem: AttentionProblem) -> str:
+        return describe(problem)[1]
+
+    def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
+        from warploom.attention.problem import AttentionProblem
+
+        tile = describe(AttentionProblem.from_args(args, False))[0]
+        return tile, tile[1]
+
+    def warm(self, args: AttentionArgs) -> None:
+        warm(args)
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        return forward(args)
+
+    def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        return bind(args)
+
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return backward(args, dout, dlse, out, lse)
+
+
+BACKEND = Hopper()

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from warploom.linear.backend import LinearBackend
 from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, WIDTHS, blocks, configs, width
 from warploom.runtime import dispatch, modules
+from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,9 +120,30 @@ def backward(
     return *run(call, dout, norm), None, None
 
 
-def _beside(call: LinearCall) -> Any:
+def _beside(call: LinearCall) -> Backend:
     """The next implementation that takes the call."""
-    found = dispatch.following(NAME, call, "linear")
-    if found is None:
-        raise NotImplementedError("no other implementation takes this call")
-    return found.module
+    return dispatch.delegate(NAME, call, "linear")
+
+
+class Hopper(LinearBackend):
+    """Causal calls in bfloat16 whose head dims pass 128, without states, lengths or packed sequences."""
+
+    name = NAME
+    special = True
+
+    def available(self) -> str | None:
+        return available()
+
+    def supports(self, call: LinearCall) -> str | None:
+        return supports(call)
+
+    def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return forward(call, return_state)
+
+    def backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return backward(call, dout, norm, ds, dz)
+
+
+BACKEND = Hopper()
