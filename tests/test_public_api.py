@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 
+import pytest
+
+import warploom
 from tests import public_api
 
 ADVICE = """The public names or signatures of the package are no longer those of tests/public_api.txt:
@@ -25,9 +28,9 @@ def test_public_names_and_signatures_are_those_written_down() -> None:
     assert before == now, ADVICE.format(difference="\n".join(difference))
 
 
-def test_a_changed_default_a_new_name_and_a_lost_one_are_seen(monkeypatch) -> None:
+def test_a_changed_default_a_new_name_and_a_lost_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is one line of the difference; a changed annotation is none."""
-    import warploom
+    before = public_api.text()
 
     def decode(q: object, cache: object, *, scale: float = 1.0) -> None: ...
 
@@ -37,7 +40,6 @@ def test_a_changed_default_a_new_name_and_a_lost_one_are_seen(monkeypatch) -> No
     monkeypatch.setattr(warploom, "strict", strict)
     monkeypatch.setattr(warploom, "__all__", [*(set(warploom.__all__) - {"prepare"}), "__version__"])
     monkeypatch.setattr(warploom, "__version__", strict)
-    before, now = public_api.FILE.read_text(encoding="utf-8"), public_api.text()
-    changes = [line for line in difflib.ndiff(before.splitlines(), now.splitlines()) if line[0] in "+-"]
+    changes = [line for line in difflib.ndiff(before.splitlines(), public_api.text().splitlines()) if line[0] in "+-"]
     names = sorted(line[0] + line[1:].strip().partition("(")[0] for line in changes)
     assert names == ["+__version__", "+decode", "-decode", "-prepare"]
