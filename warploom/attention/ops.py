@@ -26,7 +26,7 @@ class AttentionOp(DifferentiableOp):
         if _is_empty(args):
             return args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1])), _only_sinks(args)
         with settled_dtypes(args.q):
-            return dispatch.find(args.backend).forward(args)  # type: ignore[no-any-return]
+            return dispatch.find(args.backend).forward(args)
 
     def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
         args, (dout, dlse), (out, lse) = AttentionArgs(*flat), upstream, kept
@@ -41,7 +41,7 @@ class AttentionOp(DifferentiableOp):
         if dout is None:
             dout = torch.zeros_like(out)
         with settled_dtypes(args.q):
-            return dispatch.find(args.backend).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
+            return dispatch.find(args.backend).backward(args, dout, dlse, out, lse)
 
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args = AttentionArgs(*flat)

@@ -18,6 +18,7 @@ class Plan:
     implementation: str
     reason: str
     tile: tuple[int, int] | None = None  # queries × keys of the forward pass
+    backward_tiles: tuple[tuple[str, tuple[int, int]], ...] = ()  # the same of each gradient, where its backend tells
     tiles: dict[str, int] | None = None  # counts: hidden, partial, full
     skipped: float | None = None  # fraction of tiles that are skipped, as none of their elements is visible
     refused: tuple[tuple[str, str], ...] = ()  # (implementation, why), in dispatch order
@@ -28,6 +29,7 @@ class Plan:
             "implementation": self.implementation,
             "reason": self.reason,
             "tile": list(self.tile) if self.tile else None,
+            "backward_tiles": {name: list(tile) for name, tile in self.backward_tiles},
             "tiles": self.tiles,
             "skipped": self.skipped,
             "refused": [{"implementation": name, "why": why} for name, why in self.refused],
@@ -35,9 +37,14 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"call      {self.call}", f"runs      {self.implementation}: {self.reason}"]
-        if self.tile is not None and self.tiles is not None and self.skipped is not None:
-            counts = ", ".join(f"{count} {kind}" for kind, count in self.tiles.items())
-            lines.append(f"tiles     {self.tile[0]}×{self.tile[1]}: {counts}; {self.skipped:.1%} skipped")
+        if self.tile is not None:
+            line = f"tiles     {self.tile[0]}×{self.tile[1]}"
+            if self.tiles is not None and self.skipped is not None:
+                counts = ", ".join(f"{count} {kind}" for kind, count in self.tiles.items())
+                line += f": {counts}; {self.skipped:.1%} skipped"
+            lines.append(line)
+        if self.backward_tiles:
+            lines.append("backward  " + ", ".join(f"{name} {m}×{n}" for name, (m, n) in self.backward_tiles))
         lines += [f"refused   {name}: {why}" for name, why in self.refused]
         return "\n".join(lines)
 
@@ -62,7 +69,8 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
         classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, args.q.device)
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
-    return Plan(problem.describe(), chosen, reason, tile, counts, skipped, tuple(refused))
+    backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
+    return Plan(problem.describe(), chosen, reason, tile, backward, counts, skipped, tuple(refused))
 
 
 def torch_plan(reason: str) -> Plan:

@@ -184,7 +184,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         or not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     ):
         return a @ b
-    return _Product.apply(a, b)  # type: ignore[no-any-return]
+    return _Product.apply(a, b)
 
 
 class _Product(torch.autograd.Function):
@@ -196,7 +196,7 @@ class _Product(torch.autograd.Function):
         return a @ b
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
             return _product(gradient, b.transpose(-1, -2)), _product(a.transpose(-1, -2), gradient)

@@ -39,6 +39,10 @@ class Backend(Protocol):
         """Queries × keys of a call's forward tiles and how many keys are skipped at once, for explain(); None: no tiles."""
         return None
 
+    def backward_tiles(self, args: Any) -> dict[str, tuple[int, int]]:
+        """Queries × keys of the tiles from which each gradient is summed, by its name, for explain(); {}: nothing to say."""
+        return {}
+
     def prepare(self, args: Any) -> Any:
         """The arguments that the op is given: with what is computed once for many calls."""
         return args

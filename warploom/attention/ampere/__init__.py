@@ -100,7 +100,7 @@ class Ampere(Backend):
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""
         if args.scale <= 0.0:
             # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
-            return _next(args, False).forward(args)  # type: ignore[no-any-return]
+            return _next(args, False).forward(args)
         from warploom.attention.ampere.run import forward as run
 
         return run(args)
@@ -109,7 +109,7 @@ class Ampere(Backend):
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv and dsink by the next implementation that takes the call."""
-        return _next(args, True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
+        return _next(args, True).backward(args, dout, dlse, out, lse)
 
 
 BACKEND = Ampere()

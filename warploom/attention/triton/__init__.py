@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
+    from warploom.attention.triton.config import Config
 
 
 class Triton(TritonBackend):
@@ -44,13 +45,14 @@ class Triton(TritonBackend):
 
         A band skips tile by tile, column vectors skip blocks of columns.
         """
-        from warploom.attention.triton.call import Call
-
+        tiling = _config(args).forward
         columns = args.lts is not None or args.ute is not None
-        if columns and args.cu_seqlens_q is None:  # which ``prepare`` would bring; that they are there is what counts
-            args = args._replace(bounds=args.q.new_empty((1, 1, 1, 8), dtype=torch.int32))
-        tiling = Call.of(args).config.forward
         return (tiling.m, tiling.n), max(tiling.n, BLOCK) if columns else tiling.n
+
+    def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
+        """Of this very call, given a gradient of out that is as contiguous as autograd's."""
+        config = _config(args)
+        return {name: (t.m, t.n) for name, t in (("dq", config.dq), ("dk", config.dkdv), ("dv", config.dkdv))}
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
@@ -65,6 +67,16 @@ class Triton(TritonBackend):
         from warploom.attention.triton.run import backward as run
 
         return run(args, dout, dlse, out, lse)
+
+
+def _config(args: AttentionArgs) -> Config:
+    """The tiles that a call takes; for explain(), which launches nothing."""
+    from warploom.attention.triton.call import Call
+
+    if (args.lts is not None or args.ute is not None) and args.cu_seqlens_q is None:
+        # What ``prepare`` would bring; that it is there is what counts.
+        args = args._replace(bounds=args.q.new_empty((1, 1, 1, 8), dtype=torch.int32))
+    return Call.of(args).config
 
 
 BACKEND = Triton()

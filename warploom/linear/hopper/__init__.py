@@ -103,7 +103,7 @@ for _function in (_examine, _module_refusal, _processors):
 def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Out, norm, s and z; see `warploom.linear.problem`."""
     if return_state:
-        return _beside(call).forward(call, return_state)  # type: ignore[no-any-return]
+        return _beside(call).forward(call, return_state)
     from warploom.linear.hopper.run import forward as run
 
     return *run(call), None, None
@@ -114,7 +114,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk and dv; no state came in, so none has a gradient."""
     if ds is not None or dz is not None:
-        return _beside(call).backward(call, dout, norm, ds, dz)  # type: ignore[no-any-return]
+        return _beside(call).backward(call, dout, norm, ds, dz)
     from warploom.linear.hopper.run import backward as run
 
     return *run(call, dout, norm), None, None

@@ -60,7 +60,7 @@ RUNGS = (
 
 
 def rungs() -> list[Rung]:
-    """Those that this device can run: stmatrix is Hopper's."""
+    """The rungs that this device can run: stmatrix needs compute capability 9.0."""
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     return [rung for rung in RUNGS if hopper or rung.name != "mma_stmatrix"]
 
