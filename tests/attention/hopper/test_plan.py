@@ -12,6 +12,7 @@ import torch
 
 from tests.sources import imported
 from warploom.attention import hopper
+from warploom.attention.features import Features
 from warploom.attention.hopper import plan
 from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES
 from warploom.attention.hopper.plan import backward_set, config, config_for, grouped, named_set, tile_dims
@@ -148,7 +149,7 @@ def test_copies_only_what_tma_cannot_read() -> None:
 
 
 def test_config_rounds_head_dims() -> None:
-    assert config("float16", 40, 72, True, False, False).head_dim == 96
+    assert config(Features(torch.float16, 40, 72, right=True), False).head_dim == 96
 
 
 def test_expanded_keys_are_not_copied() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.attention.fallback import fallback
+from warploom.attention.features import Features
 from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
@@ -65,42 +66,7 @@ def supports(problem: AttentionProblem) -> str | None:
     long = False
     if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
         long = True
-    return _module_refusal(
-        problem.dtype,
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.right is not None,
-        problem.left is not None,
-        long,
-        problem.softcap,
-        problem.sink,
-        problem.layout == "varlen",
-        problem.seqused,
-    )
-
-
-def _module_refusal(
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    right: bool,
-    left: bool,
-    long: bool,
-    softcap: bool,
-    sink: bool,
-    varlen: bool,
-    used: bool,
-) -> str | None:
-    """Why the module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
-    key = (dtype, head_dim, head_dim_v, right, left, long, softcap, sink, varlen, used)
-    if key in _found or modules.cannot_build() is None:
-        return None
-    spec = config(str(dtype).removeprefix("torch."), *key[1:]).spec
-    missing = modules.absence(spec)
-    if missing is not None:
-        return missing
-    _found.add(key)
-    return None
+    return _module_refusal(Features.of(problem), long)
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -108,40 +74,18 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     short = False
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
-    return _backward_module_refusal(
-        problem.dtype,
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.right is not None,
-        problem.left is not None,
-        problem.softcap,
-        dlse,
-        problem.deterministic,
-        problem.layout == "varlen",
-        problem.seqused,
-        short,
-    )
+    return _module_refusal(Features.of(problem, dlse), short, backward=True)
 
 
-def _backward_module_refusal(
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    right: bool,
-    left: bool,
-    softcap: bool,
-    dlse: bool,
-    deterministic: bool,
-    varlen: bool,
-    used: bool,
-    short: bool,
-) -> str | None:
-    """As ``_module_refusal``, of the backward's module."""
-    key = ("backward", dtype, head_dim, head_dim_v, right, left, softcap, dlse, deterministic, varlen, used, short)
+def _module_refusal(features: Features, length: bool, backward: bool = False) -> str | None:
+    """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice.
+
+    ``length``: whether the call is long, of a backward pass whether it is short.
+    """
+    key = (features, length, backward)
     if key in _found or modules.cannot_build() is None:
         return None
-    spec = backward_config(str(dtype).removeprefix("torch."), *key[2:]).spec
-    missing = modules.absence(spec)
+    missing = modules.absence((backward_config if backward else config)(features, length).spec)
     if missing is not None:
         return missing
     _found.add(key)
@@ -152,7 +96,7 @@ _found: set[tuple[object, ...]] = set()
 
 # torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
 # import costs a second.
-for _function in (_examine, _module_refusal, _backward_module_refusal):
+for _function in (_examine, _module_refusal):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 

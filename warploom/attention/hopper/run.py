@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
@@ -16,8 +17,6 @@ from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
 from warploom.runtime.arguments import keeps_nothing
-
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -228,34 +227,24 @@ def _function(
     args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None
 ) -> tuple[Callable[..., None], ForwardConfig]:
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
-    key = (
-        DTYPES[args.q.dtype],
-        args.q.shape[-1],
-        args.v.shape[-1],
-        args.right is not None,
-        args.left is not None,
-        seqlen_k >= LONG,
-        args.softcap != 0.0,
-        args.sink is not None,
-        args.cu_seqlens_q is not None,
-        args.seqused_k is not None,
-    )
-    each = 0 if few is None else grouped(*few, config(*key).tile_m)
-    ready = _ready.get((*key, each))
-    if ready is None:
-        variant = config(*key, each)
+    features, long = Features.of_args(args), seqlen_k >= LONG
+    variant = config(features, long)
+    if few is not None:
+        variant = config(features, long, grouped(*few, variant.tile_m))
+    function = _ready.get(variant.spec.name)
+    if function is None:
         capturing = torch.cuda.is_current_stream_capturing()
-        if each and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+        if variant.grouped and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
             return _function(args, seqlen_k)  # one head a tile takes longer, but its module may be here
         if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[(*key, each)] = modules.load(variant.spec), variant
+        function = _ready[variant.spec.name] = modules.load(variant.spec)
         if variant.split and not capturing:
-            _first_launch(args, *ready)  # of what merges pieces too, which a captured call may be the first to need
-    return ready
+            _first_launch(args, function, variant)  # of what merges pieces too, which a captured call may be the first to need
+    return function, variant
 
 
-_ready: dict[tuple[object, ...], tuple[Callable[..., None], ForwardConfig]] = {}
+_ready: dict[str, Callable[..., None]] = {}  # by the variant's name
 
 
 def _launch(index: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

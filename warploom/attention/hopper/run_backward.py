@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import DTYPES, filled, processors
+from warploom.attention.hopper.run import filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
@@ -49,8 +49,9 @@ def backward(
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
     batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
-    together, each = _waves(args, dlse is not None)
-    function, variant = _function(args, dlse is not None, each > 0)
+    features, short = _described(args, dlse is not None)
+    together, each = _waves(args, backward_config(features, short))
+    function, variant = _function(features, short, each > 0)
     if not variant.waves and (args.deterministic or right is not None):
         shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
@@ -76,14 +77,14 @@ def backward(
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
 
 
-def _waves(args: AttentionArgs, dlse: bool) -> tuple[int, int]:
-    """Sections of a dense call, and waves of each; 0: not in waves."""
+def _waves(args: AttentionArgs, variant: BackwardConfig) -> tuple[int, int]:
+    """Sections of a dense call that a variant would serve, and waves of each; 0: not in waves."""
     q, k, v = args.q, args.k, args.v
     group = q.shape[2] // k.shape[2]
     if group == 1 or args.right is None:
         return 1, 0
     shared = shared_bytes(q.shape[1], group, q.shape[3], v.shape[3])
-    return waves(backward_config(*_key(args, dlse)), q.shape[0] * k.shape[2], k.shape[1], shared)
+    return waves(variant, q.shape[0] * k.shape[2], k.shape[1], shared)
 
 
 def warm(args: AttentionArgs) -> None:
@@ -91,7 +92,8 @@ def warm(args: AttentionArgs) -> None:
     packed = args.cu_seqlens_q is not None
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
-    function, variant = _function(args, False, not packed and _waves(args, False)[1] > 0)
+    features, short = _described(args, False)
+    function, variant = _function(features, short, not packed and _waves(args, backward_config(features, short))[1] > 0)
     starts: tuple[Tensor | None, ...] = (None, None, None)
     if args.cu_seqlens_q is not None:
         ends = args.cu_seqlens_q.new_tensor([0, 1])
@@ -112,7 +114,7 @@ def _packed(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
     # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
     dq, dk, dv = gradients = tuple(map(_like, (q, k, v)))
-    function, variant = _function(args, dlse is not None)
+    function, variant = _function(*_described(args, dlse is not None))
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
     if not _every_query_sees(args):
@@ -198,41 +200,29 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
 
 def is_ready(args: AttentionArgs, dlse: bool) -> bool:
     """Whether such a call has run before."""
-    key = _key(args, dlse)
-    return (*key, False) in _ready or (*key, True) in _ready
+    features, short = _described(args, dlse)
+    one, other = (backward_config(features, short, waves).spec.name for waves in (False, True))
+    return one in _ready or other in _ready
 
 
-def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
-    """What the variant depends on, in the order of ``backward_config``'s parameters."""
-    packed = args.cu_seqlens_q is not None
-    longest = args.max_seqlen_q if packed else args.q.shape[1]
-    return (
-        DTYPES[args.q.dtype],
-        args.q.shape[-1],
-        args.v.shape[-1],
-        args.right is not None,
-        args.left is not None,
-        args.softcap != 0.0,
-        dlse,
-        args.deterministic,
-        packed,
-        args.seqused_k is not None,
-        is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2]),
-    )
+def _described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
+    """What ``backward_config`` takes: the call's features, and whether it is short."""
+    longest = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
+    return Features.of_args(args, dlse), is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2])
 
 
-def _function(args: AttentionArgs, dlse: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
-    key = (*_key(args, dlse), several)
-    ready = _ready.get(key)
-    if ready is None:
-        variant = backward_config(*key)
+def _function(features: Features, short: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
+    """The compiled variant; ``several``: in waves, unless only the other's module is to be had."""
+    variant = backward_config(features, short, several)
+    function = _ready.get(variant.spec.name)
+    if function is None:
         capturing = torch.cuda.is_current_stream_capturing()
         if several and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
-            return _function(args, dlse)  # takes longer, but its module may be here
+            return _function(features, short)  # takes longer, but its module may be here
         if modules.loaded(variant.spec) is None and capturing:
             raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[key] = modules.load(variant.spec), variant
-    return ready
+        function = _ready[variant.spec.name] = modules.load(variant.spec)
+    return function, variant
 
 
-_ready: dict[tuple[Any, ...], tuple[Callable[..., None], BackwardConfig]] = {}
+_ready: dict[str, Callable[..., None]] = {}  # by the variant's name
