@@ -159,15 +159,12 @@ def backward(
 
 
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
-    from warploom.attention.hopper.run_backward import is_ready
-    from warploom.attention.problem import AttentionProblem
+    from warploom.attention.hopper.run_backward import described
 
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
-    if is_ready(args, dlse):
-        return True
-    return _no_backward(AttentionProblem.from_args(args, True), dlse) is None
+    return _module_refusal(*described(args, dlse), backward=True) is None
 
 
 def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:

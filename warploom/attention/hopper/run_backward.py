@@ -49,7 +49,7 @@ def backward(
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
     batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
-    features, short = _described(args, dlse is not None)
+    features, short = described(args, dlse is not None)
     together, each = _waves(args, backward_config(features, short))
     function, variant = _function(features, short, each > 0)
     if not variant.waves and (args.deterministic or right is not None):
@@ -62,14 +62,14 @@ def backward(
             together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
-    parts = 0, max(each, 1)
+    split, each = 0, max(each, 1)
     if variant.parted and args.sink is None:
         blocks = batch * heads_kv * -(-k.shape[1] // variant.tile_n)
-        parts = schedule.shares(
+        split, each = schedule.shares(
             blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
         )
     inputs = (q, k, v, out, dout, lse, dlse)
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, (left, right), together, split, each)
     delta = None
     if args.sink is not None:
         stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
@@ -92,7 +92,7 @@ def warm(args: AttentionArgs) -> None:
     packed = args.cu_seqlens_q is not None
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
-    features, short = _described(args, False)
+    features, short = described(args, False)
     function, variant = _function(features, short, not packed and _waves(args, backward_config(features, short))[1] > 0)
     starts: tuple[Tensor | None, ...] = (None, None, None)
     if args.cu_seqlens_q is not None:
@@ -102,7 +102,7 @@ def warm(args: AttentionArgs) -> None:
     lse = out.new_zeros((q.shape[1], 1) if packed else (1, q.shape[2], 1), dtype=torch.float32)
     gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
     tiles = q.shape[-2] * (1 // variant.tile_m + 1)
-    _launch(function, variant, args, tiles, (q, k, v, out, out, lse, None), gradients, starts, (args.left, args.right), 1)
+    _launch(function, variant, args, tiles, (q, k, v, out, out, lse, None), gradients, (args.left, args.right), 1, starts=starts)
 
 
 def _packed(
@@ -114,7 +114,7 @@ def _packed(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
     # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
     dq, dk, dv = gradients = tuple(map(_like, (q, k, v)))
-    function, variant = _function(*_described(args, dlse is not None))
+    function, variant = _function(*described(args, dlse is not None))
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
     if not _every_query_sees(args):
@@ -122,7 +122,7 @@ def _packed(
     tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
     inputs = (q, k, v, out, dout, lse, dlse)
     together = min(k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
-    _launch(function, variant, args, tiles, inputs, gradients, starts, (args.left, args.right), together)
+    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), together, starts=starts)
     if args.sink is None:
         return dq, dk, dv, _dsink(args, dlse, None, lse)
     delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
@@ -159,19 +159,20 @@ def _launch(
     tiles: int,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
     gradients: tuple[Tensor, ...],
-    starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
-    parts: tuple[int, int] = (0, 1),
+    split: int = 0,
+    each: int = 1,
+    starts: tuple[Tensor | None, ...] = (None, None, None),
 ) -> Tensor:
     """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
 
-    Until the last kernel stores dq, its memory also holds partial sums of the ``parts[0]`` key blocks that are shared out.
+    Until the last kernel stores dq, its memory also holds partial sums of the ``split`` key blocks that are shared out.
     """
     *tensors, lse, dlse = inputs
     q = tensors[0]
     sink = args.sink is not None and args.cu_seqlens_q is None
-    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, parts[0])
+    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, split)
     workspace = q.new_empty(floats, dtype=torch.float32)
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
@@ -183,7 +184,7 @@ def _launch(
     with on_device(q):
         function(
             *views, lse.contiguous(), dlse, *gradients, workspace, *starts,
-            args.scale, args.softcap, left, right, together, processors(q.get_device()), *parts,
+            args.scale, args.softcap, left, right, together, processors(q.get_device()), split, each,
         )  # fmt: skip
     return workspace
 
@@ -198,14 +199,7 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
     return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
 
 
-def is_ready(args: AttentionArgs, dlse: bool) -> bool:
-    """Whether such a call has run before."""
-    features, short = _described(args, dlse)
-    one, other = (backward_config(features, short, waves).spec.name for waves in (False, True))
-    return one in _ready or other in _ready
-
-
-def _described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
+def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
     """What ``backward_config`` takes: the call's features, and whether it is short."""
     longest = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     return Features.of_args(args, dlse), is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2])
