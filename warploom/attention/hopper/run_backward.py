@@ -102,7 +102,8 @@ def warm(args: AttentionArgs) -> None:
     lse = out.new_zeros((q.shape[1], 1) if packed else (1, q.shape[2], 1), dtype=torch.float32)
     gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
     tiles = q.shape[-2] * (1 // variant.tile_m + 1)
-    _launch(function, variant, args, tiles, (q, k, v, out, out, lse, None), gradients, (args.left, args.right), 1, starts=starts)
+    inputs = (q, k, v, out, out, lse, None)
+    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts)
 
 
 def _packed(
