@@ -50,9 +50,7 @@ def _function(args: AttentionArgs) -> Callable[..., None]:
     variant = config(capability(args.q.device.index), Features.of_args(args))
     function = _ready.get(variant.spec.name)
     if function is None:
-        if modules.loaded(variant.spec) is None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        function = _ready[variant.spec.name] = modules.load(variant.spec)
+        function = _ready[variant.spec.name] = modules.fetch(variant.spec)
     return function
 
 

@@ -242,13 +242,10 @@ def _function(
         variant = config(features, long, each)
     function = _ready.get(variant.spec.name)
     if function is None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if each and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+        if each and not modules.at_hand(variant.spec):
             return _function(args, seqlen_k)  # one head a tile takes longer, but its module may be here
-        if modules.loaded(variant.spec) is None and capturing:
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        function = _ready[variant.spec.name] = modules.load(variant.spec)
-        if variant.split and not capturing:
+        function = _ready[variant.spec.name] = modules.fetch(variant.spec)
+        if variant.split and not torch.cuda.is_current_stream_capturing():
             _first_launch(args, function, variant)  # of what merges pieces too, which a captured call may be the first to need
     return function, variant
 

@@ -211,12 +211,9 @@ def _function(features: Features, short: bool, several: bool = False) -> tuple[C
     variant = backward_config(features, short, several)
     function = _ready.get(variant.spec.name)
     if function is None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if several and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+        if several and not modules.at_hand(variant.spec):
             return _function(features, short)  # takes longer, but its module may be here
-        if modules.loaded(variant.spec) is None and capturing:
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        function = _ready[variant.spec.name] = modules.load(variant.spec)
+        function = _ready[variant.spec.name] = modules.fetch(variant.spec)
     return function, variant
 
 

@@ -71,6 +71,4 @@ def _walk(
 def _function(*variant: Any) -> Callable[..., None]:
     """The module's function of a variant, named as ``plan.config`` has it."""
     found = config(*variant)
-    if modules.loaded(found.spec) is None and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{found.name} is not loaded, which a capturing stream cannot do: make such a call before")
-    return modules.load(found.spec)
+    return modules.fetch(found.spec)
