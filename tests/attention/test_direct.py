@@ -116,10 +116,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """Every tensor says that it is on a GPU, and that one implementation takes every call."""
     kernel = Kernel()
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(hopper, "available", lambda: None)
-    monkeypatch.setattr(hopper, "supports", lambda problem: None)
-    monkeypatch.setattr(hopper, "forward", kernel.forward)
-    monkeypatch.setattr(hopper, "bind", kernel.bind)
+    monkeypatch.setattr(hopper.BACKEND, "available", lambda: None)
+    monkeypatch.setattr(hopper.BACKEND, "supports", lambda problem: None)
+    monkeypatch.setattr(hopper.BACKEND, "forward", kernel.forward)
+    monkeypatch.setattr(hopper.BACKEND, "bind", kernel.bind)
     dispatch.strict(False)  # forgets what was bound
     return kernel
 
@@ -187,7 +187,7 @@ def test_plain_gradients_skip_the_op(kernel: Kernel, monkeypatch: pytest.MonkeyP
     def backward(args: AttentionArgs, dout: Tensor, *_: object) -> tuple[Tensor, ...]:
         return dout * args.scale, 0 * dout, 0 * dout, dout.new_empty(0)
 
-    monkeypatch.setattr(hopper, "backward", backward)
+    monkeypatch.setattr(hopper.BACKEND, "backward", backward)
     names = {"op", "backward_op"}
     for name in names:
         monkeypatch.setattr(attention_op, name, noted(name))

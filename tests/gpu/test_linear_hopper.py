@@ -21,7 +21,7 @@ from warploom.runtime import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available() is not None, reason=f"needs the Hopper walks: {hopper.available()}"),
+    pytest.mark.skipif(hopper.BACKEND.available() is not None, reason=f"needs the Hopper walks: {hopper.BACKEND.available()}"),
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"map_q": "identity", "map_k": "identity", "normalize": False, "scale": 0.3},
@@ -46,8 +46,8 @@ def case(kind: str, **shape: Any) -> Case:
 
 
 def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
-    out, norm, *_ = hopper.forward(call, False)
-    dq, dk, dv, *_ = hopper.backward(call, dout, norm, None, None)
+    out, norm, *_ = hopper.BACKEND.forward(call, False)
+    dq, dk, dv, *_ = hopper.BACKEND.backward(call, dout, norm, None, None)
     found = {"out": out, "norm": norm, "dq": dq, "dk": dk, "dv": dv}
     return {name: t for name, t in found.items() if t is not None}
 

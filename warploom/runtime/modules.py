@@ -274,6 +274,18 @@ def load(spec: ModuleSpec) -> Callable[..., None]:
     return function
 
 
+def at_hand(spec: ModuleSpec) -> bool:
+    """Whether ``fetch`` gives the module to a call made now."""
+    return loaded(spec) is not None or not (torch.cuda.is_current_stream_capturing() or cannot_come(spec))
+
+
+def fetch(spec: ModuleSpec) -> Callable[..., None]:
+    """``load`` for a call, which may be captured: RuntimeError then, where the module is not loaded already."""
+    if loaded(spec) is None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{spec.name} is not loaded, which a capturing stream cannot do: make such a call before")
+    return load(spec)
+
+
 def _load(spec: ModuleSpec) -> Callable[..., None]:
     reason = cannot_load()
     if reason is not None:
