@@ -14,16 +14,12 @@ import triton.language as tl
 
 from warploom.attention.triton.device import (
     EDGE,
-    LOG2E,
     OUT_UNIT,
     Band,
     Columns,
     Dropout,
     Softmax,
     block_extrema,
-    clamp,
-    dot,
-    find_tile,
     kept,
     live_columns,
     load_columns,
@@ -34,13 +30,14 @@ from warploom.attention.triton.device import (
     readable_columns,
     score_factor,
     scores,
-    segment,
     store_rows,
     tile_visible,
     used_keys,
     visible,
 )
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
+from warploom.kernels.triton.numerics import LOG2E, clamp, dot
+from warploom.kernels.triton.packed import find_tile, span
 
 _ROWS_PLAIN = [
     "lse_ptr", "dlse_ptr", "edges_ptr", "cu_q_ptr", "sink_ptr", "stride_qb", "stride_qs", "stride_qh",
@@ -336,7 +333,7 @@ def dkdv_kernel(
         first_tile = 0
     else:
         sequence, n0, first_k, stored = find_tile(tile, cu_q_ptr if cu_k_ptr is None else cu_k_ptr, batches, seqlen_k, N)
-        first_q, len_q = segment(sequence, cu_q_ptr, batches, seqlen_q)
+        first_q, len_q = span(sequence, cu_q_ptr, batches, seqlen_q)
         len_k = used_keys(sequence, stored, used_ptr, batches)
         first_tile = first_q // M + sequence
     if (n0 < 0) | (n0 >= stored):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from warploom.kernels.triton.numerics import LOG2E, capped, clamp
+from warploom.kernels.triton.packed import find_tile, span
 
 # Columns of a block of `bounds`: the widest tile that forward and dQ visit. One unit of skipping.
 BOUND_BLOCK = tl.constexpr(64)
@@ -122,48 +122,6 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def clamp(x, low, high):
-    return tl.minimum(tl.maximum(x, low), high)
-
-
-@triton.jit
-def dot(a, b, acc):
-    """a @ b + acc in fp32; fp32 operands as three TF32 products, which keep their 24 bits."""
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def find_tile(slot, cu_ptr, batches, total, M: tl.constexpr):
-    """Sequence and first local row of a slot of M packed tokens: (sequence, m0, first token, length).
-
-    Slots of sequence i begin at cu[i] // M + i, enough for its tiles whatever its alignment, and need no scan. The
-    tokens past the last sequence are number `batches`.
-    """
-    started = 0
-    for first in range(0, batches + 1, 256):
-        i = first + tl.arange(0, 256)
-        cu = clamp(tl.load(cu_ptr + i, mask=i <= batches, other=0), 0, total)
-        started += tl.sum(((i <= batches) & (cu // M + i <= slot)).to(tl.int32), 0)
-    sequence = tl.maximum(started - 1, 0)
-    start = clamp(tl.load(cu_ptr + sequence), 0, total)
-    stop = clamp(tl.load(cu_ptr + tl.minimum(sequence + 1, batches)), 0, total)
-    stop = tl.where(sequence < batches, stop, total)
-    return sequence, (slot - start // M - sequence) * M, start, tl.maximum(stop - start, 0)
-
-
-@triton.jit
-def segment(sequence, cu_ptr, batches, total):
-    """First token and length of a sequence; past the last one, length 0."""
-    inside = sequence < batches
-    start = clamp(tl.load(cu_ptr + tl.minimum(sequence, batches)), 0, total)
-    stop = clamp(tl.load(cu_ptr + tl.minimum(sequence + 1, batches)), 0, total)
-    return start, tl.where(inside, tl.maximum(stop - start, 0), 0)
-
-
-@triton.jit
 def used_keys(sequence, length, used_ptr, batches):
     """The length that seqused_k leaves of it."""
     if used_ptr is None:
@@ -188,7 +146,7 @@ def packed_query_tile(tile, batch, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batc
             first_k = 0
             len_k = tl.where(sequence < batches, seqlen_k, 0)
         elif cu_k_ptr is not None:
-            first_k, len_k = segment(sequence, cu_k_ptr, batches, seqlen_k)
+            first_k, len_k = span(sequence, cu_k_ptr, batches, seqlen_k)
         else:
             first_k = first_q
             len_k = tl.where(sequence < batches, len_q, 0)
@@ -218,19 +176,6 @@ def tile_visible(tile, cols, KIND: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """An odd polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
-    square = x * x
-    p = 2.06390887954e-2 - 5.70498872745e-3 * square
-    p = p * square - 5.37397155531e-2
-    p = p * square + 1.33314422036e-1
-    p = p * square - 3.33332819422e-1
-    near = x + x * square * p
-    far = 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * tl.abs(x)) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
 def score_factor(softmax):
     """What `scores` still has to be multiplied by; 1 where it already holds scores in log2 units."""
     if softmax.softcap is not None or softmax.descending is not None:
@@ -243,8 +188,7 @@ def score_factor(softmax):
 def scores(products, softmax):
     """Scores in log2 units over `score_factor`, and tanh of the capped ones for the derivative (else unused)."""
     if softmax.softcap is not None:
-        bent = tanh(products * (softmax.scale / softmax.softcap))
-        return bent * (softmax.softcap * LOG2E), bent
+        return capped(products, softmax.scale, softmax.softcap)
     elif softmax.descending is not None:
         return products * (softmax.scale * LOG2E), products
     else:

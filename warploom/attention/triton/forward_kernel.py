@@ -12,11 +12,8 @@ import triton.language as tl
 from warploom.attention.triton.device import (
     EDGE,
     FULL,
-    LN2,
-    LOG2E,
     OUT_UNIT,
     PARTIAL,
-    dot,
     kept,
     load_keys,
     load_rows,
@@ -28,6 +25,8 @@ from warploom.attention.triton.device import (
     tile_visible,
 )
 from warploom.attention.triton.walk import attend
+from warploom.kernels.triton.numerics import LN2, LOG2E, dot
+from warploom.kernels.triton.softmax import add_sink, divisor, finite, log_sum
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     else:
         s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        safe = finite(new_top)
     p = tl.exp2(s * factor - safe[:, None])
     shrink = tl.exp2(top - safe)
     total = total * shrink + tl.sum(p, 1)
@@ -228,19 +227,12 @@ def forward_kernel(
         # Tokens past the last sequence belong to no row of the softmax.
         logit = tl.load(sink_ptr + head).to(tl.float32)
         logit = tl.where(lengths.batch < batches, logit, float("-inf"))
-        sink = logit * LOG2E
-        new_top = tl.maximum(top, sink)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.exp2(sink - safe)
-        acc = acc * shrink[:, None]
-        top = new_top
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
+        acc, total, top = add_sink(acc, total, top, logit * LOG2E)
+    weight = divisor(total)
     if seed_ptr is not None:
         acc = acc * keep_scale
-    out = acc / divisor[:, None]
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN2)
+    out = acc / weight[:, None]
+    lse = log_sum(total, top, LN2)
     if sink_ptr is not None:
         lse = tl.where(unseeing, logit, lse)
     tl.store(lse_ptr + batch * stride_lb + tl.cast(head, tl.int64) * stride_lh + row, lse, mask=inside)

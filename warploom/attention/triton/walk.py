@@ -22,10 +22,10 @@ from warploom.attention.triton.device import (
     Softmax,
     Tile,
     band_columns,
-    clamp,
     classify,
     live_columns,
 )
+from warploom.kernels.triton.numerics import clamp
 
 MIXED = tl.constexpr(4)
 
