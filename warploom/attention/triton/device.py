@@ -61,10 +61,60 @@ class Lengths(NamedTuple):
     first_k: Any
 
 
+class Heads(NamedTuple):
+    """k or v as a kernel gets it, and a row of its tiles: `dims`, of which `live` (None: all) are the head's."""
+
+    pointer: Any
+    boxes: Any  # descriptor of the (batch, seqlen, heads, head_dim) tensor, or None
+    stride_b: Any  # in units of UNIT elements; of a page where there is a block table
+    stride_s: Any
+    stride_h: Any
+    dims: Any
+    live: Any
+
+
+class Keys(NamedTuple):
+    """The keys or values of one sequence and head."""
+
+    boxes: Any
+    first: Any  # pointer to the first one's row
+    stride: Any  # elements
+    page: Any  # elements between pages
+    dims: Any
+    live: Any
+
+
+class Mask(NamedTuple):
+    """What hides keys: a band, and column vectors with their `bounds`; strides of both by batch and mask head."""
+
+    band: Any
+    columns: Any
+    stride_b: Any
+    stride_h: Any
+    bounds: Any
+    bounds_stride_b: Any
+    bounds_stride_h: Any
+    group: Any  # query heads of a mask head
+
+
+class Extrema(NamedTuple):
+    """Minimum and maximum of each column vector over some columns."""
+
+    lts_min: Any
+    lts_max: Any
+    lte_min: Any
+    lte_max: Any
+    uts_min: Any
+    uts_max: Any
+    ute_min: Any
+    ute_max: Any
+
+
 class Pages(NamedTuple):
-    """A sequence's row of the block table; `scattered` is None where a tile of keys lies within one page."""
+    """The block table, or a sequence's row of it; `scattered` is None where a tile of keys lies within one page."""
 
     table: Any
+    stride: Any  # of the table's rows
     count: Any
     size: Any
     scattered: Any
@@ -87,8 +137,8 @@ class Dropout(NamedTuple):
     scale: Any
 
 
-class Tile(NamedTuple):
-    """A query tile and what it meets: the first key and value of its head, their strides, and the mask."""
+class Queries(NamedTuple):
+    """A tile of one head's queries."""
 
     q: Any
     dout: Any  # with lse (in log2 units) and delta: None in the forward pass
@@ -96,20 +146,18 @@ class Tile(NamedTuple):
     delta: Any
     m0: Any
     rows: Any
-    k_boxes: Any  # descriptors of the (batch, seqlen, heads, head_dim) tensors, or None
-    v_boxes: Any
+    head: Any
+
+
+class Tile(NamedTuple):
+    """A query tile and what it meets: the keys and values of its head, and the mask."""
+
+    queries: Any
+    lengths: Any
     head_kv: Any
     k: Any
     v: Any
-    stride_k: Any
-    stride_v: Any
-    page_k: Any
-    page_v: Any
     n: Any  # 0 … N-1, int64 where N rows pass 32 bits
-    dims: Any
-    dims_v: Any
-    live: Any  # dims < head_dim, None where head_dim is a power of two
-    live_v: Any
     first: Any  # columns [first, last) that the band shows to some row of the sequence
     last: Any
     pages: Any
@@ -118,7 +166,6 @@ class Tile(NamedTuple):
     band: Any
     softmax: Any
     dropout: Any
-    lengths: Any
 
 
 @triton.jit
@@ -168,7 +215,7 @@ def readable_columns(tile, cols, KIND: tl.constexpr):
 def tile_visible(tile, cols, KIND: tl.constexpr):
     """The element test of a tile, (M, N) or what broadcasts to it."""
     shift = tile.lengths.k - tile.lengths.q
-    rows, keys = tile.rows[:, None], cols[None, :]
+    rows, keys = tile.queries.rows[:, None], cols[None, :]
     at = tl.minimum(cols, tile.lengths.k - 1) if KIND == EDGE else cols
     lts, lte, uts, ute = load_columns(tile.columns, at)
     vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
@@ -221,29 +268,38 @@ def store_rows(pointers, values, inside, live):
 
 
 @triton.jit
-def key_pointers(base, n0, n, dims, stride, stride_page, pages, len_k):
+def key_pointers(keys, n0, n, pages, len_k):
     """Pointers to keys n0 + n of a sequence; `n` is int64 where N rows pass 32 bits."""
     if pages.table is None:
-        return base + tl.cast(n0, tl.int64) * stride + (n[:, None] * stride + dims[None, :])
+        return keys.first + tl.cast(n0, tl.int64) * keys.stride + (n[:, None] * keys.stride + keys.dims[None, :])
     elif pages.scattered is None:
         page = clamp(tl.load(pages.table + n0 // pages.size), 0, pages.count - 1).to(tl.int64)
-        start = page * stride_page + tl.cast(n0 % pages.size, tl.int64) * stride
-        return base + start + (n[:, None] * stride + dims[None, :])
+        start = page * keys.page + tl.cast(n0 % pages.size, tl.int64) * keys.stride
+        return keys.first + start + (n[:, None] * keys.stride + keys.dims[None, :])
     else:
         rows = n0 + n
         page = tl.load(pages.table + rows // pages.size, mask=rows < len_k, other=0)
         page = clamp(page, 0, pages.count - 1).to(tl.int64)
-        return base + (page * stride_page + (rows % pages.size).to(tl.int64) * stride)[:, None] + dims[None, :]
+        start = page * keys.page + (rows % pages.size).to(tl.int64) * keys.stride
+        return keys.first + start[:, None] + keys.dims[None, :]
 
 
 @triton.jit
-def load_keys(boxes, base, tile, n0, dims, live, stride, stride_page, readable, EDGES: tl.constexpr, MASKED: tl.constexpr):
+def load_keys(keys, tile, n0, readable, EDGES: tl.constexpr, MASKED: tl.constexpr):
     """N keys or values from n0 on, (N, dims), zeros past the end; of EDGES only the readable ones."""
-    if boxes is not None and not EDGES:
-        return tl.reshape(boxes.load([tile.lengths.batch, n0, tile.head_kv, 0]), (tile.n.shape[0], dims.shape[0]))
+    if keys.boxes is not None and not EDGES:
+        box = keys.boxes.load([tile.lengths.batch, n0, tile.head_kv, 0])
+        return tl.reshape(box, (tile.n.shape[0], keys.dims.shape[0]))
     else:
-        pointers = key_pointers(base, n0, tile.n, dims, stride, stride_page, tile.pages, tile.lengths.k)
-        return load_rows(pointers, readable, live, MASKED)
+        pointers = key_pointers(keys, n0, tile.n, tile.pages, tile.lengths.k)
+        return load_rows(pointers, readable, keys.live, MASKED)
+
+
+@triton.jit
+def shifted(pointer, by):
+    """pointer + by; nothing where there is no pointer."""
+    if pointer is not None:
+        return pointer + by
 
 
 @triton.jit
@@ -373,7 +429,7 @@ def block_extrema(bounds_ptr, n0, len_k, N: tl.constexpr):
         lte_min, lte_max = tl.minimum(lte_min, tl.load(at + 2)), tl.maximum(lte_max, tl.load(at + 3))
         uts_min, uts_max = tl.minimum(uts_min, tl.load(at + 4)), tl.maximum(uts_max, tl.load(at + 5))
         ute_min, ute_max = tl.minimum(ute_min, tl.load(at + 6)), tl.maximum(ute_max, tl.load(at + 7))
-    return lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max
+    return Extrema(lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max)
 
 
 @triton.jit
