@@ -223,7 +223,7 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
             patch.object(run, "Launch", Recorder),
             patch.object(decode_plan, "Launch", Recorder),
             patch.object(decode_launch, "plan", planned),
-            patch.object(call, "_capability", lambda device: architecture),
+            patch.object(call, "capability", lambda device: architecture),
             patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
         ):
             yield launches

@@ -64,5 +64,5 @@ def test_recording_leaves_nothing_behind() -> None:
     from warploom.attention.triton import call, run
 
     tool.recorded(tool.cases()[0])
-    assert call._capability(torch.device("cpu")) == 90
+    assert call.capability(torch.device("cpu")) == 90
     assert run._forward_launch.cache_info().currsize == 0

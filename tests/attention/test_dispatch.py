@@ -101,7 +101,7 @@ def test_explain_does_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("explain ran the kernel")
 
-    monkeypatch.setattr(cpu, "forward", fail)
+    monkeypatch.setattr(cpu.BACKEND, "forward", fail)
     warploom.explain(*qkv(), causal=True)
 
 

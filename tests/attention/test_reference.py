@@ -32,9 +32,9 @@ FEATURES = {
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor, **keywords: object):
     """out and a finite function of lse (fp64, past the public function's fp32)."""
     from warploom.attention.arguments import dense_args
-    from warploom.attention.reference import forward
+    from warploom.attention.reference import BACKEND
 
-    out, lse = forward(dense_args(q, k, v, sink=sink, **keywords))
+    out, lse = BACKEND.forward(dense_args(q, k, v, sink=sink, **keywords))
     return out, lse
 
 
@@ -113,8 +113,8 @@ def test_dropout_keeps_the_stated_share_and_depends_on_every_index() -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_closed_form_gradients_are_those_of_autograd(name: str) -> None:
     """Kernels without a backward pass for a call, Ampere's at head_dim 8, send it to the reference's."""
-    from warploom.attention import reference as implementation
     from warploom.attention.arguments import dense_args
+    from warploom.attention.reference import BACKEND as implementation
 
     q, k, v = double(2, 5, 4, 8), double(2, 5, 2, 8, seed=1), double(2, 5, 2, 12, seed=2)
     sink, dout, dlse = double(4, seed=3), double(2, 5, 4, 12, seed=4), double(2, 4, 5, seed=5)
@@ -128,8 +128,8 @@ def test_closed_form_gradients_are_those_of_autograd(name: str) -> None:
 
 
 def test_closed_form_gradients_of_packed_calls_are_those_of_autograd() -> None:
-    from warploom.attention import reference as implementation
     from warploom.attention.arguments import varlen_args
+    from warploom.attention.reference import BACKEND as implementation
 
     q, k, v = double(12, 2, 8), double(12, 2, 8, seed=1), double(12, 2, 8, seed=2)
     args = varlen_args(q, k, v, torch.tensor([0, 3, 3, 11]), causal=True, dropout_p=0.3, dropout_seed=5)

@@ -98,12 +98,12 @@ def test_selftest_passes_and_is_small(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_selftest_sees_a_broken_implementation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    correct = cpu.forward
+    correct = cpu.BACKEND.forward
 
     def ignores_softcap(args):
         return correct(args._replace(softcap=0.0))
 
-    monkeypatch.setattr(cpu, "forward", ignores_softcap)
+    monkeypatch.setattr(cpu.BACKEND, "forward", ignores_softcap)
     assert main(["doctor", "--selftest", "--seed", "7"]) == 1
     shown = capsys.readouterr().out
     failed = [line.split() for line in shown.splitlines() if " FAILED " in line and "cpu  " in line]
@@ -115,6 +115,6 @@ def test_selftest_reports_a_crash(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def crash(args):
         raise RuntimeError("illegal instruction")
 
-    monkeypatch.setattr(cpu, "forward", crash)
+    monkeypatch.setattr(cpu.BACKEND, "forward", crash)
     assert main(["doctor", "--selftest", "--seed", "7"]) == 1
     assert "RuntimeError: illegal instruction" in capsys.readouterr().out

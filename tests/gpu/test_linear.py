@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.linear.triton_cases import CASES, WHOLE, Case, check, computed
-from warploom.linear.triton import backward, forward, step
+from warploom.linear.problem import StepArgs
+from warploom.linear.triton import BACKEND
 from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import config
 
@@ -93,12 +94,12 @@ def test_programs_that_look_back_do_not_lock(monkeypatch: pytest.MonkeyPatch) ->
     """Sixteen times as many as run at once, again and again, to the same bits."""
     cut(monkeypatch, True)
     call, dout, *_ = Case(seed(), rows=8192, batch=4, heads=16, e=64, m=64, dtype=torch.bfloat16, device="cuda").call()
-    first = forward(call, True)
-    gradients = backward(call, dout, first[1], None, None)[:3]
+    first = BACKEND.forward(call, True)
+    gradients = BACKEND.backward(call, dout, first[1], None, None)[:3]
     for _ in range(50):
-        for a, b in zip(forward(call, True), first, strict=True):
+        for a, b in zip(BACKEND.forward(call, True), first, strict=True):
             assert torch.equal(a, b)
-        for a, b in zip(backward(call, dout, first[1], None, None)[:3], gradients, strict=True):
+        for a, b in zip(BACKEND.backward(call, dout, first[1], None, None)[:3], gradients, strict=True):
             assert torch.equal(a, b)
 
 
@@ -144,7 +145,7 @@ def test_error_does_not_grow_with_the_length(dim: int, normalize: bool) -> None:
             q, k = (torch.nn.functional.elu(t) + 1 for t in (q, k))
         scores = (q[-1024:] @ k.T).tril(tokens - 1024)
         want = scores @ v / (scores.sum(-1, keepdim=True) if normalize else 1.0)
-        out = forward(call, False)[0][0, -1024:, 0].double()
+        out = BACKEND.forward(call, False)[0][0, -1024:, 0].double()
         found.append(float((out - want).norm() / want.norm()))
     assert found[1] < 1.5 * found[0] and found[0] < 0.01, found
 
@@ -183,16 +184,16 @@ def test_real_threshold() -> None:
 
 def test_strides() -> None:
     call, dout, *_ = Case(seed(), rows=300, heads=2, batch=2, e=64, m=64, dtype=torch.bfloat16, device="cuda").call()
-    out, norm, *_ = forward(call, False)
-    want = (out, *backward(call, dout, norm, None, None)[:3])
+    out, norm, *_ = BACKEND.forward(call, False)
+    want = (out, *BACKEND.backward(call, dout, norm, None, None)[:3])
     odd = replace(
         call,
         q=torch.cat([call.q, call.q[..., :3]], -1)[..., :64],
         k=call.k.transpose(1, 2).contiguous().transpose(1, 2),
         v=call.v.transpose(1, 3).contiguous().transpose(1, 3),
     )
-    out, norm, *_ = forward(odd, False)
-    got = (out, *backward(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), norm, None, None)[:3])
+    out, norm, *_ = BACKEND.forward(odd, False)
+    got = (out, *BACKEND.backward(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), norm, None, None)[:3])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -200,13 +201,13 @@ def test_strides() -> None:
 def test_hidden_nan_changes_nothing() -> None:
     shape = {"rows": 333, "keys": 400, "e": 64, "m": 64, "lengths": (400, 77)}
     call, dout, *_ = Case(seed(), batch=2, dtype=torch.bfloat16, device="cuda", **shape).call()
-    out, norm, *_ = forward(call, False)
-    want = (out, *backward(call, dout, norm, None, None)[:3])
+    out, norm, *_ = BACKEND.forward(call, False)
+    want = (out, *BACKEND.backward(call, dout, norm, None, None)[:3])
     k, v = call.k.clone(), call.v.clone()
     k[1, 77:], v[1, 77:] = NAN, NAN
     poisoned = replace(call, k=k, v=v)
-    out, norm, *_ = forward(poisoned, False)
-    for a, b in zip((out, *backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
+    out, norm, *_ = BACKEND.forward(poisoned, False)
+    for a, b in zip((out, *BACKEND.backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
         assert torch.equal(a, b)
 
 
@@ -215,12 +216,12 @@ def test_hidden_nan_changes_nothing() -> None:
 def test_steps_continue_a_prefill(dims: tuple[int, int], dtype: torch.dtype) -> None:
     shape = {"rows": 300, "heads": 4, "heads_kv": 2, "e": dims[0], "m": dims[1], "batch": 2, "scale": 0.4}
     call, *_ = Case(seed(), dtype=dtype, device="cuda", **shape).call()
-    full, _, s_full, z_full = forward(call, True)
-    _, _, s, z = forward(replace(call, **{n: getattr(call, n)[:, :290] for n in ("q", "k", "v")}), True)
-    options = {"map_q": call.map_q, "map_k": call.map_k, "normalize": True, "eps": call.eps, "scale": call.scale}
+    full, _, s_full, z_full = BACKEND.forward(call, True)
+    _, _, s, z = BACKEND.forward(replace(call, **{n: getattr(call, n)[:, :290] for n in ("q", "k", "v")}), True)
+    options = (call.map_q, call.map_k, True, call.eps, call.scale, "triton")
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for t in range(290, 300):
-        out, s, z = step(call.q[:, t], call.k[:, t], call.v[:, t], s, z, **options)
+        out, s, z = BACKEND.step(StepArgs(call.q[:, t], call.k[:, t], call.v[:, t], s, z, *options))
         torch.testing.assert_close(out, full[:, t], **tolerance)
     torch.testing.assert_close((s, z), (s_full, z_full), rtol=1e-2, atol=1e-1)
 
@@ -228,16 +229,16 @@ def test_steps_continue_a_prefill(dims: tuple[int, int], dtype: torch.dtype) -> 
 def test_graph_of_a_step() -> None:
     q, k, v = (torch.randn(8, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     s, z = torch.randn(8, 4, 64, 64, device="cuda"), torch.rand(8, 4, 64, device="cuda")
-    options = {"map_q": "elu+1", "map_k": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0}
-    step(q, k, v, s, z, **options)
+    args = StepArgs(q, k, v, s, z, "elu+1", "elu+1", True, 1e-6, 1.0, "triton")
+    BACKEND.step(args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(q, k, v, s, z, **options)
+        captured = BACKEND.step(args)
     for _ in range(3):
         for t in (q, k, v, s):
             t.copy_(torch.randn_like(t))
         graph.replay()
-        for a, b in zip(captured, step(q, k, v, s, z, **options), strict=True):
+        for a, b in zip(captured, BACKEND.step(args), strict=True):
             assert torch.equal(a, b)
 
 
@@ -246,11 +247,11 @@ def test_graph_of_a_packed_call() -> None:
     shape = {"rows": 1200, "heads": 2, "e": 64, "m": 64, "dtype": torch.bfloat16, "device": "cuda"}
     call, *_ = Case(seed(), sequences=(500, 0, 700), **shape).call()
     assert call.cu_seqlens is not None
-    forward(call, True)
+    BACKEND.forward(call, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = forward(call, True)
+        captured = BACKEND.forward(call, True)
     call.cu_seqlens.copy_(torch.tensor([0, 3, 900, 1100]))
     graph.replay()
-    for a, b in zip(captured, forward(call, True), strict=True):
+    for a, b in zip(captured, BACKEND.forward(call, True), strict=True):
         assert torch.equal(a, b)

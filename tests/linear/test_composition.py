@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.linear.harness import Case, check, run, upstream
 from warploom import LinearState, linear_attention, linear_attention_step
 from warploom.linear.arguments import linear_call
-from warploom.linear.ops import flat, step_flat
+from warploom.linear.ops import flat, step_args
 
 DEFAULTS: dict[str, Any] = {
     **{"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0},
@@ -50,7 +50,7 @@ def test_opcheck_of_the_backward_and_of_the_step() -> None:
     one = linear_call(**{**DEFAULTS, **Case(case.seed, seqlen_q=1, state=True).draw()})
     torch.library.opcheck(
         torch.ops.warploom.linear_attention_step.default,
-        tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in step_flat(one, "cpu")),
+        tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in step_args(one, "cpu")),
     )
 
 

@@ -30,29 +30,6 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 _ARITHMETIC_COLS = 512
 
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-    args = _readable(args)
-    if args.cu_seqlens_q is None:
-        return _forward_dense(args)
-    q = args.q
-    out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
-    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
-    for n, sequence in enumerate(sequences(args)):
-        if sequence.args.q.shape[1]:
-            part_out, part_lse = _forward_dense(sequence.args, n)
-            out[sequence.queries], lse[:, sequence.queries] = part_out[0], part_lse[0]
-    return out, lse
-
-
-def backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    args = _readable(args)
-    return gradients(args, dout, dlse, out, lse, _backward_dense)
-
-
 def _readable(args: AttentionArgs) -> AttentionArgs:
     """The call with copies of what torch's flash kernel misreads: tensors with a stride of 1 in a dimension before the last."""
     q, k, v = (t.clone(memory_format=torch.contiguous_format) if _misread(t) else t for t in (args.q, args.k, args.v))
@@ -439,12 +416,25 @@ class Cpu(Backend):
         return (BLOCK_ROWS, BLOCK_COLS), BLOCK_COLS
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        return forward(args)
+        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+        args = _readable(args)
+        if args.cu_seqlens_q is None:
+            return _forward_dense(args)
+        q = args.q
+        out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
+        lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
+        for n, sequence in enumerate(sequences(args)):
+            if sequence.args.q.shape[1]:
+                part_out, part_lse = _forward_dense(sequence.args, n)
+                out[sequence.queries], lse[:, sequence.queries] = part_out[0], part_lse[0]
+        return out, lse
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return backward(args, dout, dlse, out, lse)
+        """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+        args = _readable(args)
+        return gradients(args, dout, dlse, out, lse, _backward_dense)
 
 
 BACKEND = Cpu()

@@ -18,25 +18,6 @@ from warploom.masks.visible import visible
 from warploom.runtime.backend import Backend
 
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Out (…, heads_q, head_dim_v) in q's dtype and lse, fp32 (fp64 for fp64 inputs), of validated arguments."""
-    if torch.is_autocast_enabled(args.q.device.type):
-        # The call's dtypes are settled: autocast would round the scores.
-        with torch.autocast(args.q.device.type, enabled=False):
-            return _forward(args)
-    return _forward(args)
-
-
-def backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink (empty without a sink) in closed form, for kernels without a backward pass for a call.
-
-    A call of the reference itself is differentiated op by op.
-    """
-    return gradients(args, dout, dlse, out, lse, _backward_dense)
-
-
 def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if args.cu_seqlens_q is None:
         batches = torch.arange(args.q.shape[0], device=args.q.device)
@@ -212,12 +193,21 @@ class Reference(Backend):
         return None
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        return forward(args)
+        """Out (…, heads_q, head_dim_v) in q's dtype and lse, fp32 (fp64 for fp64 inputs), of validated arguments."""
+        if torch.is_autocast_enabled(args.q.device.type):
+            # The call's dtypes are settled: autocast would round the scores.
+            with torch.autocast(args.q.device.type, enabled=False):
+                return _forward(args)
+        return _forward(args)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return backward(args, dout, dlse, out, lse)
+        """dq, dk, dv and dsink (empty without a sink) in closed form, for kernels without a backward pass for a call.
+
+        A call of the reference itself is differentiated op by op.
+        """
+        return gradients(args, dout, dlse, out, lse, _backward_dense)
 
 
 BACKEND = Reference()

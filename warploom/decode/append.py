@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+
+from warploom.decode.problem import AppendArgs
 
 
-def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    slot_mapping: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    advance: bool,
-) -> None:
+def append(args: AppendArgs) -> None:
     """Write k, v (batch, T, heads_kv, ·) at positions length … length + T - 1 of each sequence, in place.
 
     Tokens past the capacity, in a page outside the pool or at a negative slot are left out.
     """
+    k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance = args
     batch, tokens = k.shape[:2]
     pages, page_size = k_cache.shape[:2]
     capacity = page_size if block_table is None else block_table.shape[1] * page_size

@@ -17,4 +17,4 @@ class DecodeBackend(Backend):
         """Write new keys and values into a cache, in place; here in torch ops."""
         from warploom.decode.append import append
 
-        append(*args)
+        append(args)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warploom.decode.contents import check_append, check_cache
 from warploom.decode.ops import append_op
+from warploom.decode.problem import AppendArgs
 from warploom.runtime import arguments
 
 
@@ -71,7 +72,7 @@ class KVCache:
             k: (batch, T, heads_kv, head_dim) in the cache's dtype.
             v: (batch, T, heads_kv, head_dim_v).
         """
-        append(self.k, self.v, self.lengths, None, None, k, v)
+        append(AppendArgs(self.k, self.v, self.lengths, None, None, k, v))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,24 +151,16 @@ class PagedKVCache:
         Tokens without room, or whose page is outside the pool, are an error in words on the CPU and under WARPLOOM_CHECK=1,
         and not written otherwise.
         """
-        append(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v)
+        append(AppendArgs(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v))
 
 
-def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    slot_mapping: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    advance: bool = True,
-) -> None:
-    """The append of both caches on bare tensors; with ``advance=False`` the lengths stay as they are."""
-    if isinstance(slot_mapping, Tensor) and slot_mapping.dtype in arguments.INTEGERS and slot_mapping.dtype != torch.int32:
-        slot_mapping = arguments.widened(slot_mapping)
-    check_append(k_cache, v_cache, lengths, block_table, slot_mapping, k, v)
-    append_op(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
+def append(args: AppendArgs) -> None:
+    """The append of both caches on bare tensors."""
+    slots = args.slot_mapping
+    if isinstance(slots, Tensor) and slots.dtype in arguments.INTEGERS and slots.dtype != torch.int32:
+        args = args._replace(slot_mapping=arguments.widened(slots))
+    check_append(args)
+    append_op(*args)
 
 
 def _keep(cache: KVCache | PagedKVCache, name: str, t: Tensor | None) -> None:

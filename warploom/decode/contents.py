@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.decode.problem import AppendArgs
 from warploom.runtime import arguments
 
 
@@ -52,16 +53,9 @@ def check_cache(
     return lengths, block_table
 
 
-def check_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    slot_mapping: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-) -> None:
+def check_append(args: AppendArgs) -> None:
     """New keys and values against the cache they go to."""
+    k_cache, v_cache, lengths, block_table, slot_mapping, k, v, _ = args
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         arguments.strided(name, t)
         expected = (lengths.shape[0], k.shape[1] if isinstance(k, Tensor) and k.ndim > 1 else 1, *cache.shape[2:])

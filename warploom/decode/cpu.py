@@ -14,24 +14,6 @@ from warploom.decode.problem import DecodeArgs, DecodeProblem
 SPLIT = 512
 
 
-def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
-    """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
-    batch, queries, heads_q, _ = args.q.shape
-    heads_kv = args.k.shape[2]
-    out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
-    lse = args.q.new_empty((batch, heads_q, queries), dtype=torch.float32)
-    most = heads_kv * min(SPLIT, args.capacity)
-    rooms = [torch.empty(most * t.shape[-1], dtype=torch.float32) for t in (args.k, args.v)]
-    for b, (k, v) in enumerate(keys_and_values(args)):
-        # Rows of a kv head: T queries of each head of its group, so that K and V are read once.
-        own = args.q[b].unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)
-        rows = torch.empty(own.shape, dtype=torch.float32).copy_(own).flatten(1, 2)
-        part, part_lse = _attend(args, rows, k, v, rooms)
-        out[b] = part.view(heads_q, queries, -1).transpose(0, 1)
-        lse[b] = part_lse.view(heads_q, queries)
-    return out, lse
-
-
 def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Out (heads_kv, group · T, head_dim_v) and lse of one sequence; ``rooms`` hold a split's keys and values."""
     queries, length = args.q.shape[1], k.shape[0]
@@ -86,7 +68,21 @@ class Cpu(DecodeBackend):
         return None
 
     def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
-        return forward(args)
+        """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
+        batch, queries, heads_q, _ = args.q.shape
+        heads_kv = args.k.shape[2]
+        out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
+        lse = args.q.new_empty((batch, heads_q, queries), dtype=torch.float32)
+        most = heads_kv * min(SPLIT, args.capacity)
+        rooms = [torch.empty(most * t.shape[-1], dtype=torch.float32) for t in (args.k, args.v)]
+        for b, (k, v) in enumerate(keys_and_values(args)):
+            # Rows of a kv head: T queries of each head of its group, so that K and V are read once.
+            own = args.q[b].unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)
+            rows = torch.empty(own.shape, dtype=torch.float32).copy_(own).flatten(1, 2)
+            part, part_lse = _attend(args, rows, k, v, rooms)
+            out[b] = part.view(heads_q, queries, -1).transpose(0, 1)
+            lse[b] = part_lse.view(heads_q, queries)
+        return out, lse
 
 
 BACKEND = Cpu()

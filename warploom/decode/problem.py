@@ -38,7 +38,7 @@ class DecodeArgs(NamedTuple):
 
 
 class AppendArgs(NamedTuple):
-    """New keys and values (batch, T, heads_kv, ·) for a cache, validated; ``advance`` adds them to the lengths."""
+    """New keys and values (batch, T, heads_kv, ·) for a cache; ``advance`` adds them to the lengths."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -47,7 +47,7 @@ class AppendArgs(NamedTuple):
     slot_mapping: Tensor | None
     k: Tensor
     v: Tensor
-    advance: bool
+    advance: bool = True
 
 
 @dataclass(frozen=True)

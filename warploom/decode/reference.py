@@ -10,20 +10,6 @@ from warploom.decode.gather import keys_and_values
 from warploom.decode.problem import DecodeArgs, DecodeProblem
 
 
-def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
-    """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse (batch, heads_q, T), fp32 (fp64 for fp64)."""
-    q = args.q
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
-    for b, (k, v) in enumerate(keys_and_values(args)):
-        # A copy: products sum in another order for other strides and addresses, and a sequence's bits are its own.
-        rows = q[b].to(wide, copy=True, memory_format=torch.contiguous_format)
-        part, lse[b] = _attend(args, rows, k.to(wide), v.to(wide))
-        out[b] = part.to(q.dtype)
-    return out, lse
-
-
 def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of one sequence from its keys and values."""
     queries, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
@@ -61,7 +47,17 @@ class Reference(DecodeBackend):
         return None
 
     def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
-        return forward(args)
+        """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse (batch, heads_q, T), fp32 (fp64 for fp64)."""
+        q = args.q
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
+        for b, (k, v) in enumerate(keys_and_values(args)):
+            # A copy: products sum in another order for other strides and addresses, and a sequence's bits are its own.
+            rows = q[b].to(wide, copy=True, memory_format=torch.contiguous_format)
+            part, lse[b] = _attend(args, rows, k.to(wide), v.to(wide))
+            out[b] = part.to(q.dtype)
+        return out, lse
 
 
 BACKEND = Reference()

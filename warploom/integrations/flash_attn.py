@@ -20,6 +20,7 @@ from warploom.attention.api import attention, attention_varlen
 from warploom.decode.api import decode
 from warploom.decode.arguments import MAX_QUERIES
 from warploom.decode.cache import KVCache, PagedKVCache, append
+from warploom.decode.problem import AppendArgs
 from warploom.runtime import arguments
 
 Pair = tuple[int, int]
@@ -274,7 +275,7 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None and rotary_sin is not None:
             q = _rotate(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, advance=local)
             k = _rotate(k, rotary_cos, rotary_sin, lengths, rotary_interleaved, advance=True)
-        append(k_cache, v_cache, lengths, block_table, None, k, v, advance=False)
+        append(AppendArgs(k_cache, v_cache, lengths, block_table, None, k, v, advance=False))
         lengths = lengths + k.shape[1]
     # decode is causal: a call that is not may use it only where the one query sees the whole cache anyway.
     ahead = None if common["window"] is None else common["window"][1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from warploom.linear import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.linear.arguments import linear_call
 from warploom.linear.feature_maps import FeatureMaps
-from warploom.linear.ops import flat, linear_op, step_flat, step_op
+from warploom.linear.ops import flat, linear_op, step_args, step_op
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
 from warploom.runtime import arguments, dispatch
@@ -172,7 +172,7 @@ def linear_attention_step(
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (call.q, call.k, call.v, call.s, call.z)]):
         out, last = _run(call, backend, True)
     else:
-        out, s, z = step_op(*step_flat(call, dispatch.choose(call, backend, "linear")))
+        out, s, z = step_op(*step_args(call, dispatch.choose(call, backend, "linear")))
         out = out.unsqueeze(1)
         last = LinearState(s, z)
     assert last is not None

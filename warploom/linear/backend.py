@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from warploom.linear.problem import StepArgs
 from warploom.runtime.backend import Backend
 
 
@@ -17,10 +16,7 @@ class LinearBackend(Backend):
     initial state or None.
     """
 
-    def step(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """One token a sequence: out (batch, heads_q, M) and the new s and z.
-
-        ``tensors``: q (batch, heads_q, E), k, v (batch, heads_kv, ·), s, z. ``options``: map_q, map_k, normalize, eps, scale.
-        """
+    def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
+        """Out (batch, heads_q, M) and the new s and z of one token a sequence."""
         refused = f"{self.name} takes no single tokens"
         raise NotImplementedError(refused)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,67 +17,12 @@ from warploom.linear.backend import LinearBackend
 from warploom.linear.cpu_block import Block, Scratch, Sums
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
-from warploom.linear.problem import LinearCall
+from warploom.linear.problem import LinearCall, StepArgs
 
 # Elements of a block's largest tile, 2 MB in fp32: the half dozen tiles of a block stay in a last-level cache.
 BLOCK = 2**19
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None."""
-    q, v = call.q, call.v
-    out = v.new_empty((*q.shape[:3], v.shape[3]))
-    norm = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
-    s, z = _first_state(call)
-    tiles = Scratch()
-    for rows, tokens, states, part in _parts(call):
-        _forward(part, tiles, out[rows, tokens], norm[rows, :, tokens], _flat(s[states], z[states]), return_state)
-    if call.cu_seqlens is not None:
-        unused = slice(tokens.stop if call.sequences else 0, None)
-        out[:, unused], norm[:, :, unused] = 0.0, 1.0
-    return out, norm if call.normalize else None, s if return_state else None, z if return_state else None
-
-
-def backward(call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Gradients:
-    """Gradients of q, k and v, and of the initial state where the call has one."""
-    dq, dk, dv = (t.new_empty(t.shape) for t in (call.q, call.k, call.v))
-    s, z = _first_state(call)
-    first_s, first_z = (_own(t, s.dtype) if t is not None else torch.zeros_like(like) for t, like in ((ds, s), (dz, z)))
-    tiles = Scratch()
-    for rows, tokens, states, part in _parts(call):
-        own = None if norm is None else norm[rows, :, tokens]
-        sums, dsums = _flat(s[states], z[states]), _flat(first_s[states], first_z[states])
-        gradients = dq[rows, tokens], dk[rows, tokens], dv[rows, tokens]
-        _backward(part, tiles, dout[rows, tokens], own, sums, dsums, gradients)
-    if call.cu_seqlens is not None:
-        for t in (dq, dk, dv):
-            t[:, tokens.stop if call.sequences else 0 :] = 0.0
-    return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
-
-
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    *,
-    map_q: str,
-    map_k: str,
-    normalize: bool,
-    eps: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One token a sequence: out (batch, heads_q, M) and the new state; q (batch, heads_q, E), k and v (batch, heads_kv, ·)."""
-    k = NAMED[map_k](k.to(s.dtype))
-    rows = NAMED[map_q](q.to(s.dtype)).unflatten(1, (k.shape[1], -1)) * scale
-    s, z = torch.addcmul(s, k.unsqueeze(-1), v.to(s.dtype).unsqueeze(-2)), z + k
-    out = rows @ s
-    if normalize:
-        out /= rows @ z.unsqueeze(-1) + eps
-    return out.flatten(1, 2).to(v.dtype), s, z
 
 
 def _parts(call: LinearCall) -> Iterator[tuple[slice, slice, slice, LinearCall]]:
@@ -192,15 +136,44 @@ class Cpu(LinearBackend):
         return None
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return forward(call, return_state)
+        """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None."""
+        q, v = call.q, call.v
+        out = v.new_empty((*q.shape[:3], v.shape[3]))
+        norm = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=call.accumulator)
+        s, z = _first_state(call)
+        tiles = Scratch()
+        for rows, tokens, states, part in _parts(call):
+            _forward(part, tiles, out[rows, tokens], norm[rows, :, tokens], _flat(s[states], z[states]), return_state)
+        if call.cu_seqlens is not None:
+            unused = slice(tokens.stop if call.sequences else 0, None)
+            out[:, unused], norm[:, :, unused] = 0.0, 1.0
+        return out, norm if call.normalize else None, s if return_state else None, z if return_state else None
 
-    def backward(
-        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return backward(call, dout, norm, ds, dz)
+    def backward(self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Gradients:
+        """Gradients of q, k and v, and of the initial state where the call has one."""
+        dq, dk, dv = (t.new_empty(t.shape) for t in (call.q, call.k, call.v))
+        s, z = _first_state(call)
+        first_s, first_z = (_own(t, s.dtype) if t is not None else torch.zeros_like(like) for t, like in ((ds, s), (dz, z)))
+        tiles = Scratch()
+        for rows, tokens, states, part in _parts(call):
+            own = None if norm is None else norm[rows, :, tokens]
+            sums, dsums = _flat(s[states], z[states]), _flat(first_s[states], first_z[states])
+            gradients = dq[rows, tokens], dk[rows, tokens], dv[rows, tokens]
+            _backward(part, tiles, dout[rows, tokens], own, sums, dsums, gradients)
+        if call.cu_seqlens is not None:
+            for t in (dq, dk, dv):
+                t[:, tokens.stop if call.sequences else 0 :] = 0.0
+        return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
 
-    def step(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return step(*tensors, **options)
+    def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, s, z, map_q, map_k, normalize, eps, scale, _ = args
+        k = NAMED[map_k](k.to(s.dtype))
+        rows = NAMED[map_q](q.to(s.dtype)).unflatten(1, (k.shape[1], -1)) * scale
+        s, z = torch.addcmul(s, k.unsqueeze(-1), v.to(s.dtype).unsqueeze(-2)), z + k
+        out = rows @ s
+        if normalize:
+            out /= rows @ z.unsqueeze(-1) + eps
+        return out.flatten(1, 2).to(v.dtype), s, z
 
 
 BACKEND = Cpu()

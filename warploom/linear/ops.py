@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from warploom.linear.backend import LinearBackend
-from warploom.linear.problem import LinearCall
+from warploom.linear.problem import LinearCall, StepArgs
 from warploom.runtime import dispatch
 from warploom.runtime.op import DifferentiableOp, Op, schema, settled_dtypes
 
@@ -76,20 +76,17 @@ class LinearOp(DifferentiableOp):
 class StepOp(Op):
     """Out and the new state of one token a sequence."""
 
-    name = "linear_attention_step"
-    signature = (
-        "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, str map_q, str map_k, bool normalize, float eps, float scale, "
-        "str backend) -> (Tensor, Tensor, Tensor)"
-    )
+    name, signature = "linear_attention_step", f"({schema(StepArgs)}) -> (Tensor, Tensor, Tensor)"
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, s, z, map_q, map_k, normalize, eps, scale, name = flat
+        args = StepArgs(*flat)
+        q, _, v, s, z, *_ = args
         if q.shape[0] == 0 or q.shape[1] == 0:
             return v.new_zeros((*q.shape[:2], v.shape[2])), s.clone(), z.clone()
-        backend = dispatch.find(name, "linear")
+        backend = dispatch.find(args.backend, "linear")
         assert isinstance(backend, LinearBackend)
         with settled_dtypes(q):
-            return backend.step(q, k, v, s, z, map_q=map_q, map_k=map_k, normalize=normalize, eps=eps, scale=scale)
+            return backend.step(args)
 
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, _, v, s, z, *_ = flat
@@ -104,10 +101,11 @@ def flat(call: LinearCall, backend: str, return_state: bool) -> tuple[Any, ...]:
     return (*(getattr(call, name) for name in _FIELDS), backend, return_state)
 
 
-def step_flat(call: LinearCall, backend: str) -> tuple[Any, ...]:
+def step_args(call: LinearCall, backend: str) -> StepArgs:
     """The arguments of ``step_op`` of a call of one token a sequence with a state."""
-    rows = (t.squeeze(1) for t in (call.q, call.k, call.v))
-    return (*rows, call.s, call.z, call.map_q, call.map_k, call.normalize, call.eps, call.scale, backend)
+    assert call.s is not None and call.z is not None
+    q, k, v = (t.squeeze(1) for t in (call.q, call.k, call.v))
+    return StepArgs(q, k, v, call.s, call.z, call.map_q, call.map_k, call.normalize, call.eps, call.scale, backend)
 
 
 def _read(arguments: Sequence[Any]) -> tuple[LinearCall, LinearBackend, bool]:

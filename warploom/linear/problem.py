@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,23 @@ class LinearCall:
         return torch.promote_types(self.v.dtype, torch.float32)
 
 
-def one_token(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> LinearCall:
-    """The call of a step: q (batch, heads_q, E), k and v (batch, heads_kv, ·), the state, and the call's maps and numbers."""
-    q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    return LinearCall(q=q, k=k, v=v, causal=True, s=s, z=z, lengths=None, cu_seqlens=None, **options)
+class StepArgs(NamedTuple):
+    """The arguments of one step of decoding, in schema order: one token a sequence, and the state before it."""
+
+    q: Tensor  # (batch, heads_q, E)
+    k: Tensor  # (batch, heads_kv, E)
+    v: Tensor  # (batch, heads_kv, M)
+    s: Tensor  # (batch, heads_kv, E, M), fp32 (fp64 for fp64 inputs)
+    z: Tensor  # (batch, heads_kv, E)
+    map_q: str
+    map_k: str
+    normalize: bool
+    eps: float
+    scale: float
+    backend: str
+
+    def call(self) -> LinearCall:
+        """The same as a call of sequences of one token."""
+        q, k, v, s, z, map_q, map_k, normalize, eps, scale, _ = self
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        return LinearCall(q, k, v, map_q, map_k, True, normalize, eps, scale, s, z, None, None)

@@ -7,7 +7,6 @@ and queries past the last key see every key. The denominator is scale * q.z + ep
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,61 +14,8 @@ from torch import Tensor
 from warploom.linear.backend import LinearBackend
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
-from warploom.linear.problem import LinearCall, one_token
+from warploom.linear.problem import LinearCall, StepArgs
 from warploom.linear.state import LinearState
-
-
-def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None.
-
-    Everything is computed in fp64 and differentiable by autograd to any order; memory is O(seqlen²).
-    """
-    q, k, v = call.q, call.k, call.v
-    if call.cu_seqlens is None:
-        out, norm, state = _dense(call)
-    else:
-        outs, norms, states, end = [], [], [], 0
-        for _, span, part in sequences(call):
-            end = span.stop
-            part_out, part_norm, part_state = _dense(part)
-            outs.append(part_out)
-            norms.append(part_norm)
-            states.append(part_state)
-        # A sum of nothing ties these tokens to every input, so that gradients are zeros even where there is no sequence.
-        tie = sum(t[:0].sum().double() for t in (q, k, v, call.s, call.z) if t is not None)
-        outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64) + tie)
-        norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
-        empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64) + tie
-        states.append(LinearState(empty.new_zeros((*empty.shape, v.shape[3])), empty))
-        # A sum over nothing of everything given: without a sequence, gradients are zeros rather than torch's error.
-        nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in (q, k, v, call.s, call.z) if t is not None)
-        out, norm = torch.cat(outs, 1) + nothing, torch.cat(norms, 2)
-        state = LinearState(*(torch.cat(parts) + nothing for parts in zip(*states, strict=True)))
-    s, z = (t.to(call.accumulator) for t in state)
-    wide = norm.to(call.accumulator) if call.normalize else None
-    return out.to(v.dtype), wide, s if return_state else None, z if return_state else None
-
-
-def backward(
-    call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v and the initial state, by autograd."""
-    leaves = {name: getattr(call, name).detach().requires_grad_() for name in _leaves(call)}
-    with torch.enable_grad():
-        out, _, s, z = forward(dataclasses.replace(call, **leaves), True)
-        assert s is not None and z is not None
-        pairs = [(t, d.to(t.dtype)) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
-        outputs, upstream = zip(*pairs, strict=True)
-        gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, materialize_grads=True)
-    found = dict(zip(leaves, gradients, strict=True))
-    return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
-
-
-def step(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """One token a sequence: out (batch, heads_q, M) and the new state; arguments as `one_token`'s."""
-    out, _, new_s, new_z = forward(one_token(q, k, v, s, z, **options), True)
-    assert new_s is not None and new_z is not None
-    return out.squeeze(1), new_s, new_z
 
 
 def _leaves(call: LinearCall) -> tuple[str, ...]:
@@ -186,15 +132,53 @@ class Reference(LinearBackend):
         return None
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return forward(call, return_state)
+        """Out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None, and the last state or None.
+
+        Everything is computed in fp64 and differentiable by autograd to any order; memory is O(seqlen²).
+        """
+        q, k, v = call.q, call.k, call.v
+        if call.cu_seqlens is None:
+            out, norm, state = _dense(call)
+        else:
+            outs, norms, states, end = [], [], [], 0
+            for _, span, part in sequences(call):
+                end = span.stop
+                part_out, part_norm, part_state = _dense(part)
+                outs.append(part_out)
+                norms.append(part_norm)
+                states.append(part_state)
+            # A sum of nothing ties these tokens to every input, so that gradients are zeros even where there is no sequence.
+            tie = sum(t[:0].sum().double() for t in (q, k, v, call.s, call.z) if t is not None)
+            outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64) + tie)
+            norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
+            empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64) + tie
+            states.append(LinearState(empty.new_zeros((*empty.shape, v.shape[3])), empty))
+            # A sum over nothing of everything given: without a sequence, gradients are zeros rather than torch's error.
+            nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in (q, k, v, call.s, call.z) if t is not None)
+            out, norm = torch.cat(outs, 1) + nothing, torch.cat(norms, 2)
+            state = LinearState(*(torch.cat(parts) + nothing for parts in zip(*states, strict=True)))
+        s, z = (t.to(call.accumulator) for t in state)
+        wide = norm.to(call.accumulator) if call.normalize else None
+        return out.to(v.dtype), wide, s if return_state else None, z if return_state else None
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return backward(call, dout, norm, ds, dz)
+        """Gradients of q, k, v and the initial state, by autograd."""
+        leaves = {name: getattr(call, name).detach().requires_grad_() for name in _leaves(call)}
+        with torch.enable_grad():
+            out, _, s, z = self.forward(dataclasses.replace(call, **leaves), True)
+            assert s is not None and z is not None
+            pairs = [(t, d.to(t.dtype)) for t, d in ((out, dout), (s, ds), (z, dz)) if d is not None]
+            outputs, upstream = zip(*pairs, strict=True)
+            gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, materialize_grads=True)
+        found = dict(zip(leaves, gradients, strict=True))
+        return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
 
-    def step(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return step(*tensors, **options)
+    def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
+        out, _, new_s, new_z = self.forward(args.call(), True)
+        assert new_s is not None and new_z is not None
+        return out.squeeze(1), new_s, new_z
 
 
 BACKEND = Reference()

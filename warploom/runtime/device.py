@@ -1,8 +1,9 @@
-"""The device of a launch."""
+"""The device of a launch: which it is, and what it can do."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,3 +14,12 @@ def on_device(t: Tensor) -> AbstractContextManager[object]:
     if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(t.device)
     return nullcontext()
+
+
+@lru_cache
+def capability(device: torch.device) -> int:
+    """Ten times the major compute capability and the minor; of Triton's interpreter on the CPU that of Hopper."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -77,7 +77,7 @@ def test_explain_told_64x64_tiles_whatever_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And nothing at all of packed calls' tiles and of the backward's."""
-    monkeypatch.setattr(call, "_capability", lambda device: capability)
+    monkeypatch.setattr(call, "capability", lambda device: capability)
     q, k, v = inputs(dtype, *dims, layout)
     options: dict[str, Any] = {"mask": mask, "causal": mask is None, "backend": "triton"}
     attention = warploom.attention
@@ -107,7 +107,7 @@ def test_all_kinds_of_tiles_were_met(launched: Launched, monkeypatch: pytest.Mon
     ways |= {"columns": {"mask": DOCUMENTS}, "wide": {"dim": 256}, "old": {"capability": 80}}
     found = {}
     for name, way in ways.items():
-        monkeypatch.setattr(call, "_capability", lambda device, way=way: way.get("capability", 90))
+        monkeypatch.setattr(call, "capability", lambda device, way=way: way.get("capability", 90))
         dim = way.get("dim", 64)
         q, k, v = inputs(way.get("dtype", HALF), dim, dim, way.get("layout", "contiguous"))
         leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +11,10 @@ import torch
 
 from tests.decode.cases import CASES, case
 from tests.decode.harness import Case, check, run
-from warploom.decode import triton as triton_backend
 from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
-from warploom.decode.problem import DecodeArgs
+from warploom.decode.problem import AppendArgs, DecodeArgs
 from warploom.decode.triton import launch, plan
 from warploom.decode.triton.config import Config, config
 from warploom.decode.triton.tokens import append as triton_append
@@ -91,11 +89,6 @@ def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPa
             assert torch.equal(a[0], b[0]), (seed, capacity, page_size)
 
 
-def test_no_module_hides_a_function() -> None:
-    for name in ("append", "forward", "ready", "available", "supports"):
-        assert inspect.isfunction(getattr(triton_backend, name)), name
-
-
 def test_bad_contents_stay_in_bounds() -> None:
     c = Case(secrets.randbelow(2**31), [70, 30], page_size=16)
     cache = c.cache(poison=1.0)
@@ -155,7 +148,7 @@ def test_append(page_size: int | None, tokens: int, slots: bool, advance: bool) 
     for run_append in (torch_append, triton_append):
         caches = (drawn.k, drawn.v) if page_size is None else (drawn.k_pages, drawn.v_pages)
         state = [t.clone() for t in (*caches, drawn.lengths)]
-        run_append(*state, table, mapping, k, v, advance)
+        run_append(AppendArgs(*state, table, mapping, k, v, advance))
         kept.append(state)
     for torchs, tritons in zip(*kept, strict=True):
         assert torch.equal(torchs, tritons), seed

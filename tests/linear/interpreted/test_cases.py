@@ -10,7 +10,8 @@ import torch
 
 from tests.linear.triton_cases import CASES, WHOLE, Case, check
 from warploom import linear_attention
-from warploom.linear.triton import backward, forward, step
+from warploom.linear.problem import StepArgs
+from warploom.linear.triton import BACKEND
 from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import Config, Tiling
 
@@ -64,39 +65,39 @@ def test_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_state_or_not_changes_no_bit(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=cut, blocks=False)
     call, *_ = Case(secrets.randbelow(2**31)).call()
-    out, norm, *_ = forward(call, True)
-    alone, norm_alone, *none = forward(call, False)
+    out, norm, *_ = BACKEND.forward(call, True)
+    alone, norm_alone, *none = BACKEND.forward(call, False)
     assert torch.equal(out, alone) and torch.equal(norm, norm_alone) and none == [None, None]
 
 
 def test_steps_continue_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=False, blocks=False)
     call, *_ = Case(secrets.randbelow(2**31), rows=9, heads=4, heads_kv=2, e=20, m=7, batch=2, scale=0.4).call()
-    full, _, s_full, z_full = forward(call, True)
+    full, _, s_full, z_full = BACKEND.forward(call, True)
     first = replace(call, **{name: getattr(call, name)[:, :7] for name in ("q", "k", "v")})
-    _, _, s, z = forward(first, True)
+    _, _, s, z = BACKEND.forward(first, True)
     before = s.clone()
-    options = {"map_q": call.map_q, "map_k": call.map_k, "normalize": True, "eps": call.eps, "scale": call.scale}
+    options = (call.map_q, call.map_k, True, call.eps, call.scale, "triton")
     for t in range(7, 9):
-        out, s, z = step(call.q[:, t], call.k[:, t], call.v[:, t], s, z, **options)
+        out, s, z = BACKEND.step(StepArgs(call.q[:, t], call.k[:, t], call.v[:, t], s, z, *options))
         torch.testing.assert_close(out, full[:, t], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((s, z), (s_full, z_full), rtol=1e-5, atol=1e-5)
-    assert torch.equal(before, forward(first, True)[2])
+    assert torch.equal(before, BACKEND.forward(first, True)[2])
 
 
 def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices, transposed and expanded inputs, a last dimension that is not contiguous."""
     configure(monkeypatch, cut=False, blocks=False)
     call, dout, *_ = Case(secrets.randbelow(2**31), rows=20, heads=2, batch=2).call()
-    want = (forward(call, False)[0], *backward(call, dout, forward(call, False)[1], None, None)[:3])
+    want = (BACKEND.forward(call, False)[0], *BACKEND.backward(call, dout, BACKEND.forward(call, False)[1], None, None)[:3])
     odd = replace(
         call,
         q=torch.cat([call.q, call.q[..., :3]], -1)[..., :16],
         k=call.k.transpose(1, 2).contiguous().transpose(1, 2),
         v=call.v.transpose(1, 3).contiguous().transpose(1, 3),
     )
-    out, norm, *_ = forward(odd, False)
-    got = (out, *backward(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), norm, None, None)[:3])
+    out, norm, *_ = BACKEND.forward(odd, False)
+    got = (out, *BACKEND.backward(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), norm, None, None)[:3])
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
@@ -104,13 +105,13 @@ def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hidden_nan_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=False, blocks=False)
     call, dout, *_ = Case(secrets.randbelow(2**31), batch=2, lengths=(40, 17), rows=33, keys=40).call()
-    out, norm, *_ = forward(call, False)
-    want = (out, *backward(call, dout, norm, None, None)[:3])
+    out, norm, *_ = BACKEND.forward(call, False)
+    want = (out, *BACKEND.backward(call, dout, norm, None, None)[:3])
     k, v = call.k.clone(), call.v.clone()
     k[1, 17:], v[1, 17:] = float("nan"), float("inf")
     poisoned = replace(call, k=k, v=v)
-    out, norm, *_ = forward(poisoned, False)
-    for a, b in zip((out, *backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
+    out, norm, *_ = BACKEND.forward(poisoned, False)
+    for a, b in zip((out, *BACKEND.backward(poisoned, dout, norm, None, None)[:3]), want, strict=True):
         assert torch.equal(a, b)
 
 

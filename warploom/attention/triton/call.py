@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.config import Config, config
 from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.arguments import keeps_nothing
+from warploom.runtime.device import capability
 
 # Elements that strides count in where they can: 16 bytes of the narrowest dtype.
 UNIT = 8
@@ -94,7 +94,7 @@ class Call:
         boxes = boxes and (not features.columns or args.bounds is not None)
         boxes = boxes and seen(seqlen_q, seqlen_k, left, right) == (0, seqlen_k)
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
-        tiling = config(features, _capability(q.device), boxes)
+        tiling = config(features, capability(q.device), boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = any([t.stride(-3) * longest >= limit for t in inputs])
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
@@ -180,11 +180,3 @@ def _limit(value: int | None) -> int | None:
 def _signed(word: int) -> int:
     """The int32 of the same bits."""
     return word - 2**32 if word >= 2**31 else word
-
-
-@lru_cache
-def _capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -46,7 +46,7 @@ class Triton(TritonBackend, DecodeBackend):
     def append(self, args: AppendArgs) -> None:
         from warploom.decode.triton.tokens import append as run
 
-        run(*args)
+        run(args)
 
 
 BACKEND = Triton()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
+from warploom.decode.problem import AppendArgs
 from warploom.decode.triton.kernels import append_kernel
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
@@ -15,17 +15,9 @@ from warploom.runtime.triton_launch import Launch
 _TOKENS = 16
 
 
-def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    slot_mapping: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    advance: bool,
-) -> None:
+def append(args: AppendArgs) -> None:
     """Write k, v (batch, T, heads_kv, ·) behind each sequence's length, in place."""
+    k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance = args
     batch, tokens, heads_kv, head_dim = k.shape
     pages, page_size = k_cache.shape[:2]
     capacity = page_size if block_table is None else block_table.shape[1] * page_size

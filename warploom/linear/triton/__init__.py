@@ -6,7 +6,7 @@ states are summed first (the two regimes of Katharopoulos et al., 2020, arXiv 20
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from warploom.linear.backend import LinearBackend
 from warploom.runtime.triton_backend import TritonBackend
@@ -14,7 +14,7 @@ from warploom.runtime.triton_backend import TritonBackend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from warploom.linear.problem import LinearCall
+    from warploom.linear.problem import LinearCall, StepArgs
 
 
 class Triton(TritonBackend, LinearBackend):
@@ -46,10 +46,10 @@ class Triton(TritonBackend, LinearBackend):
 
         return run(call, dout, norm, ds, dz)
 
-    def step(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
         from warploom.linear.triton.run import step as run
 
-        return run(*tensors, **options)
+        return run(args)
 
 
 BACKEND = Triton()

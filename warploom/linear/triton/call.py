@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from warploom.linear.triton.config import Config, config, padded
+from warploom.runtime.device import capability
+from warploom.runtime.qkv import last_contiguous
 
 if TYPE_CHECKING:
     from warploom.linear.problem import LinearCall
@@ -81,12 +83,12 @@ class Call:
 
     @classmethod
     def of(cls, c: LinearCall, dout: Tensor | None = None, flags: tuple[bool, ...] = ()) -> Call:
-        q, k, v = (_rows_contiguous(t) for t in (c.q, c.k, c.v))
-        dout = None if dout is None else _rows_contiguous(dout)
+        q, k, v = (last_contiguous(t) for t in (c.q, c.k, c.v))
+        dout = None if dout is None else last_contiguous(dout)
         inputs = [t for t in (q, k, v, dout) if t is not None]
         s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
         mapped = c.map_q != "identity" or c.map_k != "identity"
-        tiling = config(v.dtype, q.shape[3], v.shape[3], _capability(q.device), c.normalize, mapped)
+        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:
@@ -183,18 +185,6 @@ def dims(variant: Variant, **blocks: int) -> dict[str, Any]:
 def block_of(dim: int, block: int) -> int:
     """The columns that a program holds of a dim, no more than it has."""
     return min(block, padded(dim))
-
-
-def _rows_contiguous(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-@lru_cache
-def _capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @lru_cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.kernels.triton.feature_maps import MAPS
+from warploom.linear.problem import StepArgs
 from warploom.linear.triton.backward_kernels import GIVEN_DELTA, PARTIAL_DELTA, WHOLE, dkdv_kernel, dq_kernel
 from warploom.linear.triton.call import Call, Cut, Variant, block_of, dims
 from warploom.linear.triton.config import Tiling, padded
@@ -16,6 +17,7 @@ from warploom.linear.triton.forward_kernel import forward_kernel
 from warploom.linear.triton.state_kernels import scan_kernel, state_kernel
 from warploom.linear.triton.step_kernel import step_kernel
 from warploom.runtime.device import on_device
+from warploom.runtime.qkv import last_contiguous
 from warploom.runtime.triton_launch import Launch
 
 if TYPE_CHECKING:
@@ -70,25 +72,10 @@ def backward(
     return dq, dk, dv, *first
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    *,
-    map_q: str,
-    map_k: str,
-    normalize: bool,
-    eps: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One token: q (batch, heads_q, E), k (batch, heads_kv, E), v (batch, heads_kv, M), and the state before it, fp32.
-
-    Returns:
-        out (batch, heads_q, M) in v's dtype and the new s and z, in one launch.
-    """
-    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
+def step(args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Out (batch, heads_q, M) in v's dtype and the new s and z of one token a sequence, in one launch."""
+    q, k, v, s, z, map_q, map_k, normalize, eps, scale, _ = args
+    q, k, v = (last_contiguous(t) for t in (q, k, v))
     s, z = s.contiguous(), z.contiguous()
     batch, heads, e = q.shape
     heads_kv, m = v.shape[1:]
