@@ -19,16 +19,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.layout import Places, swizzled
-from warploom.runtime.instructions import (
-    cp_async16,
-    exp2,
-    hidden,
-    ldmatrix_x4,
-    mma_m16n8k16,
-    pack16,
-    reciprocal,
-    transpose_quad,
-)
+from warploom.kernels.cute.epilogue import transpose_quad
+from warploom.kernels.cute.instructions import cp_async16, exp2, hidden, ldmatrix_x4, mma_m16n8k16, pack16, reciprocal
 
 LOG2_E = math.log2(math.e)
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}

@@ -28,7 +28,7 @@ from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
 from warploom.attention.hopper.config import box_columns
-from warploom.runtime.kernel import RAGGED, WARPGROUP, Names
+from warploom.kernels.cute.basics import RAGGED, WARPGROUP, Names
 
 
 class HopperBackward(RowKernels, Producer, Consumers):

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.runtime.kernel import DTYPES, KernelBase, Names
+from warploom.kernels.cute.basics import DTYPES, KernelBase, Names
 
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.

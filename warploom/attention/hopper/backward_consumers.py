@@ -26,9 +26,10 @@ from warploom.attention.hopper.backward_base import (
     WARPGROUPS,
     BackwardBase,
 )
-from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
-from warploom.runtime.kernel import LOG2_E, WARPGROUP, Names
-from warploom.runtime.primitives import count_up, hold, negative, store_matrices, wait_until
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, Names
+from warploom.kernels.cute.epilogue import transpose_quad
+from warploom.kernels.cute.instructions import exp2, hold, negative, pack16, reciprocal, store_matrices
+from warploom.kernels.cute.memory import count_up, wait_until
 
 
 class Consumers(BackwardBase):

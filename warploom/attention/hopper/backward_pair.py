@@ -35,7 +35,7 @@ from warploom.attention.hopper.backward_pair_base import PAIR, PARTS
 from warploom.attention.hopper.backward_pair_consumers import PairConsumers
 from warploom.attention.hopper.backward_pair_producer import PairProducer
 from warploom.attention.hopper.config import box_columns
-from warploom.runtime.kernel import WARPGROUP, Names
+from warploom.kernels.cute.basics import WARPGROUP, Names
 
 
 class PairBackward(PairProducer, PairConsumers, HopperBackward):

@@ -12,7 +12,7 @@ from cutlass import const_expr
 
 from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.runtime.kernel import WARPGROUP, Names
+from warploom.kernels.cute.basics import WARPGROUP, Names
 
 VALUES, KEYS = 0, 1  # the warpgroup of S, P and dV, and that of dP, dS and dK
 # Named barriers: P is there, P has been read, KEYS has written dS.

@@ -29,9 +29,9 @@ from warploom.attention.hopper.backward_pair_base import (
     VALUES,
     PairBase,
 )  # fmt: skip
-from warploom.runtime.instructions import pack16
-from warploom.runtime.kernel import WARPGROUP, Names
-from warploom.runtime.primitives import bulk_send, from_half
+from warploom.kernels.cute.basics import WARPGROUP, Names
+from warploom.kernels.cute.instructions import from_half, pack16
+from warploom.kernels.cute.memory import bulk_send
 
 
 class PairConsumers(PairBase, Consumers):

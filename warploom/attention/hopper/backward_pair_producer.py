@@ -13,8 +13,8 @@ from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, WARPGROUPS
 from warploom.attention.hopper.backward_pair_base import KEYS, PAIR, PARTS, VALUES, PairBase
 from warploom.attention.hopper.backward_producer import Producer
-from warploom.runtime.kernel import WARPGROUP
-from warploom.runtime.primitives import bulk_add, bulk_load, claim, load_acquire, pass_on, wait_for
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.memory import bulk_add, bulk_load, claim, load_acquire, pass_on, wait_for
 
 
 class PairProducer(PairBase, Producer):

@@ -17,8 +17,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, WARPGROUPS, BackwardBase
-from warploom.runtime.kernel import RAGGED, WARPGROUP, Names
-from warploom.runtime.primitives import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
+from warploom.kernels.cute.basics import RAGGED, WARPGROUP, Names
+from warploom.kernels.cute.memory import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
 
 
 class Producer(BackwardBase):

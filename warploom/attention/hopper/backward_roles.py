@@ -20,9 +20,8 @@ from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward import HopperBackward
 from warploom.attention.hopper.backward_base import DS_READY, WARPGROUPS
 from warploom.attention.hopper.config import BackwardConfig, box_columns
-from warploom.runtime.instructions import pack16
-from warploom.runtime.kernel import WARPGROUP, Names
-from warploom.runtime.primitives import store_matrices
+from warploom.kernels.cute.basics import WARPGROUP, Names
+from warploom.kernels.cute.instructions import pack16, store_matrices
 
 VALUES, KEYS = 0, 1  # the warpgroup of dV, and that of dK
 # Named barriers: both have written their P; and + role: a warpgroup has staged its gradient.

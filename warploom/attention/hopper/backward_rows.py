@@ -14,9 +14,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper.backward_base import BackwardBase
-from warploom.runtime.instructions import pack16, transpose_quad
-from warploom.runtime.kernel import LOG2_E, WARPGROUP
-from warploom.runtime.primitives import store_matrices
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP
+from warploom.kernels.cute.epilogue import transpose_quad
+from warploom.kernels.cute.instructions import pack16, store_matrices
 
 ROW_THREADS = 256  # of a block
 

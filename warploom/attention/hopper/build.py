@@ -14,8 +14,8 @@ from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import HopperForward
+from warploom.kernels.cute.basics import DTYPES
 from warploom.runtime.compile import compile_kernel, view
-from warploom.runtime.kernel import DTYPES
 
 
 def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from warploom.attention.hopper.forward_base import TILE_STAGES, TILE_WORDS
 from warploom.attention.hopper.forward_consumers import Consumers
 from warploom.attention.hopper.forward_merge import Merge
 from warploom.attention.hopper.forward_producer import Producer
-from warploom.runtime.kernel import LOG2_E, RAGGED, Names
+from warploom.kernels.cute.basics import LOG2_E, RAGGED, Names
 
 # Registers a thread (consumer, producer): a warpgroup's share of 64 Ki, in steps of 8, by number of consumers.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 32)}

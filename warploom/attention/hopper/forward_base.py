@@ -16,7 +16,7 @@ from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.runtime.kernel import DTYPES, WARPGROUP, KernelBase
+from warploom.kernels.cute.basics import DTYPES, WARPGROUP, KernelBase
 
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
 # the workspace if those are not all (below 0: they are); for packed sequences also where queries and keys start, how

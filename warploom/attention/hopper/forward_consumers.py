@@ -17,9 +17,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
-from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
-from warploom.runtime.kernel import LOG2_E, WARPGROUP, Names
-from warploom.runtime.primitives import pin
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, Names
+from warploom.kernels.cute.epilogue import transpose_quad
+from warploom.kernels.cute.instructions import exp2, pack16, pin, reciprocal
 
 # A row is exponentiated against an earlier maximum until its own is past it by so many powers of two: P stays far inside of
 # what 16 bits hold, as precise as at 1, and O and the sums of most tiles need no rescaling.

@@ -13,8 +13,8 @@ from cutlass import Float32, Int32, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.forward_base import ForwardBase
-from warploom.runtime.instructions import exp2, pack16
-from warploom.runtime.kernel import LOG2_E
+from warploom.kernels.cute.basics import LOG2_E
+from warploom.kernels.cute.instructions import exp2, pack16
 
 # Rows of split tiles that a block of the merging kernel puts together, one a warp.
 MERGED_ROWS = 8

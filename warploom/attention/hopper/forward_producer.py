@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
-from warploom.runtime.kernel import RAGGED, Names
+from warploom.kernels.cute.basics import RAGGED, Names
 
 
 class Producer(ForwardBase):

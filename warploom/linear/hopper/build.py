@@ -9,10 +9,10 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from warploom.kernels.cute.basics import DTYPES
 from warploom.linear.hopper.config import WalkConfig
 from warploom.linear.hopper.walk import Walk
 from warploom.runtime.compile import compile_kernel, view
-from warploom.runtime.kernel import DTYPES
 
 
 def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:

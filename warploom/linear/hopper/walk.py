@@ -20,10 +20,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from warploom.kernels.cute.basics import WARPGROUP, Names
 from warploom.linear.hopper.config import C_STAGES, COLUMNS
 from warploom.linear.hopper.walk_consumers import Consumers
 from warploom.linear.hopper.walk_producer import Producer
-from warploom.runtime.kernel import WARPGROUP, Names
 
 STATE_REGISTERS, SCORE_REGISTERS, PRODUCER_REGISTERS = 256, 152, 96
 LOADER = 0

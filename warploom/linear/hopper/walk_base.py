@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import T, dsl_user_op
 
+from warploom.kernels.cute.basics import DTYPES, KernelBase, Names
 from warploom.linear.hopper.config import COLUMNS, WalkConfig
-from warploom.runtime.instructions import assembly
-from warploom.runtime.kernel import DTYPES, KernelBase, Names
-
-
-@dsl_user_op
-def from_bfloat16(word: Int32, which: int, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The first or second bf16 of a 32-bit word."""
-    text = ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;")[which]
-    return Float32(assembly(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
 
 
 class WalkBase(KernelBase):

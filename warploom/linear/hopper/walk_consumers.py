@@ -9,11 +9,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, pack16, store_matrices
 from warploom.linear.hopper.config import C_STAGES, COLUMNS
-from warploom.linear.hopper.walk_base import WalkBase, from_bfloat16
-from warploom.runtime.instructions import ldmatrix_x4, pack16
-from warploom.runtime.kernel import WARPGROUP
-from warploom.runtime.primitives import store_matrices
+from warploom.linear.hopper.walk_base import WalkBase
 
 # Named barriers; 0 is the block's.
 P_READY, P_TAKEN, OUT_FREE, OUT_WRITTEN = 1, 2, 3, 4
