@@ -1,4 +1,5 @@
-"""The package's imports go down only: no circle between modules, and the laboratory knows no command.
+"""The package's imports go down only: no circle between modules, the laboratory knows no command,
+kernel libraries know no family, and implementations do not import each other.
 
 An import counts wherever it stands in a file, and each is of one kind: "module", run when the file is imported; "function",
 run when a function is called; "typing", under `if TYPE_CHECKING`, never run. All three count: an import that is put off
@@ -99,6 +100,44 @@ def test_the_laboratory_imported_a_command(graph: Edges) -> None:
     laboratory = {name: targets for name, targets in graph.items() if name.startswith("warploom.smem")}
     assert laboratory
     assert [f"{a} -> {b}" for a, targets in laboratory.items() for b in targets if b.startswith("warploom.commands")] == []
+
+
+FAMILIES = ("attention", "decode", "linear", "smem")
+IMPLEMENTATIONS = ("ampere", "hopper", "triton", "cpu", "reference")
+
+
+def implementation(name: str) -> str | None:
+    """The implementation, warploom.FAMILY.NAME, that a module belongs to."""
+    match name.split("."):
+        case ["warploom", family, part, *_] if family in FAMILIES and part in IMPLEMENTATIONS:
+            return f"{family}.{part}"
+    return None
+
+
+def test_kernel_libraries_know_no_family(graph: Edges) -> None:
+    libraries = {name: targets for name, targets in graph.items() if name.startswith("warploom.kernels.")}
+    assert {"warploom.kernels.cute.tiles", "warploom.kernels.triton.widths"} <= set(libraries)
+    beyond = [f"{a} -> {b}" for a, targets in libraries.items() for b in targets if not b.startswith("warploom.kernels")]
+    assert beyond == []
+
+
+def test_compiled_implementations_import_each_other(graph: Edges) -> None:
+    """What two of them share stands in kernels/. A reference is the specification, which others may ask."""
+    compiled = ("ampere", "hopper", "triton")
+    pairs = [(a, implementation(a), b, implementation(b)) for a, targets in graph.items() for b in targets]
+    assert {own for _, own, _, _ in pairs if own} >= {"attention.ampere", "attention.hopper", "linear.hopper", "decode.triton"}
+    between = [f"{a} -> {b}" for a, own, b, other in pairs if own and other and own != other and other.endswith(compiled)]
+    assert between == []
+
+
+def test_only_the_kernel_library_and_kernels_import_the_dsl() -> None:
+    """The spine does not, but to compile."""
+    files = modules(Path(warploom.__file__).parent)
+    roots = {name: {source.split(".")[0] for source, _, _ in imports(name, path)} for name, path in files.items()}
+    users = [name for name, found in roots.items() if "cutlass" in found]
+    assert len(users) > 1
+    others = [name for name in users if not name.startswith("warploom.kernels.cute.") and implementation(name) is None]
+    assert others == ["warploom.runtime.compile"]
 
 
 @pytest.mark.parametrize(

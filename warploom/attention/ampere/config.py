@@ -12,7 +12,7 @@ _HERE = "attention/ampere"
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "layout")),
-    *(f"kernels/cute/{file}.py" for file in ("epilogue", "instructions")),
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "band", "basics", "epilogue", "fields", "instructions", "softmax")),
     "runtime/compile.py",
     "smem/layout.py",
     "smem/swizzle.py",

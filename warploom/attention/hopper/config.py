@@ -11,11 +11,12 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "schedule")),
-    *(f"kernels/cute/{file}.py" for file in ("basics", "epilogue", "instructions")),
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "epilogue", "fields", "instructions")),
+    *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
-SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _FORWARD))
+SOURCES = (*_COMMON, "kernels/cute/band.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
 _BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles", *_PAIR)))
 BACKWARD_SOURCES = (*_COMMON, "kernels/cute/memory.py", *(f"{_HERE}/{file}.py" for file in _BACKWARD))

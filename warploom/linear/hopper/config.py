@@ -13,7 +13,8 @@ _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")),
-    *(f"kernels/cute/{file}.py" for file in ("basics", "instructions")),
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
+    *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
     "runtime/compile.py",
 )
 
