@@ -292,17 +292,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             k_start=storage.k.data_ptr(),
             v_start=storage.v.data_ptr(),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                self.init_both(shared, 4 * WARPGROUPS)
-                for barrier in (shared.k_full, shared.v_full, shared.block_full):
-                    cute.arch.mbarrier_init(barrier, 1)
-                if const_expr(self.config.persistent):
-                    for barrier in (shared.k_empty, shared.v_empty):
-                        cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
-                    cute.arch.mbarrier_init(shared.block_empty, 32 * (4 * WARPGROUPS + 1 + len(WRITERS)))  # lanes
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.init_barriers(warp, shared)
 
         given = StepCall(
             shared=shared,
@@ -323,33 +313,59 @@ class HopperBackward(RowKernels, Producer, Consumers):
             left=left,
             right=right,
         )
+        loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)
         if const_expr(self.config.persistent):
-            if warp < 4:
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                if warp == LOADER:
-                    self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-                for i in cutlass.range_constexpr(WARPGROUPS):
-                    if warp == WRITERS[i]:
-                        self.write_blocks(given, sums, turns, i)
-                if warp == SCHEDULER:
-                    if const_expr(self.config.parted):
-                        self.deal_out(given, turns)
-                    else:
-                        self.hand_out(given, turns, dk, dv)
-            else:
-                self.compute_blocks(given, dk, dv, products, scale, softcap)
+            self.play_blocks(warp, given, loads, dk, dv, sums, turns, products, scale, softcap)
         else:
-            work = self.describe(given, cute.arch.block_idx()[0])
-            if warp < 4:
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                if warp == LOADER:
-                    self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-                for i in cutlass.range_constexpr(WARPGROUPS):
-                    if warp == WRITERS[i]:
-                        self.write(work, sums, turns, i, left, right)
-                if const_expr(self.config.varlen):  # noqa: SIM102
-                    if warp == SCHEDULER:
-                        self.clear_hidden(work, dk, dv)
-            else:
-                self.compute(work, dk, dv, products, scale, softcap, left, right)
+            self.play_block(warp, given, loads, dk, dv, sums, turns, products, scale, softcap)
+
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads see afterwards."""
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                self.init_both(shared, 4 * WARPGROUPS)
+                for barrier in (shared.k_full, shared.v_full, shared.block_full):
+                    cute.arch.mbarrier_init(barrier, 1)
+                if const_expr(self.config.persistent):
+                    for barrier in (shared.k_empty, shared.v_empty):
+                        cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
+                    cute.arch.mbarrier_init(shared.block_empty, 32 * (4 * WARPGROUPS + 1 + len(WRITERS)))  # lanes
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def play_blocks(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+        """A warp's role in a persistent block."""
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOADER:
+                self.load_blocks(given, *loads)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write_blocks(given, sums, turns, i)
+            if warp == SCHEDULER:
+                if const_expr(self.config.parted):
+                    self.deal_out(given, turns)
+                else:
+                    self.hand_out(given, turns, dk, dv)
+        else:
+            self.compute_blocks(given, dk, dv, products, scale, softcap)
+
+    @cute.jit
+    def play_block(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+        """A warp's role in a block that works on one key block."""
+        work = self.describe(given, cute.arch.block_idx()[0])
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOADER:
+                self.load(work, *loads)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write(work, sums, turns, i, given.left, given.right)
+            if const_expr(self.config.varlen):  # noqa: SIM102
+                if warp == SCHEDULER:
+                    self.clear_hidden(work, dk, dv)
+        else:
+            self.compute(work, dk, dv, products, scale, softcap, given.left, given.right)

@@ -166,19 +166,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             halves_do=placed(storage.dout, halves),
             halves_k=placed(storage.k, halves),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                self.init_both(shared, PAIR * 4 * WARPGROUPS)
-                for barrier in (shared.k_full, shared.v_full, shared.came):
-                    cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
-                cute.arch.mbarrier_init(shared.v_empty, 4)
-                cute.arch.mbarrier_init(shared.block_full, 1)
-                cute.arch.mbarrier_init(shared.block_empty, PAIR * 32 * (1 + len(WRITERS) + 4 * WARPGROUPS))  # lanes
-                cute.arch.mbarrier_init(shared.taken, 4 * (WARPGROUPS + 1))
-            cute.arch.mbarrier_init_fence()
-        meet(PAIR)
-
+        self.init_barriers(warp, shared)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         given = PairCall(
             shared=shared,
@@ -196,15 +184,38 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             right=right,
             rank=rank,
         )
+        loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+        self.play_blocks(warp, given, loads, dk, dv, sums, turns, (mma_scores, mma_gradient, mma_queries), scale, softcap)
+        meet(PAIR)  # the other block may still come to this one's barriers
+
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads of both blocks see afterwards."""
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                self.init_both(shared, PAIR * 4 * WARPGROUPS)
+                for barrier in (shared.k_full, shared.v_full, shared.came):
+                    cute.arch.mbarrier_init(barrier, 1)
+                cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
+                cute.arch.mbarrier_init(shared.v_empty, 4)
+                cute.arch.mbarrier_init(shared.block_full, 1)
+                cute.arch.mbarrier_init(shared.block_empty, PAIR * 32 * (1 + len(WRITERS) + 4 * WARPGROUPS))  # lanes
+                cute.arch.mbarrier_init(shared.taken, 4 * (WARPGROUPS + 1))
+            cute.arch.mbarrier_init_fence()
+        meet(PAIR)
+
+    @cute.jit
+    def play_blocks(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+        """A warp's role in all pairs of its cluster."""
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
-                self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+                self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
                     self.write_blocks(given, sums, turns, i)
             if const_expr(self.config.persistent):  # noqa: SIM102
-                if warp == SCHEDULER and rank == 0:
+                if warp == SCHEDULER and given.rank == 0:
                     self.hand_out(given, turns)
             if const_expr(self.config.varlen):  # noqa: SIM102
                 if warp == SCHEDULER:
@@ -212,9 +223,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
                     self.clear_hidden(work, dk, dv)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            products = (mma_scores, mma_gradient, mma_queries)
             if warp < 8:
                 self.play(VALUES, given, dv, products, scale, softcap)
             else:
                 self.play(KEYS, given, dk, products, scale, softcap)
-        meet(PAIR)  # the other block may still come to this one's barriers

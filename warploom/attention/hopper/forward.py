@@ -96,6 +96,19 @@ class HopperForward(Producer, Consumers, Merge):
 
     # The kernel
 
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads see afterwards."""
+        consumers = 4 * self.warpgroups  # warps
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
+                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
+                init_rings(TILE_STAGES, (shared.tile_full, shared.tile_empty, WARP * (consumers + 1)))  # lanes
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
     @cute.kernel
     def kernel(
         self,
@@ -145,7 +158,6 @@ class HopperForward(Producer, Consumers, Merge):
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
-        consumers = 4 * warpgroups  # warps
         shared = ForwardShared(
             q_full=barriers.take(warpgroups),
             q_empty=barriers.take(warpgroups),
@@ -162,14 +174,7 @@ class HopperForward(Producer, Consumers, Merge):
             k=placed(storage.k, layout_k),
             v=placed(storage.v, layout_v),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                init_rings(warpgroups, (shared.q_full, shared.q_empty, 4))
-                init_rings(stages, (shared.k_full, shared.k_empty, consumers))
-                init_rings(stages, (shared.v_full, shared.v_empty, consumers))
-                init_rings(TILE_STAGES, (shared.tile_full, shared.tile_empty, WARP * (consumers + 1)))  # lanes
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.init_barriers(warp, shared)
 
         consumer_registers, producer_registers = REGISTERS[warpgroups]
         if warp < 4:

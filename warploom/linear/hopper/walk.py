@@ -78,6 +78,18 @@ class Walk(Producer, Consumers):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads of the cluster see afterwards."""
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                readers = 8 * self.config.cluster  # warps
+                rings = (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)
+                init_rings(self.config.stages, *rings)
+                init_rings(C_STAGES, (shared.c_full, shared.c_empty, 4))
+            cute.arch.mbarrier_init_fence()
+        meet(self.config.cluster)
+
     @cute.kernel
     def kernel(
         self,
@@ -137,13 +149,7 @@ class Walk(Producer, Consumers):
             out=placed(storage.out, layout_p),
             out_start=storage.out.data_ptr(),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                readers = 8 * config.cluster  # warps
-                init_rings(stages, (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers))
-                init_rings(C_STAGES, (shared.c_full, shared.c_empty, 4))
-            cute.arch.mbarrier_init_fence()
-        meet(config.cluster)
+        self.init_barriers(warp, shared)
 
         blocks = config.head_dim_v // COLUMNS
         index = cute.arch.block_idx()[0]
