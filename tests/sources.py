@@ -12,7 +12,8 @@ KERNELS = (
     "warploom.attention.ampere",
     "warploom.attention.hopper",
     "warploom.linear.hopper",
-    *(f"warploom.runtime.{name}" for name in ("compile", "instructions", "kernel", "primitives")),
+    "warploom.kernels.cute",
+    "warploom.runtime.compile",
 )
 
 

@@ -156,6 +156,16 @@ def test_an_import_of_a_higher_floor_is_found() -> None:
     assert upward({"warploom.smem.device.a": {"warploom.smem.b": "module", "warploom": "module"}}) == []
 
 
+def test_only_the_kernel_library_and_kernels_import_the_dsl() -> None:
+    """The spine does not, but to compile."""
+    files = modules(Path(warploom.__file__).parent)
+    roots = {name: {source.split(".")[0] for source, _, _ in imports(name, path)} for name, path in files.items()}
+    users = [name for name, found in roots.items() if "cutlass" in found]
+    assert len(users) > 1
+    others = [name for name in users if not name.startswith("warploom.kernels.cute.") and implementation(name) is None]
+    assert others == ["warploom.runtime.compile"]
+
+
 @pytest.mark.parametrize(
     ("back", "kind"),
     [

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
 
 from warploom.runtime.cubin import resources
 from warploom.runtime.link import link
@@ -34,13 +33,3 @@ def compile_kernel(kernel: Any, arguments: list[Any], name: str, library: Path) 
         compiled.export_to_c(str(objects), function_name=name)
         link(objects, library)
     return {"registers": max(f.registers for f in found), "stack": max(f.stack for f in found)}
-
-
-def view(dtype: Any, modes: int) -> Any:
-    """A tensor of any sizes and strides of ``modes`` dimensions and a contiguous last one, of whole 16 bytes and aligned so.
-
-    Every size and stride is its own symbol, so that one module serves every view.
-    """
-    strides = [cute.sym_int64(divisibility=8) for _ in range(modes)]
-    shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=8))
-    return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)

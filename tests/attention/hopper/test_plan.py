@@ -35,7 +35,7 @@ def test_sources_are_what_kernels_import() -> None:
     """Else an edit of a file that is not listed would leave modules of the older one in use."""
     here = "attention/hopper"
     build = f"{here}/build.py"
-    built = build, "runtime/compile.py"
+    built = build, "kernels/cute/arguments.py", "runtime/compile.py"
     assert {*built, *imported(f"{here}/forward.py")} == set(SOURCES)
     assert {*built, *imported(f"{here}/backward.py", f"{here}/backward_roles.py", f"{here}/backward_pair.py")} == set(
         BACKWARD_SOURCES

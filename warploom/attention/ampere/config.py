@@ -12,8 +12,8 @@ _HERE = "attention/ampere"
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "forward", "layout")),
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "band", "basics", "epilogue", "fields", "instructions", "softmax")),
     "runtime/compile.py",
-    "runtime/instructions.py",
     "smem/layout.py",
     "smem/swizzle.py",
 )

@@ -9,9 +9,8 @@ Imports the CuTe DSL; only what compiles kernels imports this module.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,33 +18,44 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.layout import Places, swizzled
-from warploom.runtime.instructions import (
-    cp_async16,
-    exp2,
-    hidden,
-    ldmatrix_x4,
-    mma_m16n8k16,
-    pack16,
-    reciprocal,
-    transpose_quad,
-)
+from warploom.kernels.cute.band import key_tiles, whole_tiles
+from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
+from warploom.kernels.cute.epilogue import quad_words, store_words
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.instructions import cp_async16, exp2, hidden, ldmatrix_x4, mma_m16n8k16, pack16, reciprocal
+from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, multipliers, with_sink
 
-LOG2_E = math.log2(math.e)
-DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 # Copies are issued so many at a time (with a softcap, without): on Hopper each batch behind an ldmatrix costs three empty
 # loads, and larger batches cost registers.
 BATCH = {True: 3, False: 2}
 
 
-class Names:
-    """What the kernel works on. A plain class: the DSL would carry the fields of a namespace through every loop."""
+class Work(Fields):
+    """What a thread works on, and what it keeps."""
 
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+    q: Any  # where this lane reads its rows of Q, K and V, in bytes
+    k: Any
+    v: Any
+    multiplier: Any  # exp2 takes scores times this; under a softcap the scores become log2 units before
+    cap_in: Any
+    acc: Any  # O: (atom, 8 columns, 4)
+    row_max: Any  # of the raw scores, or of log2 units under a softcap
+    row_sum: Any  # of this thread's columns
+    held: Any  # Q, where registers hold it
+    hidden: Any  # columns of a row that are hidden start here, and visible ones at ``visible``, less this thread's first column
+    visible: Any
+    end: Any
 
-    if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any: ...
+class Copy(Fields):
+    """This thread's share of the copies of a tensor."""
+
+    start: Any  # of the tensor's first tile
+    next: Any  # where the next tile to load is
+    stride: Any  # of rows, in bytes
+    row: Any
+    size: Any  # 16 bytes, or 0 past head_dim, where there are zeros
+    to: Any  # in the first tile of the ring
 
 
 class AmpereForward:
@@ -80,12 +90,7 @@ class AmpereForward:
         stream: Any,
     ):
         """Launch a block for every query tile of every head."""
-        # exp2 takes scores times this; under a softcap the scores become log2 units before.
-        multiplier = scale * LOG2_E
-        cap_in = Float32(0.0)
-        if const_expr(self.config.softcap):
-            cap_in = 2 * LOG2_E * scale / softcap
-            multiplier = softcap * LOG2_E
+        multiplier, cap_in = multipliers(self.config, scale, softcap)
         blocks = cute.ceil_div(lse.shape[2], self.tile_m) * lse.shape[1] * lse.shape[0]
         self.kernel(q, k, v, out, lse, sink, multiplier, cap_in, left, right).launch(
             grid=[blocks, 1, 1],
@@ -126,8 +131,9 @@ class AmpereForward:
         m_block, head, batch = self.block(cute.arch.block_idx()[0], m_blocks, heads_q)
         head_kv = head // (heads_q // heads_kv)
         shift = seqlen_k - seqlen_q
-        first, end = self.key_tiles(m_block, seqlen_q, seqlen_k, shift, left, right)
-        whole_first, whole_end = self.whole_tiles(m_block, first, seqlen_q, seqlen_k, shift, left, right)
+        top, past = m_block * self.tile_m, (m_block + 1) * self.tile_m
+        first, end = key_tiles(config, top, past, seqlen_q, seqlen_k, shift, left, right)
+        whole_first, whole_end = whole_tiles(config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
 
         thread = cute.arch.thread_idx()[0]
         lane = cute.arch.lane_idx()
@@ -138,17 +144,16 @@ class AmpereForward:
         # A lane's row in a 16 × 16 block: Q and V go down 16 rows and then right, K right and then down.
         down = self.places.base(lane % 16, lane // 16 * 8)
         across = self.places.base(lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8)
-        work = Names(
+        work = Work(
             q=storage.q.data_ptr().toint() + warp * (16 * self.atoms * self.pitch) + down,
             k=storage.k.data_ptr().toint() + across,
             v=storage.v.data_ptr().toint() + down,
             multiplier=multiplier,
             cap_in=cap_in,
-            acc=cute.make_rmem_tensor(self.atoms * self.dim // 2, Float32),  # O: (atom, 8 columns, 4)
-            row_max=cute.make_rmem_tensor(self.rows, Float32),  # of the raw scores, or of log2 units under a softcap
-            row_sum=cute.make_rmem_tensor(self.rows, Float32),  # of this thread's columns
+            acc=cute.make_rmem_tensor(self.atoms * self.dim // 2, Float32),
+            row_max=cute.make_rmem_tensor(self.rows, Float32),
+            row_sum=cute.make_rmem_tensor(self.rows, Float32),
             held=cute.make_rmem_tensor(self.atoms * self.dim // 4, Int32) if config.q_registers else None,
-            # Columns of a row that are hidden start here, and visible ones there, less this thread's first column.
             hidden=row_q + shift + right + 1 - lane % 4 * 2,
             visible=row_q + shift - left - lane % 4 * 2,
             end=seqlen_k - lane % 4 * 2,
@@ -210,62 +215,33 @@ class AmpereForward:
         batch = head // heads_q
         return m_block, head - batch * heads_q, batch
 
-    @cute.jit
-    def key_tiles(self, m_block, seqlen_q, seqlen_k, shift, left, right):
-        """First and past-the-end key tile that some row of the query tile sees."""
-        first = Int32(0)
-        end = cute.ceil_div(seqlen_k, self.tile_n)
-        if const_expr(self.config.right):
-            last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
-            end = cutlass.min(end, cute.ceil_div(cutlass.max(last_row + shift + right + 1, 0), self.tile_n))
-        if const_expr(self.config.left):
-            first = cutlass.max(m_block * self.tile_m + shift - left, 0) // self.tile_n
-        return first, end
-
-    @cute.jit
-    def whole_tiles(self, m_block, first, seqlen_q, seqlen_k, shift, left, right):
-        """Key tiles [first, end) that need no mask, as every row sees all of them."""
-        whole_first, whole_end = first, seqlen_k // self.tile_n
-        if const_expr(self.config.right):
-            seen_by_all = m_block * self.tile_m + shift + right + 1
-            whole_end = cutlass.min(whole_end, cutlass.max(seen_by_all, 0) // self.tile_n)
-        if const_expr(self.config.left):
-            last_row = cutlass.min((m_block + 1) * self.tile_m, seqlen_q) - 1
-            whole_first = cutlass.max(cute.ceil_div(cutlass.max(last_row + shift - left, 0), self.tile_n), first)
-        return whole_first, whole_end
-
     # Global to shared memory
 
-    def copier(self, t: Any, batch: Any, head: Any, storage: Any, thread: Any) -> Names:
+    def copier(self, t: Any, batch: Any, head: Any, storage: Any, thread: Any) -> Copy:
         """This thread's 16 bytes of a row, in every ``pass_rows``-th row of a tile."""
         row, piece = thread // self.pieces, thread % self.pieces
         start = t.iterator.toint() + 2 * (Int64(batch) * t.stride[0] + Int64(head) * t.stride[2] + Int64(piece * 8))
         stride = 2 * t.stride[1]
-        return Names(
-            start=start + Int64(row) * stride,  # of the tensor's first tile
-            next=cute.make_rmem_tensor(1, Int64),  # where the next tile to load is
-            stride=stride,  # bytes
+        return Copy(
+            start=start + Int64(row) * stride,
+            next=cute.make_rmem_tensor(1, Int64),
+            stride=stride,
             row=row,
-            size=self.choose(piece * 8 < t.shape[3], 16, 0),  # past head_dim there are zeros
+            size=choose(piece * 8 < t.shape[3], 16, 0),
             to=storage.data_ptr().toint() + self.places.base(row, piece * 8),
         )
 
-    @cute.jit
-    def choose(self, condition, a, b):
-        """a if condition else b, of run-time values."""
-        return Int32(a) if condition else Int32(b)
-
-    def load_edge(self, copy: Names, rows: int, tile: Any, length: Any) -> None:
+    def load_edge(self, copy: Copy, rows: int, tile: Any, length: Any) -> None:
         """Load a tile that may reach past the tensor's ``length`` rows, with zeros there."""
         source = copy.start + Int64(tile * rows) * copy.stride
         left_over = length - tile * rows - copy.row
         for i in range(rows // self.pass_rows):
-            self.copy_pass(copy, i, source, self.choose(i * self.pass_rows < left_over, copy.size, 0), Int32(0))
+            self.copy_pass(copy, i, source, choose(i * self.pass_rows < left_over, copy.size, 0), Int32(0))
 
-    def loads(self, copy: Names, tile: Any, first: Any, slot: Any) -> list[Callable[[], None]]:
+    def loads(self, copy: Copy, tile: Any, first: Any, slot: Any) -> list[Callable[[], None]]:
         """The steps of loading the next whole tile, of smaller keys, which do nothing for a tile before ``first``."""
         source = copy.next[0]
-        size = self.choose(tile >= first, copy.size, 0)
+        size = choose(tile >= first, copy.size, 0)
         copy.next[0] = source - copy.stride * self.tile_n
 
         def one(i: int) -> Callable[[], None]:
@@ -273,7 +249,7 @@ class AmpereForward:
 
         return [one(i) for i in range(self.tile_n // self.pass_rows)]
 
-    def copy_pass(self, copy: Names, i: int, source: Any, size: Any, slot: Any) -> None:
+    def copy_pass(self, copy: Copy, i: int, source: Any, size: Any, slot: Any) -> None:
         """Start this thread's ``i``-th copy of a tile."""
         rows = i * self.pass_rows
         cp_async16(copy.to + slot, rows * self.pitch, source + rows * copy.stride, size)
@@ -292,7 +268,7 @@ class AmpereForward:
 
         return read
 
-    def hold(self, work: Names) -> None:
+    def hold(self, work: Work) -> None:
         """Q into registers for all key tiles."""
         read = self.blocks(work.q, self.tile_m, False)
         for k in range(self.dim // 16):
@@ -310,7 +286,7 @@ class AmpereForward:
         cute.arch.cp_async_wait_group(config.stages - 2)
         cute.arch.sync_threads()
         ahead = n - (config.stages - 1)
-        slot = self.choose(stage == 0, last, stage - tile_bytes)  # of the tile before, which every warp is done with
+        slot = choose(stage == 0, last, stage - tile_bytes)  # of the tile before, which every warp is done with
         # All of them under S: what is asked for under PV would not be there in time.
         s = self.scores(work, stage, self.loads(copy_k, ahead, first, slot) + self.loads(copy_v, ahead, first, slot))
         cute.arch.cp_async_commit_group()
@@ -320,9 +296,9 @@ class AmpereForward:
             self.hide(work, s, n)
         self.rescale(work, self.tops(s))
         self.values(work, s, stage)
-        return self.choose(stage == last, 0, stage + tile_bytes)
+        return choose(stage == last, 0, stage + tile_bytes)
 
-    def scores(self, work: Names, stage: Any, loads: list[Callable[[], None]]) -> Any:
+    def scores(self, work: Work, stage: Any, loads: list[Callable[[], None]]) -> Any:
         """S = Q Kᵀ as [atom][8 keys] of four values."""
         steps, groups = self.dim // 16, self.tile_n // 16
         read_q = self.blocks(work.q, self.tile_m, False)
@@ -352,7 +328,7 @@ class AmpereForward:
             load()
         return s
 
-    def operand_q(self, work: Names, read: Callable[[int, int], list[Int32]], k: int) -> list[list[Int32]]:
+    def operand_q(self, work: Work, read: Callable[[int, int], list[Int32]], k: int) -> list[list[Int32]]:
         if self.config.q_registers:
             return [[work.held[(k * self.atoms + m) * 4 + i] for i in range(4)] for m in range(self.atoms)]
         return [read(16 * m, 16 * k) for m in range(self.atoms)]
@@ -367,12 +343,11 @@ class AmpereForward:
                     tops[r] = s[m][g][i] if tops[r] is None else cute.arch.fmax(tops[r], s[m][g][i])
         return tops
 
-    def cap(self, work: Names, s: Any) -> None:
-        """softcap · tanh(x / softcap) by exp2, in log2 units: tanh.approx is no better than a 16-bit P."""
+    def cap(self, work: Work, s: Any) -> None:
+        """Scores under the softcap, in log2 units."""
         for values in (x for atom in s for x in atom):
             for i in range(4):
-                grown = exp2(values[i] * work.cap_in)
-                values[i] = work.multiplier - 2 * work.multiplier * reciprocal(grown + 1)
+                values[i] = capped(values[i], work.multiplier, work.cap_in)
 
     @cute.jit
     def hide(self, work, s, n):
@@ -405,7 +380,7 @@ class AmpereForward:
             higher = tops[r] > work.row_max[r]
             grown = higher if const_expr(r == 0) else grown | higher
         # A loop of one turn or none: the compiler would execute the body of an if under a predicate, costly and for nothing.
-        turns = self.choose(cute.arch.vote_any_sync(grown), 1, 0)
+        turns = choose(cute.arch.vote_any_sync(grown), 1, 0)
         for _ in cutlass.range(hidden(turns), unroll=1):
             self.take_over(work, tops)
 
@@ -415,9 +390,7 @@ class AmpereForward:
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(self.rows):
             new = cute.arch.fmax(work.row_max[r], tops[r])
-            # A row that has seen nothing yet: exponentiate against 0, so that -inf gives 0 and not NaN.
-            safe = 0.0 if new == -Float32.inf else new
-            correction = exp2((work.row_max[r] - safe) * scale)
+            correction = exp2((work.row_max[r] - finite(new)) * scale)
             work.row_max[r] = new
             work.row_sum[r] = work.row_sum[r] * correction
             for g in cutlass.range_constexpr(self.dim // 8):
@@ -425,12 +398,12 @@ class AmpereForward:
                     at = ((r // 2) * (self.dim // 8) + g) * 4 + r % 2 * 2 + c
                     work.acc[at] = work.acc[at] * correction
 
-    def values(self, work: Names, s: Any, stage: Any) -> None:
+    def values(self, work: Work, s: Any, stage: Any) -> None:
         """O += P V, the exponentials of 16 keys between the products of the 16 before."""
         groups, pairs = self.tile_n // 16, self.dim // 16
         read = self.blocks(work.v + stage, self.tile_n, True)
         scale = Float32(1.0) if self.config.softcap else work.multiplier
-        offsets = [self.offset(work.row_max[r], scale) for r in range(self.rows)]
+        offsets = [finite(work.row_max[r]) * scale for r in range(self.rows)]  # of exponents, in log2 units
         sums = [work.row_sum[r] for r in range(self.rows)]
         acc = [work.acc[i] for i in range(self.atoms * self.dim // 2)]
 
@@ -478,12 +451,6 @@ class AmpereForward:
             work.acc[i] = value
 
     @cute.jit
-    def offset(self, top, scale):
-        """What exponents are taken against, in log2 units."""
-        safe = 0.0 if top == -Float32.inf else top
-        return safe * scale
-
-    @cute.jit
     def epilogue(self, work, out, lse, logit, lane, row, seqlen_q):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         word = lane % 4
@@ -493,26 +460,16 @@ class AmpereForward:
             top = work.row_max[r] * scale  # log2 units
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
-                new = cute.arch.fmax(top, logit)
-                safe = 0.0 if new == -Float32.inf else new
-                shrink = exp2(top - safe)
-                total = total * shrink + exp2(logit - safe)
-                top = new
-            empty = total == 0.0
-            inverse = 0.0 if empty else shrink * reciprocal(total)
+                top, total, shrink = with_sink(top, total, logit)
+            inverse = 0.0 if total == 0.0 else shrink * reciprocal(total)
             here = row + 8 * r
             if here < seqlen_q and word == 0:
-                lse[here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
+                lse[here] = log_sum_exp(top, total)
             base = out.iterator + Int64(here) * out.stride[0]
             for chunk in cutlass.range_constexpr(self.dim // 32):
                 first = ((r // 2) * (self.dim // 8) + chunk * 4) * 4 + r % 2 * 2
                 pairs = [(work.acc[first + 4 * i], work.acc[first + 4 * i + 1]) for i in range(4)]
-                words = [pack16(low * inverse, high * inverse, self.dtype) for low, high in pairs]
-                words = transpose_quad(words, lane)
+                words = quad_words(pairs, inverse, self.dtype, lane)
                 column = chunk * 32 + word * 8
                 if here < seqlen_q and column < out.shape[1]:
-                    row_words = cute.make_rmem_tensor(4, Int32)
-                    for i in cutlass.range_constexpr(4):
-                        row_words[i] = words[i]
-                    target = cute.make_tensor((base + column).align(16), cute.make_layout(8))
-                    cute.autovec_copy(row_words, cute.recast_tensor(target, Int32))
+                    store_words(base, words, column)

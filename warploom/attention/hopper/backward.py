@@ -21,14 +21,44 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
-from warploom.attention.hopper.backward_base import LOADER, PACKED_WORDS, PRODUCER_REGISTERS, SCHEDULER, WARPGROUPS, WRITERS
+from warploom.attention.hopper.backward_base import (
+    LOADER,
+    PACKED_WORDS,
+    PRODUCER_REGISTERS,
+    SCHEDULER,
+    WARPGROUPS,
+    WRITERS,
+    BackwardShared,
+    Call,
+)
 from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
 from warploom.attention.hopper.config import box_columns
-from warploom.runtime.kernel import RAGGED, WARPGROUP, Names
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.packed import ragged
+from warploom.kernels.cute.rings import Mbarriers
+from warploom.kernels.cute.tiles import tile_layout, tma_load
+from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
+
+
+class StepShared(BackwardShared):
+    """Of blocks that work alone."""
+
+    words: Any  # of the block that is handed out
+    k_start: Any  # addresses
+    v_start: Any
+
+
+class StepCall(Call):
+    """Of blocks that work alone."""
+
+    items: Any  # blocks and shares that are handed out
+    deal: Any  # whole blocks, split ones, steps of a share, steps of a block; the third may be waves
+    partial: Any  # sums of blocks whose steps are shared out
+    turns: Any
 
 
 class HopperBackward(RowKernels, Producer, Consumers):
@@ -84,7 +114,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
         views = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
         if const_expr(varlen):
-            views = [self.ragged(t) for t in views]
+            views = [ragged(t) for t in views]
         self.launch(
             views, (dk, dv, sums, partial, stats, turns), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
             (scale, softcap, left, right, section), heads_q, (blocks, split, each), stream,
@@ -113,16 +143,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
         *_, m_blocks, n_blocks, batch = sizes
         blocks, split, each = order
         heads_kv = tk.shape[2]
-        box_q, box_k, box_v, box_do = config.boxes
-        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, box_q)
-        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, box_do)
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, box_k)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, box_v)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, box_columns(self.tile_n))
-        tma_q, tq = self.tma(tq, layout_q, (self.tile_m, config.head_dim))
-        tma_do, tdo = self.tma(tdo, layout_do, (self.tile_m, config.head_dim_v))
-        tma_k, tk = self.tma(tk, layout_k, (self.tile_n, config.head_dim))
-        tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
+        layouts = self.layouts()
+        layout_q, layout_do, layout_k, layout_v, _ = layouts
+        tma_q, tq = tma_load(tq, layout_q, (self.tile_m, config.head_dim))
+        tma_do, tdo = tma_load(tdo, layout_do, (self.tile_m, config.head_dim_v))
+        tma_k, tk = tma_load(tk, layout_k, (self.tile_n, config.head_dim))
+        tma_v, tv = tma_load(tv, layout_v, (self.tile_n, config.head_dim_v))
         products = self.products()
         total = n_blocks * heads_kv * batch
         items, deal = total, (total, Int32(0), Int32(1), Int32(1))
@@ -133,7 +159,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             deal = (total, Int32(0), each, Int32(1))
         self.kernel(
             tq, tk, tv, tdo, *targets, tma_q, tma_k, tma_v, tma_do, *products,
-            layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band, items, *deal,
+            *layouts, *sizes, *band, items, *deal,
         ).launch(
             grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -166,38 +192,27 @@ class HopperBackward(RowKernels, Producer, Consumers):
             cute.make_tensor(partial, cute.make_layout((split * config.partial_floats,))),
         )
 
+    def layouts(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Shared tiles of Q, dO, K, V and dS."""
+        config, dtype = self.config, self.dtype
+        box_q, box_k, box_v, box_do = config.boxes
+        return (
+            tile_layout(dtype, (self.tile_m, config.head_dim), self.stages, box_q),
+            tile_layout(dtype, (self.tile_m, config.head_dim_v), self.dout_stages, box_do),
+            tile_layout(dtype, (self.tile_n, config.head_dim), 1, box_k),
+            tile_layout(dtype, (self.tile_n, config.head_dim_v), 1, box_v),
+            tile_layout(dtype, (self.tile_m, self.tile_n), self.slots, box_columns(self.tile_n)),
+        )
+
     def products(self) -> tuple[Any, ...]:
         """A warpgroup's share of S and dP, of dV, of dK and of dQ."""
         config = self.config
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
-        scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
-        values = self.mma((64, config.head_dim_v, 16), rmem, by_k, by_mn)
-        keys = self.mma((64, config.head_dim, 16), rmem, by_k, by_mn)
+        scores = product(self.dtype, (64, self.tile_m, 16), IN_SHARED, BY_K, BY_K)
+        values = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
+        keys = product(self.dtype, (64, config.head_dim, 16), IN_REGISTERS, BY_K, BY_MN)
         if const_expr(self.swapped):
-            return scores, values, keys, self.mma((64, self.tile_m, 16), smem, by_mn, by_k)
-        return scores, values, keys, self.mma((64, self.columns, 16), smem, by_k, by_mn)
-
-    def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
-        return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
-
-    def tile_layout(self, tile: tuple[int, int], stages: int, box: int) -> Any:
-        """Row-major tiles, one after the other, with a swizzle of ``box`` columns."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[box]
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
-
-    def ragged(self, t: Any) -> Any:
-        """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
-        is token e - n + i, and rows of a sequence of n tokens that ends at e stop where it does.
-        """
-        layout = cute.make_layout((RAGGED, t.shape[1], t.shape[2], t.shape[0] + 1), stride=(*t.stride, t.stride[0]))
-        return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0), t).iterator, layout)
-
-    def tma(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
-        """The TMA load of one tile, and the tensor of its coordinates."""
-        one_stage = cute.select(layout, mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, one_stage, tile)
+            return scores, values, keys, product(self.dtype, (64, self.tile_m, 16), IN_SHARED, BY_MN, BY_K)
+        return scores, values, keys, product(self.dtype, (64, self.columns, 16), IN_SHARED, BY_K, BY_MN)
 
     # The kernel
 
@@ -264,43 +279,22 @@ class HopperBackward(RowKernels, Producer, Consumers):
             dq: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * self.part], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        barriers = storage.barriers.data_ptr()
-        shared = Names(
-            q_full=barriers,
-            q_empty=barriers + stages,
-            do_full=barriers + 2 * stages,
-            do_empty=barriers + 2 * stages + dout_stages,
-            k_full=barriers + 2 * (stages + dout_stages),
-            v_full=barriers + 2 * (stages + dout_stages) + 1,
-            k_empty=barriers + 2 * (stages + dout_stages) + 2,
-            v_empty=barriers + 2 * (stages + dout_stages) + 3,
-            block_full=barriers + 2 * (stages + dout_stages) + 4,
-            block_empty=barriers + 2 * (stages + dout_stages) + 5,
+        barriers = Mbarriers(storage.barriers.data_ptr())
+        shared = StepShared(
+            **self.shared_rings(storage, barriers, (layout_q, layout_do, layout_k, layout_v, layout_ds)),
+            k_full=barriers.take(),
+            v_full=barriers.take(),
+            k_empty=barriers.take(),
+            v_empty=barriers.take(),
+            block_full=barriers.take(),
+            block_empty=barriers.take(),
             words=storage.words.get_tensor(cute.make_layout(2 * PACKED_WORDS)),
-            stats=storage.stats.data_ptr(),
-            ds_start=storage.ds.data_ptr(),
             k_start=storage.k.data_ptr(),
             v_start=storage.v.data_ptr(),
-            dq=storage.dq.data_ptr(),
-            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            dout=storage.dout.get_tensor(layout_do.outer, swizzle=layout_do.inner),
-            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
-            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
-            ds=storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                self.init_rings(shared, 4 * WARPGROUPS)
-                for barrier in (shared.k_full, shared.v_full, shared.block_full):
-                    cute.arch.mbarrier_init(barrier, 1)
-                if const_expr(self.config.persistent):
-                    for barrier in (shared.k_empty, shared.v_empty):
-                        cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
-                    cute.arch.mbarrier_init(shared.block_empty, 32 * (4 * WARPGROUPS + 1 + len(WRITERS)))  # lanes
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.init_barriers(warp, shared)
 
-        given = Names(
+        given = StepCall(
             shared=shared,
             q_shape=q.shape,
             k_shape=k.shape,
@@ -319,33 +313,59 @@ class HopperBackward(RowKernels, Producer, Consumers):
             left=left,
             right=right,
         )
+        loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)
         if const_expr(self.config.persistent):
-            if warp < 4:
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                if warp == LOADER:
-                    self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-                for i in cutlass.range_constexpr(WARPGROUPS):
-                    if warp == WRITERS[i]:
-                        self.write_blocks(given, sums, turns, i)
-                if warp == SCHEDULER:
-                    if const_expr(self.config.parted):
-                        self.deal_out(given, turns)
-                    else:
-                        self.hand_out(given, turns, dk, dv)
-            else:
-                self.compute_blocks(given, dk, dv, products, scale, softcap)
+            self.play_blocks(warp, given, loads, dk, dv, sums, turns, products, scale, softcap)
         else:
-            work = self.describe(given, cute.arch.block_idx()[0])
-            if warp < 4:
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                if warp == LOADER:
-                    self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-                for i in cutlass.range_constexpr(WARPGROUPS):
-                    if warp == WRITERS[i]:
-                        self.write(work, sums, turns, i, left, right)
-                if const_expr(self.config.varlen):  # noqa: SIM102
-                    if warp == SCHEDULER:
-                        self.clear_hidden(work, dk, dv)
-            else:
-                self.compute(work, dk, dv, products, scale, softcap, left, right)
+            self.play_block(warp, given, loads, dk, dv, sums, turns, products, scale, softcap)
+
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads see afterwards."""
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                self.init_both(shared, 4 * WARPGROUPS)
+                for barrier in (shared.k_full, shared.v_full, shared.block_full):
+                    cute.arch.mbarrier_init(barrier, 1)
+                if const_expr(self.config.persistent):
+                    for barrier in (shared.k_empty, shared.v_empty):
+                        cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
+                    cute.arch.mbarrier_init(shared.block_empty, 32 * (4 * WARPGROUPS + 1 + len(WRITERS)))  # lanes
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def play_blocks(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+        """A warp's role in a persistent block."""
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOADER:
+                self.load_blocks(given, *loads)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write_blocks(given, sums, turns, i)
+            if warp == SCHEDULER:
+                if const_expr(self.config.parted):
+                    self.deal_out(given, turns)
+                else:
+                    self.hand_out(given, turns, dk, dv)
+        else:
+            self.compute_blocks(given, dk, dv, products, scale, softcap)
+
+    @cute.jit
+    def play_block(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+        """A warp's role in a block that works on one key block."""
+        work = self.describe(given, cute.arch.block_idx()[0])
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOADER:
+                self.load(work, *loads)
+            for i in cutlass.range_constexpr(WARPGROUPS):
+                if warp == WRITERS[i]:
+                    self.write(work, sums, turns, i, given.left, given.right)
+            if const_expr(self.config.varlen):  # noqa: SIM102
+                if warp == SCHEDULER:
+                    self.clear_hidden(work, dk, dv)
+        else:
+            self.compute(work, dk, dv, products, scale, softcap, given.left, given.right)

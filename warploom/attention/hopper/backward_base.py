@@ -16,26 +16,115 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.runtime.kernel import DTYPES, KernelBase, Names
+from warploom.kernels.cute.barriers import BackwardBarrier
+from warploom.kernels.cute.basics import DTYPES, WARP, WARPGROUP, choose
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.packed import bounds, first_tile, locate, seen_keys
+from warploom.kernels.cute.rings import Mbarriers, init_rings
+from warploom.kernels.cute.tiles import placed
 
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
-# Named barriers; 0 is the block's.
-DS_READY = 1  # both warpgroups have written their dS
-DQ_EMPTY, DQ_FULL = 2, 4  # and + 1: a warpgroup's dQ buffer may be written, may be read
-SCORES_TURN = 6  # and + 1: a warpgroup's turn to issue S and dP
-DQ_ODD = 8  # added to DQ_FULL in odd steps when deterministic
+# Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
+BOTH, DQ_THREADS = WARPGROUPS * WARPGROUP, WARPGROUP + WARP
+DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
 # Where the last blocks are shared out, the bounds are those of a piece in steps, and its block's number among them comes last.
 DENSE_WORDS, PACKED_WORDS = 8, 14
 
 
-class BackwardBase(KernelBase):
-    """Sizes and shares of one configuration, and the helpers of all its kernels and warps."""
+class BackwardShared(Fields):
+    """A block's shared memory. Barriers are addresses of the first of a ring's."""
+
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+    block_full: Any
+    block_empty: Any
+    stats: Any  # addresses
+    ds_start: Any
+    dq: Any
+    q: Any  # (row, head_dim, stage)
+    dout: Any
+    k: Any
+    v: Any
+    ds: Any  # (query, key, slot)
+
+
+class Call(Fields):
+    """What all blocks of a call have in common."""
+
+    shared: Any
+    q_shape: Any
+    k_shape: Any
+    cu_q: Any  # of packed sequences, else None
+    cu_k: Any
+    used: Any
+    seqlen_q: Any
+    m_blocks: Any  # query tiles of a head
+    n_blocks: Any  # key blocks of a head, or pairs of them
+    slices: Any  # key heads of all batches
+    section: Any
+    left: Any
+    right: Any
+
+
+class Work(Fields):
+    """What a block works on: 128 keys, or fewer, of a key head, and the queries of its group."""
+
+    given: Any
+    shared: Any
+    group_size: Any  # query heads
+    batch: Any
+    head: Any  # of the keys
+    n_block: Any
+    q_start: Any  # of a packed sequence
+    k_start: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    shift: Any
+    heads_q: Any
+    m_blocks: Any
+    first_tile: Any
+    rising: Any  # 1 if it walks its query tiles from the first one on
+    slot: Any  # of a block whose steps are shared out
+    bounds: Any  # its query tiles: first, whole_first, whole_end, end
+    whole: Any  # keys of the sequence, and how many of them no query sees, where the block is described
+    hidden: Any
+    turn: Any  # how many blocks came before on this processor,
+    base: Any  # and how many steps
+
+
+class Operands(Fields):
+    """Descriptors, accumulators and constants of one consumer warpgroup, in every form of the backward."""
+
+    shared: Any
+    group: Any  # which warpgroup
+    multiplier: Any
+    cap_in: Any
+    mma_scores: Any
+    mma_queries: Any
+    acc_s: Any
+    acc_dq: Any
+    rows_s: Any  # accumulators by (row, column)
+    rows_dp: Any
+    limits: Any
+    dq_target: Any
+    row: Any  # this thread's first, and that + 8
+    column: Any
+
+
+class BackwardBase:
+    """Sizes and shares of one configuration, and what all its kernels and warps need of a block."""
 
     def __init__(self, config: BackwardConfig):
         self.config = config
@@ -66,19 +155,32 @@ class BackwardBase(KernelBase):
         self.lift = 10 if config.pair else 0
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
-    def init_rings(self, shared: Any, releases: int) -> None:
+    def init_both(self, shared: Any, releases: int) -> None:
         """The barriers of the rings of Q and dO, whose stages are free after so many releases."""
-        for full, empty, count in (
-            (shared.q_full, shared.q_empty, self.stages),
-            (shared.do_full, shared.do_empty, self.dout_stages),
-        ):
-            for i in range(count):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, releases)
+        init_rings(self.stages, (shared.q_full, shared.q_empty, releases))
+        init_rings(self.dout_stages, (shared.do_full, shared.do_empty, releases))
+
+    def shared_rings(self, storage: Any, barriers: Mbarriers, layouts: tuple[Any, ...]) -> dict[str, Any]:
+        """What every form of the backward has in shared memory."""
+        layout_q, layout_do, layout_k, layout_v, layout_ds = layouts
+        return {
+            "q_full": barriers.take(self.stages),
+            "q_empty": barriers.take(self.stages),
+            "do_full": barriers.take(self.dout_stages),
+            "do_empty": barriers.take(self.dout_stages),
+            "stats": storage.stats.data_ptr(),
+            "ds_start": storage.ds.data_ptr(),
+            "dq": storage.dq.data_ptr(),
+            "q": placed(storage.q, layout_q),
+            "dout": placed(storage.dout, layout_do),
+            "k": placed(storage.k, layout_k),
+            "v": placed(storage.v, layout_v),
+            "ds": placed(storage.ds, layout_ds),
+        }
 
     # What a block works on
 
-    def describe(self, given: Any, index: Any) -> Names:
+    def describe(self, given: Any, index: Any) -> Work:
         """What a block works on, by its number in the order of blocks."""
         q_shape, k_shape, cu_q, cu_k, left, right = (
             given.q_shape, given.k_shape, given.cu_q, given.cu_k, given.left, given.right,
@@ -87,38 +189,43 @@ class BackwardBase(KernelBase):
         if self.config.parted:  # a section is one head
             n_block, slice_ = index % n_blocks, index // n_blocks
         elif not self.config.waves:
-            n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, self.choose)
+            n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, choose)
         rising = Int32(0)
         if self.config.waves:
             n_block, slice_, rising = schedule.in_waves(index, n_blocks, given.slices, given.section, given.deal[2])
         if self.mixed:
-            rising = self.choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
-            n_block = self.choose(rising == 1, n_blocks - 1 - n_block, n_block)
+            rising = choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
+            n_block = choose(rising == 1, n_blocks - 1 - n_block, n_block)
         batch, head = slice_ // heads_kv, slice_ % heads_kv
-        q_start, k_start, seqlen_k, first_tile = Int32(0), Int32(0), k_shape[0], Int32(0)
+        q_start, k_start, seqlen_k, tile = Int32(0), Int32(0), k_shape[0], Int32(0)
         if self.config.varlen:
             total_q, total_k = q_shape[3] - 1, k_shape[3] - 1
-            sequence, k_start, seqlen_k, n_block = self.locate(cu_k, n_block, self.span, total_k)
+            sequence, k_start, seqlen_k, n_block = locate(cu_k, n_block, self.span, total_k)
             if given.used is not None:
                 seqlen_k = cutlass.max(cutlass.min(seqlen_k, given.used[sequence]), 0)
-            q_start, seqlen_q = self.bounds(cu_q, sequence, total_q)
-            first_tile = self.first_tile(cu_q, sequence, self.tile_m, total_q)
+            q_start, seqlen_q = bounds(cu_q, sequence, total_q)
+            tile = first_tile(cu_q, sequence, self.tile_m, total_q)
         shift = seqlen_k - seqlen_q
         whole, hidden = seqlen_k, Int32(0)
         if self.config.varlen:
             if given.used is not None:
-                _, whole = self.bounds(cu_k, sequence, total_k)
-            # Keys that no query of the sequence sees stay outside of what TMA reads.
-            if self.config.right:
-                seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
-            if self.config.left:
-                hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
-                k_start += hidden
-                seqlen_k -= hidden
-                shift -= hidden
-        return Names(
+                _, whole = bounds(cu_k, sequence, total_k)
+            k_start, seqlen_k, shift, hidden = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
+        group_size = q_shape[2] // heads_kv
+        lengths = (q_start, k_start, seqlen_q, seqlen_k, shift, tile)
+        query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
+        work = self.work(given, group_size, n_block, head, batch, lengths, query_tiles, rising)
+        return work.but(whole=whole, hidden=hidden)
+
+    def work(
+        self, given: Any, group_size: Any, n_block: Any, head: Any, batch: Any, lengths: Any, query_tiles: Any, rising: Any
+    ) -> Work:
+        """What a block works on, the first on its processor."""
+        q_start, k_start, seqlen_q, seqlen_k, shift, tile = lengths
+        return Work(
+            given=given,
             shared=given.shared,
-            group_size=q_shape[2] // heads_kv,
+            group_size=group_size,
             batch=batch,
             head=head,
             n_block=n_block,
@@ -127,13 +234,14 @@ class BackwardBase(KernelBase):
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             shift=shift,
-            heads_q=q_shape[2],
+            heads_q=given.q_shape[2],
             m_blocks=given.m_blocks,
-            first_tile=first_tile,
+            first_tile=tile,
             rising=rising,
-            bounds=self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right),
-            whole=whole,
-            hidden=hidden,
+            slot=rising,
+            bounds=query_tiles,
+            whole=None,
+            hidden=None,
             turn=Int32(0),
             base=Int32(0),
         )
@@ -170,7 +278,7 @@ class BackwardBase(KernelBase):
     def block_word(self, given: Any, turn: Any) -> Any:
         return cute.arch.make_warp_uniform(given.shared.words[self.words_at(turn)])
 
-    def read_block(self, given: Any, n_block: Any, turn: Any, base: Any) -> Names:
+    def read_block(self, given: Any, n_block: Any, turn: Any, base: Any) -> Work:
         """As ``describe``, from what the scheduler wrote; ``base``: steps of the blocks before.
 
         Afterwards every lane arrives at ``block_empty``: ptxas drops a barrier of the warp before the arrival of one, whose
@@ -179,33 +287,13 @@ class BackwardBase(KernelBase):
         count = PACKED_WORDS if self.config.varlen else DENSE_WORDS
         at = self.words_at(turn)
         words = [cute.arch.make_warp_uniform(given.shared.words[at + i]) for i in range(1, count)]
-        head, batch, *bounds, rising = words[: DENSE_WORDS - 1]
+        head, batch, *tiles, rising = words[: DENSE_WORDS - 1]
         seqlen_q, seqlen_k = given.seqlen_q, given.k_shape[0]
         lengths = [Int32(0), Int32(0), seqlen_q, seqlen_k, seqlen_k - seqlen_q, Int32(0)]
         if self.config.varlen:
             lengths = words[DENSE_WORDS - 1 :]
-        q_start, k_start, seqlen_q, seqlen_k, shift, first_tile = lengths
-        return Names(
-            given=given,
-            shared=given.shared,
-            group_size=given.q_shape[2] // given.k_shape[2],
-            batch=batch,
-            head=head,
-            n_block=n_block,
-            q_start=q_start,
-            k_start=k_start,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            shift=shift,
-            heads_q=given.q_shape[2],
-            m_blocks=given.m_blocks,
-            first_tile=first_tile,
-            rising=rising,
-            slot=rising,
-            bounds=tuple(bounds),
-            turn=turn,
-            base=base,
-        )
+        group_size = given.q_shape[2] // given.k_shape[2]
+        return self.work(given, group_size, n_block, head, batch, lengths, tuple(tiles), rising).but(turn=turn, base=base)
 
     def words_at(self, turn: Any) -> Any:
         """Where the words of a block lie; shared out ones may be read again while the next block's are there."""
@@ -228,34 +316,3 @@ class BackwardBase(KernelBase):
         if const_expr(len(outer) > 0):
             offset += Int64(batch) * outer[0]
         return (t.iterator + offset).align(16)
-
-    def store_words(self, target: Any, words: list[Any]) -> None:
-        """Eight 16-bit elements by one store."""
-        four = cute.make_rmem_tensor(4, Int32)
-        for i in range(4):
-            four[i] = words[i]
-        cute.autovec_copy(four, cute.recast_tensor(cute.make_tensor(target, cute.make_layout(8)), Int32))
-
-    @cute.jit
-    def locate(self, cu, tile, size, total):
-        """Number, start and length of the packed sequence that a tile belongs to, and the tile's number in it.
-
-        The lanes of a warp look at 32 sequences at a time, evenly spread: of up to 1024 a tile's is found by two loads.
-        """
-        last = Int32(cu.shape[0] - 2)
-        lower, count = Int32(0), last + 1
-        while count > 1:
-            apart = (count + 31) // 32
-            probe = lower + cute.arch.lane_idx() * apart
-            begins = self.first_tile(cu, cutlass.min(probe, last), size, total) <= tile
-            before = cute.arch.popc(cute.arch.vote_ballot_sync(begins and probe < lower + count))
-            found = lower + cutlass.max(before - 1, 0) * apart
-            count = cutlass.min(apart, lower + count - found)
-            lower = found
-        start, length = self.bounds(cu, lower, total)
-        block = tile - self.first_tile(cu, lower, size, total)
-        return lower, start, length, self.choose(block < 0, length // size + 1, block)
-
-    @cute.jit
-    def first_tile(self, cu, sequence, size, total):
-        return cutlass.min(cutlass.max(cu[sequence], 0), total) // size + sequence

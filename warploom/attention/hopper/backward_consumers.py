@@ -17,18 +17,47 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import (
+    BOTH,
     CONSUMER_REGISTERS,
-    DQ_EMPTY,
-    DQ_FULL,
     DQ_ODD,
-    DS_READY,
-    SCORES_TURN,
+    DQ_THREADS,
     WARPGROUPS,
     BackwardBase,
+    Operands,
 )
-from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
-from warploom.runtime.kernel import LOG2_E, WARPGROUP, Names
-from warploom.runtime.primitives import count_up, hold, negative, store_matrices, wait_until
+from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
+from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.epilogue import quad_words, store_words
+from warploom.kernels.cute.instructions import exp2, hold, negative, pack16, store_matrices
+from warploom.kernels.cute.memory import count_up, wait_until
+from warploom.kernels.cute.rings import release
+from warploom.kernels.cute.softmax import capped_and_slope, multipliers
+from warploom.kernels.cute.tiles import transposed
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, part_of, words
+
+
+class StepOperands(Operands):
+    """Of a warpgroup that computes S, dP, P and dS of its keys."""
+
+    mma_values: Any
+    mma_keys: Any
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    q_turned: Any
+    do_turned: Any
+    p: Any
+    ds: Any
+    dq_a: Any
+    dq_b: Any
+    acc_dp: Any
+    acc_dk: Any
+    acc_dv: Any
+    hidden: Any  # what is added to a row's lse, without a band
+    ds_target: Any
+    stats: Any
+    past: Any  # the step past a block's last
 
 
 class Consumers(BackwardBase):
@@ -40,7 +69,7 @@ class Consumers(BackwardBase):
     def compute(self, work, dk, dv, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        r = self.registers(work, products, scale, softcap)
+        r = self.operands(work, products, scale, softcap)
         self.begin_turns(r.group)
         self.compute_block(r, work, dk, dv, scale, left, right)
 
@@ -48,7 +77,7 @@ class Consumers(BackwardBase):
     def compute_blocks(self, given, dk, dv, products, scale, softcap):
         """A consumer warpgroup's part of every block."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        r = self.registers(given, products, scale, softcap)
+        r = self.operands(given, products, scale, softcap)
         self.begin_turns(r.group)
         turn, base = Int32(0), Int32(0)
         n_block = self.next_block(given, turn)
@@ -72,8 +101,8 @@ class Consumers(BackwardBase):
             cute.arch.mbarrier_wait(shared.k_full, work.turn & 1)
             cute.arch.mbarrier_wait(shared.v_full, work.turn & 1)
             if self.steps_of(work) == 0:
-                self.release(shared.v_empty)
-                self.release(shared.k_empty)
+                release(shared.v_empty)
+                release(shared.k_empty)
         self.steps(r, work)
         if const_expr(self.config.parted):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
@@ -100,13 +129,13 @@ class Consumers(BackwardBase):
                 begins, ends = whole_first - first, end - whole_end
                 rising = work.rising == 1
                 lengths = [
-                    (self.choose(rising, begins, ends), True),
+                    (choose(rising, begins, ends), True),
                     (whole_end - whole_first, False),
-                    (self.choose(rising, ends, begins), True),
+                    (choose(rising, ends, begins), True),
                 ]
             m, onward, member = end - 1, Int32(-1), Int32(0)
             if const_expr(self.both_ways):
-                m, onward = self.choose(rising, first, m), self.choose(rising, 1, -1)
+                m, onward = choose(rising, first, m), choose(rising, 1, -1)
             for length, masked in lengths:
                 for _ in cutlass.range(length * work.group_size, unroll=1):
                     self.step(r, m, j, masked)
@@ -138,7 +167,7 @@ class Consumers(BackwardBase):
             visible = Int32(0)
             if const_expr(self.config.right):
                 visible = key - work.shift - right - r.column
-            r.limits[i, 0] = self.choose(key < work.seqlen_k, visible, 1 << 30)
+            r.limits[i, 0] = choose(key < work.seqlen_k, visible, 1 << 30)
             if const_expr(self.config.left):
                 r.limits[i, 1] = key + left - work.shift + 1 - r.column
 
@@ -207,49 +236,45 @@ class Consumers(BackwardBase):
         """Store rows of dK or dV: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         columns = 2 * cute.size(acc)
-        rows = cute.make_tensor(acc.iterator, self.row_view(columns))
+        rows = accumulator_rows(acc, columns)
         for i in cutlass.range_constexpr(2):
             for chunk in cutlass.range_constexpr(columns // 32):
                 pairs = [(rows[i, chunk * 8 + j], rows[i, chunk * 8 + j + 1]) for j in range(0, 8, 2)]
-                words = [pack16(low * factor, high * factor, self.dtype) for low, high in pairs]
-                words = transpose_quad(words, lane)
+                row_words = quad_words(pairs, factor, self.dtype, lane)
                 here, column = row + 8 * i, first_column + chunk * 32 + lane % 4 * 8
                 if here < work.seqlen_k and column < target.shape[-1]:
-                    self.store_words(self.element(target, work.batch, work.k_start + here, work.head, column), words)
+                    store_words(self.element(target, work.batch, work.k_start + here, work.head, column), row_words)
 
-    # Registers
+    # What a warpgroup keeps
 
-    def registers(self, work: Any, products: Any, scale: Any, softcap: Any) -> Names:
+    def operands(self, work: Any, products: Any, scale: Any, softcap: Any) -> StepOperands:
         """Descriptors, accumulators and constants of one warpgroup."""
         mma_scores, mma_values, mma_keys, mma_queries = products
         shared = work.shared
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         own = cute.arch.thread_idx()[0] % WARPGROUP
         config, tile_m = self.config, self.tile_m
-        multiplier, cap_in = self.multipliers(scale, softcap)
+        multiplier, cap_in = multipliers(self.config, scale, softcap)
         scores, values, keys, queries = (m.get_slice(0) for m in (mma_scores, mma_values, mma_keys, mma_queries))
-        turned = [1, 0, 2]
-        q_turned, do_turned, k_turned = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=turned)) for t in (shared.q, shared.dout, shared.k)
-        )
+        q_turned, do_turned, k_turned = (transposed(t) for t in (shared.q, shared.dout, shared.k))
         acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
         acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, tile_m)))
         acc_dq = mma_queries.make_fragment_C(queries.partition_shape_C((64, tile_m if self.swapped else self.columns)))
         if const_expr(self.swapped):
-            k_part = self.part_of(mma_queries.make_fragment_A(queries.partition_A(k_turned)), group)
+            k_part = part_of(mma_queries.make_fragment_A(queries.partition_A(k_turned)), group)
             dq_a = k_part[None, None, None, 0]
             dq_b = mma_queries.make_fragment_B(queries.partition_B(shared.ds))
         else:
             dq_a = mma_queries.make_fragment_A(queries.partition_A(shared.ds))
             dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
-            dq_a = self.part_of(dq_a, group if const_expr(self.by_rows) else 0)
-            dq_b = self.part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
+            dq_a = part_of(dq_a, group if const_expr(self.by_rows) else 0)
+            dq_b = part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
         # A warp's 16 keys × 16 queries of dS go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8,
         # a query, in the half of the tile whose rows hold this warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
         lane = own % 32
         chunk = own // 32 * 2 + lane // 8 % 2
         ds_target = shared.ds_start + group * (tile_m * 64) + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8
-        return Names(
+        return StepOperands(
             shared=shared,
             group=group,
             multiplier=multiplier,
@@ -258,8 +283,8 @@ class Consumers(BackwardBase):
             mma_values=mma_values,
             mma_keys=mma_keys,
             mma_queries=mma_queries,
-            k=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.k)), group)[None, None, None, 0],
-            v=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.v)), group)[None, None, None, 0],
+            k=part_of(mma_scores.make_fragment_A(scores.partition_A(shared.k)), group)[None, None, None, 0],
+            v=part_of(mma_scores.make_fragment_A(scores.partition_A(shared.v)), group)[None, None, None, 0],
             q=mma_scores.make_fragment_B(scores.partition_B(shared.q)),
             dout=mma_scores.make_fragment_B(scores.partition_B(shared.dout)),
             q_turned=mma_keys.make_fragment_B(keys.partition_B(q_turned)),
@@ -273,8 +298,8 @@ class Consumers(BackwardBase):
             acc_dq=acc_dq,
             acc_dk=mma_keys.make_fragment_C(keys.partition_shape_C((64, config.head_dim))),
             acc_dv=mma_values.make_fragment_C(values.partition_shape_C((64, config.head_dim_v))),
-            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(tile_m)),
-            rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(tile_m)),
+            rows_s=accumulator_rows(acc_s, tile_m),
+            rows_dp=accumulator_rows(acc_dp, tile_m),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
             ds_target=ds_target,
@@ -282,24 +307,8 @@ class Consumers(BackwardBase):
             stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
             column=own % 4 * 2,
+            past=None,
         )
-
-    def multipliers(self, scale: Any, softcap: Any) -> tuple[Any, Any]:
-        """What turns raw scores into log2 units: scale, or softcap and what goes into its tanh."""
-        if const_expr(self.config.softcap):
-            return softcap * LOG2_E, 2 * LOG2_E * scale / softcap
-        return scale * LOG2_E, Float32(0.0)
-
-    def part_of(self, operand: Any, index: Any) -> Any:
-        """One of an operand's tiles of rows (A) or columns (B): (element, 1, step, stage)."""
-        own = operand[None, index, None, None]
-        shape, stride = own.shape, own.stride
-        layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
-        return cute.make_tensor(own.iterator, layout)
-
-    def row_view(self, columns: int) -> Any:
-        """An accumulator as (row, (column pair, group of 8 columns)): rows 0 and 1 are 8 apart."""
-        return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     # A step
 
@@ -316,11 +325,11 @@ class Consumers(BackwardBase):
             self.begin_at_mean(r, self.statistics(r, stage, 1))
         if const_expr(self.in_turns):
             self.take_turn(r.group)
-        self.gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
+        gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         if const_expr(not config.softcap):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
-        self.gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
+        gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.in_turns):
             self.pass_turn(r.group)
         warpgroup.wait_group(1)
@@ -338,32 +347,32 @@ class Consumers(BackwardBase):
         if const_expr(config.softcap):
             mean = self.statistics(r, stage, 1)
         self.differentiate(r, mean)
-        self.pack(r.acc_dp, r.ds)
+        pack(r.acc_dp, r.ds, self.dtype)
         self.share(r, stage)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
-        self.gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
+        gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=WARPGROUPS * WARPGROUP)
+        wait(BackwardBarrier.DS_READY, BOTH)
         if const_expr(self.swapped):
-            self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, stage], False)
+            gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b[None, None, None, stage], False)
         else:
-            self.gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, stage], r.dq_b, False)
-        self.gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
+            gemm(r.mma_queries, r.acc_dq, r.dq_a[None, None, None, stage], r.dq_b, False)
+        gemm(r.mma_keys, r.acc_dk, r.ds, r.q_turned[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        self.release(shared.do_empty + stage)
+        release(shared.do_empty + stage)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.k_empty)
         self.hand_over(r, j)
         warpgroup.wait_group(0)
-        self.release(shared.q_empty + stage)
+        release(shared.q_empty + stage)
 
     def take_turn(self, group: Any) -> None:
         """Wait until the other warpgroup has issued its products."""
-        cute.arch.barrier(barrier_id=SCORES_TURN + group, number_of_threads=WARPGROUPS * WARPGROUP)
+        wait(StepBarrier.TURN, BOTH, group)
 
     def pass_turn(self, group: Any) -> None:
         """Let the other warpgroup issue its products."""
-        cute.arch.barrier_arrive(barrier_id=SCORES_TURN + (group ^ 1), number_of_threads=WARPGROUPS * WARPGROUP)
+        arrive(StepBarrier.TURN, BOTH, group ^ 1)
 
     @cute.jit
     def begin_turns(self, group):
@@ -371,16 +380,6 @@ class Consumers(BackwardBase):
         if const_expr(self.in_turns):  # noqa: SIM102
             if group == 1:
                 self.pass_turn(group)
-
-    @cute.jit
-    def gemm(self, mma, acc, a, b, accumulate):
-        """Issue acc = a b, or acc += a b, as one group."""
-        atom = cute.make_mma_atom(mma.op)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
-            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-        warpgroup.commit_group()
 
     @cute.jit
     def statistics(self, r, stage, which):
@@ -404,7 +403,7 @@ class Consumers(BackwardBase):
                     past = r.limits[i, 1] - m * self.tile_m
                     for c in cutlass.range_constexpr(self.tile_m // 4):
                         r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
-        words = self.words(r.p)
+        p_words = words(r.p)
         for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
             for i in cutlass.range_constexpr(2):
                 p = []
@@ -413,16 +412,14 @@ class Consumers(BackwardBase):
                     weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                     r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
                     p.append(weight)
-                words[i + c] = pack16(p[0], p[1], self.dtype)
+                p_words[i + c] = pack16(p[0], p[1], self.dtype)
 
     @cute.jit
     def weigh(self, r, raw, level, masked):
         """P of a raw score whose row has this lse, and the softcap's derivative there."""
         score, slope = raw * r.multiplier, Float32(1.0)
         if const_expr(self.config.softcap):
-            # softcap · tanh(x / softcap) in log2 units, 2 / (1 + exp2(·)) being 1 - tanh.
-            rest = 2 * reciprocal(exp2(raw * r.cap_in) + 1)
-            score, slope = r.multiplier - r.multiplier * rest, rest * (2 - rest)
+            score, slope = capped_and_slope(raw, r.multiplier, r.cap_in)
             if const_expr(masked):
                 score = -Float32.inf if raw == -Float32.inf else score
         return exp2(score - level), slope
@@ -445,37 +442,27 @@ class Consumers(BackwardBase):
                     r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
 
     @cute.jit
-    def pack(self, acc, operand):
-        """An accumulator in the input dtype: as an A operand it has the same elements in the same order."""
-        words = self.words(operand)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = pack16(acc[2 * i], acc[2 * i + 1], self.dtype)
-
-    def words(self, operand: Any) -> Any:
-        """The 32-bit registers of an operand."""
-        return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
-
-    @cute.jit
     def share(self, r, slot):
         """dS, rows now queries, where both warpgroups read it."""
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
         for i in cutlass.range_constexpr(self.tile_m // 16):
-            words = [self.words(r.ds)[4 * i + j] for j in range(4)]
-            store_matrices(target + i * (16 * 64), words, transposed=True)
+            four = [words(r.ds)[4 * i + j] for j in range(4)]
+            store_matrices(target + i * (16 * 64), four, transposed=True)
 
     @cute.jit
-    def hand_over(self, r, j=0):
-        """dQ to the writer warp, in accumulator order."""
-        full = DQ_FULL + r.group
+    def hand_over(self, r, j=0, parts=1):
+        """dQ to the writer warp, in accumulator order, as much at a time as its buffer holds."""
+        full = BackwardBarrier.DQ_FULL + r.group
         if const_expr(self.config.deterministic):
             full += (j & 1) * DQ_ODD
-        cute.arch.barrier(barrier_id=DQ_EMPTY + r.group, number_of_threads=WARPGROUP + 32)
-        for i in cutlass.range_constexpr(cute.size(r.acc_dq) // 4):
-            four = cute.make_tensor(r.acc_dq.iterator + 4 * i, cute.make_layout(4))
-            target = cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4))
-            cute.autovec_copy(four, target)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)
+        count = cute.size(r.acc_dq) // (4 * parts)
+        for part in cutlass.range_constexpr(parts):
+            wait(BackwardBarrier.DQ_EMPTY, DQ_THREADS, r.group)
+            for i in cutlass.range_constexpr(count):
+                four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))
+                cute.autovec_copy(four, cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4)))
+            cute.arch.fence_view_async_shared()
+            arrive(full, DQ_THREADS)
 
     @cute.jit
     def release_last(self, r, j, barrier):

@@ -20,7 +20,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.backward import HopperBackward
 from warploom.attention.hopper.backward_base import (
@@ -31,11 +31,13 @@ from warploom.attention.hopper.backward_base import (
     WARPGROUPS,
     WRITERS,
 )
-from warploom.attention.hopper.backward_pair_base import PAIR, PARTS
+from warploom.attention.hopper.backward_pair_base import KEYS, PAIR, PARTS, VALUES, PairCall, PairShared
 from warploom.attention.hopper.backward_pair_consumers import PairConsumers
 from warploom.attention.hopper.backward_pair_producer import PairProducer
-from warploom.attention.hopper.config import box_columns
-from warploom.runtime.kernel import WARPGROUP, Names
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.rings import Mbarriers, meet
+from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
+from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
 
 
 class PairBackward(PairProducer, PairConsumers, HopperBackward):
@@ -56,24 +58,20 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         tq, tk, tv, tdo = views
         dk, dv, sums, _, stats, turns = targets
         heads_kv = tk.shape[2]
-        layout_q = self.tile_layout((self.tile_m, config.head_dim), self.stages, 64)
-        layout_do = self.tile_layout((self.tile_m, config.head_dim_v), self.dout_stages, 64)
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), 1, 64)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), 1, 64)
-        layout_ds = self.tile_layout((self.tile_m, self.tile_n), self.slots, box_columns(self.tile_n))
-        half = self.tile_layout((self.tile_m, self.half), 1, 64)  # of a tile of Q, dO or K: 64 rows all
+        layouts = self.layouts()
+        half = tile_layout(self.dtype, (self.tile_m, self.half), 1, 64)  # of a tile of Q, dO or K: 64 rows all
         tile = (self.tile_m, self.half)
-        tma_q, tq = self.multicast(tq, half, tile)
-        tma_do, tdo = self.multicast(tdo, half, tile)
-        tma_k, tk = self.tma(tk, half, tile)
-        tma_v, tv = self.tma(tv, layout_v, (self.tile_n, config.head_dim_v))
+        tma_q, tq = tma_load(tq, half, tile, multicast=True)
+        tma_do, tdo = tma_load(tdo, half, tile, multicast=True)
+        tma_k, tk = tma_load(tk, half, tile)
+        tma_v, tv = tma_load(tv, layouts[3], (self.tile_n, config.head_dim_v))
         *_, pairs, batch = sizes
         clusters = pairs * heads_kv * batch
         if const_expr(config.persistent):
             clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, *self.products(),
-            layout_q, layout_do, layout_k, layout_v, layout_ds, *sizes, *band,
+            *layouts, *sizes, *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -82,18 +80,11 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def multicast(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
-        """As ``tma``, for both blocks."""
-        one_stage = cute.select(layout, mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), tensor, one_stage, tile)
-
     def products(self) -> tuple[Any, ...]:
         """Sᵀ and dPᵀ, dV or dK, a quarter of dQ."""
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
-        scores = self.mma((64, self.tile_m, 16), smem, by_k, by_k)
-        gradient = self.mma((64, self.config.head_dim, 16), rmem, by_k, by_mn)
-        return scores, gradient, self.mma((64, self.half // WARPGROUPS, 16), smem, by_k, by_mn)
+        scores = product(self.dtype, (64, self.tile_m, 16), IN_SHARED, BY_K, BY_K)
+        gradient = product(self.dtype, (64, self.config.head_dim, 16), IN_REGISTERS, BY_K, BY_MN)
+        return scores, gradient, product(self.dtype, (64, self.half // WARPGROUPS, 16), IN_SHARED, BY_K, BY_MN)
 
     @cute.kernel
     def kernel(
@@ -137,9 +128,9 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
         stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
-        half = self.tile_layout((tile_m, self.half), 1, 64)
-        halves = self.tile_layout((tile_m, self.half), 2, 64)
-        halves_q = self.tile_layout((tile_m, self.half), 2 * stages, 64)
+        half = tile_layout(self.dtype, (tile_m, self.half), 1, 64)
+        halves = tile_layout(self.dtype, (tile_m, self.half), 2, 64)
+        halves_q = tile_layout(self.dtype, (tile_m, self.half), 2 * stages, 64)
 
         @cute.struct
         class Storage:
@@ -156,51 +147,28 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             dq: cute.struct.Align[cute.struct.MemRange[Float32, self.quarter // PARTS[0] + self.quarter // PARTS[1]], 128]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        barriers = storage.barriers.data_ptr()
-        single = barriers + 2 * (stages + dout_stages)
-        shared = Names(
-            q_full=barriers,
-            q_empty=barriers + stages,
-            do_full=barriers + 2 * stages,
-            do_empty=barriers + 2 * stages + dout_stages,
-            k_full=single,
-            v_full=single + 1,
-            came=single + 2,  # the other block's dS is here
-            taken=single + 3,  # this block's dS has been used by the other one and by VALUES
-            k_empty=single + 4,
-            v_empty=single + 5,
-            block_full=single + 6,
-            block_empty=single + 7,
+        start = storage.barriers.data_ptr()
+        barriers = Mbarriers(start + 2 * (stages + dout_stages))
+        shared = PairShared(
+            **self.shared_rings(storage, Mbarriers(start), (layout_q, layout_do, layout_k, layout_v, layout_ds)),
+            k_full=barriers.take(),
+            v_full=barriers.take(),
+            came=barriers.take(),
+            taken=barriers.take(),
+            k_empty=barriers.take(),
+            v_empty=barriers.take(),
+            block_full=barriers.take(),
+            block_empty=barriers.take(),
             index=storage.index.data_ptr(),
-            stats=storage.stats.data_ptr(),
             p=storage.p.data_ptr(),
-            ds_start=storage.ds.data_ptr(),
-            dq=storage.dq.data_ptr(),
-            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            dout=storage.dout.get_tensor(layout_do.outer, swizzle=layout_do.inner),
-            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
-            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
-            ds=storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner),
-            other=storage.other.get_tensor(half.outer, swizzle=half.inner),
-            halves_q=storage.q.get_tensor(halves_q.outer, swizzle=halves_q.inner),
-            halves_do=storage.dout.get_tensor(halves.outer, swizzle=halves.inner),
-            halves_k=storage.k.get_tensor(halves.outer, swizzle=halves.inner),
+            other=placed(storage.other, half),
+            halves_q=placed(storage.q, halves_q),
+            halves_do=placed(storage.dout, halves),
+            halves_k=placed(storage.k, halves),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                self.init_rings(shared, PAIR * 4 * WARPGROUPS)
-                for barrier in (shared.k_full, shared.v_full, shared.came):
-                    cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
-                cute.arch.mbarrier_init(shared.v_empty, 4)
-                cute.arch.mbarrier_init(shared.block_full, 1)
-                cute.arch.mbarrier_init(shared.block_empty, PAIR * 32 * (1 + len(WRITERS) + 4 * WARPGROUPS))  # lanes
-                cute.arch.mbarrier_init(shared.taken, 4 * (WARPGROUPS + 1))
-            cute.arch.mbarrier_init_fence()
-        self.meet()
-
+        self.init_barriers(warp, shared)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        given = Names(
+        given = PairCall(
             shared=shared,
             q_shape=q.shape,
             k_shape=k.shape,
@@ -216,15 +184,38 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             right=right,
             rank=rank,
         )
+        loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+        self.play_blocks(warp, given, loads, dk, dv, sums, turns, (mma_scores, mma_gradient, mma_queries), scale, softcap)
+        meet(PAIR)  # the other block may still come to this one's barriers
+
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads of both blocks see afterwards."""
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                self.init_both(shared, PAIR * 4 * WARPGROUPS)
+                for barrier in (shared.k_full, shared.v_full, shared.came):
+                    cute.arch.mbarrier_init(barrier, 1)
+                cute.arch.mbarrier_init(shared.k_empty, 4 * WARPGROUPS)
+                cute.arch.mbarrier_init(shared.v_empty, 4)
+                cute.arch.mbarrier_init(shared.block_full, 1)
+                cute.arch.mbarrier_init(shared.block_empty, PAIR * 32 * (1 + len(WRITERS) + 4 * WARPGROUPS))  # lanes
+                cute.arch.mbarrier_init(shared.taken, 4 * (WARPGROUPS + 1))
+            cute.arch.mbarrier_init_fence()
+        meet(PAIR)
+
+    @cute.jit
+    def play_blocks(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+        """A warp's role in all pairs of its cluster."""
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == LOADER:
-                self.load_blocks(given, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
+                self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
                     self.write_blocks(given, sums, turns, i)
             if const_expr(self.config.persistent):  # noqa: SIM102
-                if warp == SCHEDULER and rank == 0:
+                if warp == SCHEDULER and given.rank == 0:
                     self.hand_out(given, turns)
             if const_expr(self.config.varlen):  # noqa: SIM102
                 if warp == SCHEDULER:
@@ -232,15 +223,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
                     self.clear_hidden(work, dk, dv)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            products = (mma_scores, mma_gradient, mma_queries)
             if warp < 8:
-                self.play_values(given, dv, products, scale, softcap, left, right)
+                self.play(VALUES, given, dv, products, scale, softcap)
             else:
-                self.play_keys(given, dk, products, scale, softcap)
-        self.meet()  # the other block may still come to this one's barriers
-
-    @cute.jit
-    def meet(self):
-        """Both blocks are here."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+                self.play(KEYS, given, dk, products, scale, softcap)

@@ -10,18 +10,41 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import WARPGROUPS, BackwardBase, BackwardShared, Call, Work
 from warploom.attention.hopper.config import BackwardConfig
-from warploom.runtime.kernel import WARPGROUP, Names
+from warploom.kernels.cute.rings import release, release_other
 
 VALUES, KEYS = 0, 1  # the warpgroup of S, P and dV, and that of dP, dS and dK
-# Named barriers: P is there, P has been read, KEYS has written dS.
-P_READY, P_TAKEN, DS_WRITTEN = 6, 7, 8
-BOTH = WARPGROUPS * WARPGROUP
 PAIR = 2  # blocks of a cluster
 OWN, OTHER = 0, 1  # slots of dS: this block's, the other's
 # Parts in which a role hands over its quarter of dQ: a buffer holds one.
 PARTS = 1, 2
+
+
+class PairShared(BackwardShared):
+    """Of a block of a pair."""
+
+    came: Any  # the other block's dS is here
+    taken: Any  # this block's dS has been used by the other one and by VALUES
+    index: Any  # addresses: of the pair's number, of P
+    p: Any
+    other: Any  # half of the columns of the other block's K
+    halves_q: Any  # tiles as TMA fills them
+    halves_do: Any
+    halves_k: Any
+
+
+class PairCall(Call):
+    """Of blocks in pairs."""
+
+    rank: Any  # in the cluster
+
+
+class PairWork(Work):
+    """What a block works on of a pair."""
+
+    rank: Any
+    loads: Any  # pairs with steps before this one
 
 
 class PairBase(BackwardBase):
@@ -50,19 +73,14 @@ class PairBase(BackwardBase):
         if const_expr(self.config.persistent):
             cute.arch.mbarrier_arrive(given.shared.block_empty, 0)
 
-    def share_of(self, given: Any, index: Any, base: Any, loads: Any) -> Names:
+    def share_of(self, given: Any, index: Any, base: Any, loads: Any) -> PairWork:
         """What this block works on of a pair, after ``base`` steps and ``loads`` pairs with steps."""
         work = self.describe(given, index)
-        return work.but(n_block=PAIR * work.n_block + given.rank, rank=given.rank, base=base, loads=loads)
+        own = work.but(n_block=PAIR * work.n_block + given.rank, base=base)
+        return PairWork(**vars(own), rank=given.rank, loads=loads)
 
     @cute.jit
     def release_both(self, r, barrier):
         """As ``release``, to both blocks; to this one by an arrival within the block, which tools can follow."""
-        self.release(barrier)
-        self.release_other(r, barrier)
-
-    @cute.jit
-    def release_other(self, r, barrier):
-        """As ``release``, to the other block."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier, r.rank ^ 1)
+        release(barrier)
+        release_other(barrier, r.rank)

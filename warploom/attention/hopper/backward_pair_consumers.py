@@ -15,29 +15,47 @@ from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, DS_READY, WARPGROUPS
+from warploom.attention.hopper.backward_base import BOTH, WARPGROUPS, Operands
 from warploom.attention.hopper.backward_consumers import Consumers
-from warploom.attention.hopper.backward_pair_base import (
-    BOTH,
-    DS_WRITTEN,
-    KEYS,
-    OTHER,
-    OWN,
-    P_READY,
-    P_TAKEN,
-    PARTS,
-    VALUES,
-    PairBase,
-)  # fmt: skip
-from warploom.runtime.instructions import pack16
-from warploom.runtime.kernel import WARPGROUP, Names
-from warploom.runtime.primitives import bulk_send, from_half
+from warploom.attention.hopper.backward_pair_base import KEYS, OTHER, OWN, PARTS, VALUES, PairBase
+from warploom.kernels.cute.barriers import BackwardBarrier, PairBarrier, arrive, wait
+from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.instructions import from_half, pack16
+from warploom.kernels.cute.memory import bulk_send
+from warploom.kernels.cute.rings import release, release_other
+from warploom.kernels.cute.softmax import multipliers
+from warploom.kernels.cute.tiles import transposed
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, part_of
+
+
+class PairOperands(Operands):
+    """Of a warpgroup of a block of a pair."""
+
+    role: int  # VALUES or KEYS
+    rank: Any
+    mma_gradient: Any
+    left: Any  # operands of S or dP: K or V,
+    right: Any  # Q or dO
+    operand: Any  # of the gradient: dO or Q
+    p: Any  # or dS
+    ds: Any
+    own_ds: Any
+    other_ds: Any
+    own_k: Any
+    other_k: Any
+    acc: Any
+    hidden: Any
+    ds_target: Any
+    p_target: Any
+    stats: Any
+    begin: Any  # the first step of a block, and the one past its last
+    past: Any
 
 
 class PairConsumers(PairBase, Consumers):
     """What the consumer warpgroups run."""
 
-    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> Names:
+    def operands(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> PairOperands:  # type: ignore[override]
         """Descriptors, accumulators and constants of one warpgroup."""
         mma_scores, mma_gradient, mma_queries = products
         scores, gradient, queries = (m.get_slice(0) for m in (mma_scores, mma_gradient, mma_queries))
@@ -46,18 +64,16 @@ class PairConsumers(PairBase, Consumers):
         lane = own % 32
         left, right = (shared.k, shared.q) if role == VALUES else (shared.v, shared.dout)
         operand = shared.dout if role == VALUES else shared.q
-        operand_turned, k_turned, other_turned = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (operand, shared.k, shared.other)
-        )
+        operand_turned, k_turned, other_turned = (transposed(t) for t in (operand, shared.k, shared.other))
         acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.tile_m)))
-        multiplier, cap_in = self.multipliers(scale, softcap)
-        ds = self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)
+        multiplier, cap_in = multipliers(self.config, scale, softcap)
+        ds = part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)
         own_k = mma_queries.make_fragment_B(queries.partition_B(k_turned))
         other_k = mma_queries.make_fragment_B(queries.partition_B(other_turned))
         weights = mma_gradient.make_fragment_A(gradient.partition_shape_A((64, self.tile_m)))
         chunk = own // 32 * 2 + lane // 8 % 2
-        rows = cute.make_tensor(acc_s.iterator, self.row_view(self.tile_m))
-        return Names(
+        rows = accumulator_rows(acc_s, self.tile_m)
+        return PairOperands(
             role=role,
             rank=work.rank,
             shared=shared,
@@ -74,8 +90,8 @@ class PairConsumers(PairBase, Consumers):
             ds=weights,
             own_ds=ds[None, None, None, OWN],
             other_ds=ds[None, None, None, OTHER],
-            own_k=self.part_of(own_k, work.rank * WARPGROUPS + role)[None, None, None, 0],
-            other_k=self.part_of(other_k, role)[None, None, None, 0],
+            own_k=part_of(own_k, work.rank * WARPGROUPS + role)[None, None, None, 0],
+            other_k=part_of(other_k, role)[None, None, None, 0],
             acc_s=acc_s,  # or dP
             acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.half // WARPGROUPS))),
             acc=mma_gradient.make_fragment_C(gradient.partition_shape_C((64, self.config.head_dim))),
@@ -89,21 +105,28 @@ class PairConsumers(PairBase, Consumers):
             stats=(shared.stats + own % 4 * 2).align(8),
             row=own // 32 * 16 + lane // 4,  # key of the block, and that + 8
             column=own % 4 * 2,
+            begin=None,
+            past=None,
         )
 
     @cute.jit
-    def play_values(self, given, dv, products, scale, softcap, left, right):
-        """All pairs' steps of the warpgroup of S, P and dV."""
-        r = self.registers(given, products, scale, softcap, VALUES)
+    def play(self, role, given, target, products, scale, softcap):
+        """All pairs' steps of one warpgroup, and its gradient: VALUES computes S, P and dV, KEYS dP, dS and dK."""
+        r = self.operands(given, products, scale, softcap, role)
         turn, base, loads = Int32(0), Int32(0), Int32(0)
         total = given.n_blocks * given.slices
         index = self.next_pair(given, turn)
+        if const_expr(role == KEYS):
+            arrive(PairBarrier.P_TAKEN, BOTH)
         while index < total:
             work = self.share_of(given, index, base, loads)
             self.take(given)
-            self.block_values(r, work, dv, left, right)
+            if const_expr(role == VALUES):
+                self.block_values(r, work, target, given.left, given.right)
+            else:
+                self.block_keys(r, work, target, scale)
             base += self.steps_of(work)
-            loads += self.choose(self.steps_of(work) > 0, 1, 0)
+            loads += choose(self.steps_of(work) > 0, 1, 0)
             turn += 1
             index = self.next_pair(given, turn)
 
@@ -119,14 +142,14 @@ class PairConsumers(PairBase, Consumers):
             stage, phase = schedule.ring(base, self.stages)
             cute.arch.mbarrier_wait(shared.k_full, work.loads & 1)
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-            self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
+            gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
             warpgroup.wait_group(0)
         self.steps(r, work)
         if base < past:
             self.wait_for_ds(r, past - 1)
             self.gemm_dq(r)
             warpgroup.wait_group(0)
-            self.release(shared.k_empty)
+            release(shared.k_empty)
             self.pass_dq(r, past - 1)
         self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(2.0**-self.lift))
 
@@ -141,7 +164,7 @@ class PairConsumers(PairBase, Consumers):
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
         self.probabilities(r, m, level, masked)
-        cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        wait(PairBarrier.P_TAKEN, BOTH)
         self.release_both(r, shared.q_empty + stage)  # all lanes have read the row statistics
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)
@@ -149,16 +172,16 @@ class PairConsumers(PairBase, Consumers):
                 at = 8 * i + 2 * n
                 four[n] = pack16(r.acc_s[at], r.acc_s[at + 1], Float16)
             cute.autovec_copy(four, cute.make_tensor((r.p_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4)))
-        cute.arch.barrier_arrive(barrier_id=P_READY, number_of_threads=BOTH)
+        arrive(PairBarrier.P_READY, BOTH)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
-        self.gemm(r.mma_gradient, r.acc, r.p, r.operand[None, None, None, dout_stage], True)
+        gemm(r.mma_gradient, r.acc, r.p, r.operand[None, None, None, dout_stage], True)
         warpgroup.wait_group(1)
         if j > r.begin:
             self.pass_dq(r, j - 1)
         following, phase = schedule.ring(j + 1, self.stages)
         if j + 1 < r.past:
             cute.arch.mbarrier_wait(shared.q_full + following, phase)
-        self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, following], False)
+        gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, following], False)
         warpgroup.wait_group(1)
         self.release_both(r, shared.do_empty + dout_stage)
         warpgroup.wait_group(0)
@@ -166,7 +189,7 @@ class PairConsumers(PairBase, Consumers):
     @cute.jit
     def wait_for_ds(self, r, j):
         """dS of both blocks is there."""
-        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
+        wait(BackwardBarrier.DS_READY, BOTH)
         cute.arch.mbarrier_wait(r.shared.came, j & 1)
 
     @cute.jit
@@ -184,24 +207,7 @@ class PairConsumers(PairBase, Consumers):
     def pass_dq(self, r, j):
         """dQ of VALUES has ended: it may be handed over, and dS overwritten."""
         self.release_both(r, r.shared.taken)
-        self.hand_over(r, j)
-
-    @cute.jit
-    def play_keys(self, given, dk, products, scale, softcap):
-        """All pairs' steps of the warpgroup of dP, dS and dK."""
-        r = self.registers(given, products, scale, softcap, KEYS)
-        turn, base, loads = Int32(0), Int32(0), Int32(0)
-        total = given.n_blocks * given.slices
-        index = self.next_pair(given, turn)
-        cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
-        while index < total:
-            work = self.share_of(given, index, base, loads)
-            self.take(given)
-            self.block_keys(r, work, dk, scale)
-            base += self.steps_of(work)
-            loads += self.choose(self.steps_of(work) > 0, 1, 0)
-            turn += 1
-            index = self.next_pair(given, turn)
+        self.hand_over(r, j, PARTS[r.role])
 
     @cute.jit
     def block_keys(self, r, work, dk, scale):
@@ -214,14 +220,14 @@ class PairConsumers(PairBase, Consumers):
             stage, phase = schedule.ring(base, self.dout_stages)
             cute.arch.mbarrier_wait(shared.v_full, work.loads & 1)
             cute.arch.mbarrier_wait(shared.do_full + stage, phase)
-            self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
+            gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
             warpgroup.wait_group(0)
             self.release_both(r, shared.do_empty + stage)
             cute.arch.mbarrier_wait(shared.k_full, work.loads & 1)
         for j in cutlass.range(base, past, unroll=1):
             self.step_keys(r, j)
         if base < past:
-            self.release(shared.k_empty)
+            release(shared.k_empty)
         self.epilogue(r.acc, dk, work, work.n_block * self.tile_n + r.row, 0, scale)
 
     @cute.jit
@@ -233,35 +239,35 @@ class PairConsumers(PairBase, Consumers):
         mean = self.statistics(r, stage, 1)
         for at in cutlass.range_constexpr(cute.size(r.acc_s)):  # pairs of columns, rows, groups of 8 columns
             r.acc_s[at] = (r.acc_s[at] - mean[at // 4 * 2 + at % 2]) * 2.0**-self.lift
-        cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
+        wait(PairBarrier.P_READY, BOTH)
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)
             cute.autovec_copy(cute.make_tensor((r.p_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4)), four)
             for n in cutlass.range_constexpr(8):
                 r.acc_s[8 * i + n] = from_half(four[n // 2], n % 2) * r.acc_s[8 * i + n]
         if j + 1 == r.past:  # dP has been computed for the last time
-            self.release(shared.v_empty)
-        cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
-        self.pack(r.acc_s, r.ds)
+            release(shared.v_empty)
+        arrive(PairBarrier.P_TAKEN, BOTH)
+        pack(r.acc_s, r.ds, self.dtype)
         if j > 0:
             cute.arch.mbarrier_wait(shared.taken, (j & 1) ^ 1)
         self.share(r, OWN)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_WRITTEN, number_of_threads=WARPGROUP)
-        cute.arch.barrier_arrive(barrier_id=DS_READY, number_of_threads=BOTH)
+        wait(PairBarrier.DS_WRITTEN, WARPGROUP)
+        arrive(BackwardBarrier.DS_READY, BOTH)
         self.send(r)
-        self.gemm(r.mma_gradient, r.acc, r.ds, r.operand[None, None, None, stage], True)
-        self.gemm(r.mma_queries, r.acc_dq, r.own_ds, r.own_k, False)
+        gemm(r.mma_gradient, r.acc, r.ds, r.operand[None, None, None, stage], True)
+        gemm(r.mma_queries, r.acc_dq, r.own_ds, r.own_k, False)
         cute.arch.mbarrier_wait(shared.came, j & 1)
-        self.gemm(r.mma_queries, r.acc_dq, r.other_ds, r.other_k, True)
+        gemm(r.mma_queries, r.acc_dq, r.other_ds, r.other_k, True)
         warpgroup.wait_group(0)
-        self.release_other(r, shared.taken)
+        release_other(shared.taken, r.rank)
         self.release_both(r, shared.q_empty + stage)
-        self.hand_over(r, j)  # before the wait for dO, which may be long
+        self.hand_over(r, j, PARTS[r.role])  # before the wait for dO, which may be long
         dout_stage, dout_phase = schedule.ring(j + 1, self.dout_stages)
         if j + 1 < r.past:
             cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
-        self.gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, dout_stage], False)
+        gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, dout_stage], False)
         warpgroup.wait_group(0)
         if j + 1 < r.past:
             self.release_both(r, shared.do_empty + dout_stage)
@@ -275,18 +281,3 @@ class PairConsumers(PairBase, Consumers):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(r.shared.came, 2 * tile)
                 bulk_send(start + OTHER * tile, start + OWN * tile, 2 * tile, r.shared.came, r.rank ^ 1)
-
-    @cute.jit
-    def hand_over(self, r, j=0):
-        """A quarter of dQ to the writer warp, in accumulator order, as much at a time as its buffer holds."""
-        count = cute.size(r.acc_dq) // (4 * PARTS[r.role])
-        full = DQ_FULL + r.role
-        if const_expr(self.config.deterministic):
-            full += (j & 1) * DQ_ODD
-        for part in cutlass.range_constexpr(PARTS[r.role]):
-            cute.arch.barrier(barrier_id=DQ_EMPTY + r.role, number_of_threads=WARPGROUP + 32)
-            for i in cutlass.range_constexpr(count):
-                four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))
-                cute.autovec_copy(four, cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4)))
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=WARPGROUP + 32)

@@ -10,11 +10,14 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, WARPGROUPS
+from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS
 from warploom.attention.hopper.backward_pair_base import KEYS, PAIR, PARTS, VALUES, PairBase
 from warploom.attention.hopper.backward_producer import Producer
-from warploom.runtime.kernel import WARPGROUP
-from warploom.runtime.primitives import bulk_add, bulk_load, claim, load_acquire, pass_on, wait_for
+from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
+from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.memory import bulk_add, bulk_load, claim, load_acquire, pass_on, wait_for
+from warploom.kernels.cute.rings import expect
+from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
 class PairProducer(PairBase, Producer):
@@ -50,7 +53,7 @@ class PairProducer(PairBase, Producer):
             self.take(given)
             steps = self.steps_of(work)
             base += steps
-            loads += self.choose(steps > 0, 1, 0)
+            loads += choose(steps > 0, 1, 0)
             turn += 1
             index = self.next_pair(given, turn)
 
@@ -70,33 +73,30 @@ class PairProducer(PairBase, Producer):
         for j in cutlass.range(steps, unroll=1):
             head, m, number = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
-            tqs, tqg = self.tma_views(tma_q, shared.halves_q, cute.local_tile(tq, tile, (m, rank)))
-            tds, tdg = self.tma_views(tma_do, shared.halves_do, cute.local_tile(tdo, tile, (m, rank)))
+            queries = tma_views(tma_q, shared.halves_q, cute.local_tile(tq, tile, (m, rank)))
+            gradients = tma_views(tma_do, shared.halves_do, cute.local_tile(tdo, tile, (m, rank)))
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
-            self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
-            cute.copy(tma_q, tqg, tqs[None, 2 * stage + rank], tma_bar_ptr=shared.q_full + stage, mcast_mask=mask)
+            expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            load_tile(queries, None, 2 * stage + rank, shared.q_full, stage, mask)
             with cute.arch.elect_one():
                 source = stats.iterator + Int64(number) * (2 * self.tile_m)
                 bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
             if j == 0:
                 cute.arch.mbarrier_wait(shared.v_empty, work.loads & 1 ^ 1)
-                self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
                 gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (own, 0))
-                tvs, tvg = self.tma_views(tma_v, shared.v, gv)
-                cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+                load_tile(tma_views(tma_v, shared.v, gv), None, 0, shared.v_full)
             stage, phase = schedule.ring(work.base + j, self.dout_stages)
             cute.arch.mbarrier_wait(shared.do_empty + stage, phase ^ 1)
-            self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
-            cute.copy(tma_do, tdg, tds[None, 2 * stage + rank], tma_bar_ptr=shared.do_full + stage, mcast_mask=mask)
+            expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
+            load_tile(gradients, None, 2 * stage + rank, shared.do_full, stage, mask)
             if j == 0:
                 cute.arch.mbarrier_wait(shared.k_empty, work.loads & 1 ^ 1)
-                self.expect(shared.k_full, 2 * self.tile_n * (config.head_dim + self.half))
+                expect(shared.k_full, 2 * self.tile_n * (config.head_dim + self.half))
                 for i in cutlass.range_constexpr(2):
-                    tks, tkg = self.tma_views(tma_k, shared.halves_k, cute.local_tile(tk, tile, (own, i)))
-                    cute.copy(tma_k, tkg, tks[None, i], tma_bar_ptr=shared.k_full)
-                tks, tkg = self.tma_views(tma_k, shared.other, cute.local_tile(tk, tile, (other, rank)))
-                cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
+                    load_tile(tma_views(tma_k, shared.halves_k, cute.local_tile(tk, tile, (own, i))), None, i, shared.k_full)
+                load_tile(tma_views(tma_k, shared.other, cute.local_tile(tk, tile, (other, rank))), None, 0, shared.k_full)
 
     @cute.jit
     def write_blocks(self, given, sums, turns, warp):
@@ -123,7 +123,7 @@ class PairProducer(PairBase, Producer):
         source = work.shared.dq + role * (self.quarter // PARTS[VALUES])
         steps = self.steps_of(work)
         if steps > 0:
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + role, number_of_threads=WARPGROUP + 32)
+            arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, role)
         for j in cutlass.range(steps, unroll=1):
             _, _, tile = self.place(work, j)
             start = self.quarter_start(work, tile, role)
@@ -132,7 +132,7 @@ class PairProducer(PairBase, Producer):
                 if cute.arch.lane_idx() == 0:
                     found = load_acquire(self.state(work, turns, tile, role))  # its latency hides under the wait for dQ
             for part in cutlass.range_constexpr(PARTS[role]):
-                cute.arch.barrier(barrier_id=DQ_FULL + role, number_of_threads=WARPGROUP + 32)
+                wait(BackwardBarrier.DQ_FULL, DQ_THREADS, role)
                 if cute.arch.lane_idx() == 0:
                     target = sums.iterator + (start + part * size)
                     if const_expr(self.config.claims):
@@ -145,7 +145,7 @@ class PairProducer(PairBase, Producer):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 if part + 1 < PARTS[role] or j + 1 < steps:
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + role, number_of_threads=WARPGROUP + 32)
+                    arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, role)
             if const_expr(self.config.claims):
                 if cute.arch.lane_idx() == 0 and first == 1:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -172,15 +172,14 @@ class PairProducer(PairBase, Producer):
         steps = self.steps_of(work)
         if parity == 1 and steps > 0:
             for group in cutlass.range_constexpr(WARPGROUPS):
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(parity, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
             turn = turns.iterator + (Int64(tile) * WARPGROUPS + work.rank)
             for group in cutlass.range_constexpr(WARPGROUPS - 1, -1, -1):
                 size = self.quarter // PARTS[group]
                 for part in cutlass.range_constexpr(PARTS[group]):
-                    full = DQ_FULL + group + parity * DQ_ODD
-                    cute.arch.barrier(barrier_id=full, number_of_threads=WARPGROUP + 32)
+                    wait(BackwardBarrier.DQ_FULL, DQ_THREADS, group + parity * DQ_ODD)
                     if cute.arch.lane_idx() == 0:
                         if const_expr(group == KEYS and part == 0):
                             wait_for(turn, self.rank(work, m, left, right))
@@ -190,7 +189,7 @@ class PairProducer(PairBase, Producer):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
                     if part + 1 < PARTS[group] or j + 1 < steps:
-                        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                        arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 pass_on(turn)

@@ -13,12 +13,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import DQ_EMPTY, DQ_FULL, DQ_ODD, WARPGROUPS, BackwardBase
-from warploom.runtime.kernel import RAGGED, WARPGROUP, Names
-from warploom.runtime.primitives import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
+from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS, BackwardBase
+from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
+from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.epilogue import store_words
+from warploom.kernels.cute.memory import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
+from warploom.kernels.cute.packed import sequence_rows
+from warploom.kernels.cute.rings import expect, publish
+from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
 class Producer(BackwardBase):
@@ -42,7 +46,7 @@ class Producer(BackwardBase):
             member = j - i * work.group_size
             if const_expr(self.config.waves):  # blocks that come to a tile together begin with other heads
                 member = (member + work.n_block) % work.group_size
-            m = self.choose(work.rising == 1, first + i, end - 1 - i)
+            m = choose(work.rising == 1, first + i, end - 1 - i)
         elif const_expr(self.config.parted):
             member = (first + j) // work.m_blocks
             m = first + j - member * work.m_blocks
@@ -71,12 +75,12 @@ class Producer(BackwardBase):
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
             work = self.describe(given, cutlass.min(index, total - 1))
-            n_block = self.choose(index < total, work.n_block, -1)
+            n_block = choose(index < total, work.n_block, -1)
             words = [n_block, work.head, work.batch, *work.bounds, work.rising]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
             if n_block * self.tile_n < work.seqlen_k:
-                self.publish(shared.words, 0, words, shared.block_full)
+                publish(shared.words, 0, words, shared.block_full)
                 turn += 1
             if const_expr(varlen):  # noqa: SIM102
                 if index < total:
@@ -95,25 +99,17 @@ class Producer(BackwardBase):
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
             for i in cutlass.range(schedule.PIECES, unroll=1):
-                slot, first, end = schedule.handed_out(index, i, whole, split, each, steps, self.choose)
+                slot, first, end = schedule.handed_out(index, i, whole, split, each, steps, choose)
                 if index >= given.items:  # no more, which is said once
                     first, end = Int32(0), i // (schedule.PIECES - 1)
                 if first < end:
                     work = self.describe(given, whole + slot)
-                    n_block = self.choose(index < given.items, work.n_block, -1)
-                    plain = self.choose(work.bounds[1] == 0, first, end)  # no masks from there on
+                    n_block = choose(index < given.items, work.n_block, -1)
+                    plain = choose(work.bounds[1] == 0, first, end)  # no masks from there on
                     cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
                     words = [n_block, work.head, work.batch, first, plain, end, end, slot]
-                    self.publish(shared.words, self.words_at(turn), words, shared.block_full)
+                    publish(shared.words, self.words_at(turn), words, shared.block_full)
                     turn += 1
-
-    @cute.jit
-    def publish(self, target, start, words, barrier):
-        """Words into shared memory, for those who wait at the barrier."""
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(words)):
-                target[start + i] = words[i]
-            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def clear_hidden(self, work, dk, dv):
@@ -123,10 +119,10 @@ class Producer(BackwardBase):
         end = cutlass.min(begin + self.tile_n, work.whole)
         before, after = cutlass.max(cutlass.min(end, first) - begin, 0), cutlass.max(past, begin)
         for i in cutlass.range(before + cutlass.max(end - after, 0), unroll=1):
-            row = self.choose(i < before, begin + i, after + i - before)
+            row = choose(i < before, begin + i, after + i - before)
             for t in (dk, dv):
                 for at in cutlass.range(cute.arch.lane_idx(), t.shape[2] // 8, 32, unroll=1):
-                    self.store_words(self.element(t, 0, start + row, work.head, at * 8), [Int32(0)] * 4)
+                    store_words(self.element(t, 0, start + row, work.head, at * 8), [Int32(0)] * 4)
 
     # The loader warp
 
@@ -153,40 +149,37 @@ class Producer(BackwardBase):
         tk, tv = (self.sequence(t, work.head, work.batch, work.k_start, work.seqlen_k) for t in (k, v))
         gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (work.n_block, 0))
         gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (work.n_block, 0))
-        tks, tkg = self.tma_views(tma_k, shared.k, gk)
-        tvs, tvg = self.tma_views(tma_v, shared.v, gv)
-        keys, values = Names(atom=tma_k, into=tks, out_of=tkg), Names(atom=tma_v, into=tvs, out_of=tvg)
+        keys, values = tma_views(tma_k, shared.k, gk), tma_views(tma_v, shared.v, gv)
         steps = self.steps_of(work)
         if const_expr(config.persistent):
             if steps == 0:  # others count on a load in every block
                 self.load_keys(work, keys, values)
         else:
             if steps > 0:  # else nobody waits for what would still be on its way when the block ends
-                self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
-                cute.copy(tma_k, tkg, tks[None, 0], tma_bar_ptr=shared.k_full)
+                expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+                load_tile(keys, None, 0, shared.k_full)
         stats_bytes = 8 * self.tile_m
         for j in cutlass.range(steps, unroll=1):
             head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
             gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (m, 0))
             gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
-            tqs, tqg = self.tma_views(tma_q, shared.q, gq)
-            tds, tdg = self.tma_views(tma_do, shared.dout, gdo)
+            queries, gradients = tma_views(tma_q, shared.q, gq), tma_views(tma_do, shared.dout, gdo)
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
-            self.expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
-            cute.copy(tma_q, tqg, tqs[None, stage], tma_bar_ptr=shared.q_full + stage)
+            expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            load_tile(queries, None, stage, shared.q_full, stage)
             with cute.arch.elect_one():
                 source = stats.iterator + Int64(tile) * (2 * self.tile_m)
                 bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
             if const_expr(not config.persistent):  # noqa: SIM102
                 if j == 0:
-                    self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
-                    cute.copy(tma_v, tvg, tvs[None, 0], tma_bar_ptr=shared.v_full)
+                    expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+                    load_tile(values, None, 0, shared.v_full)
             stage, phase = schedule.ring(work.base + j, self.dout_stages)
             cute.arch.mbarrier_wait(shared.do_empty + stage, phase ^ 1)
-            self.expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
-            cute.copy(tma_do, tdg, tds[None, stage], tma_bar_ptr=shared.do_full + stage)
+            expect(shared.do_full + stage, 2 * self.tile_m * config.head_dim_v)
+            load_tile(gradients, None, stage, shared.do_full, stage)
             if const_expr(config.persistent):  # noqa: SIM102
                 if j == 0:
                     self.load_keys(work, keys, values)
@@ -197,29 +190,17 @@ class Producer(BackwardBase):
         shared, config = work.shared, self.config
         phase = work.turn & 1 ^ 1
         cute.arch.mbarrier_wait(shared.v_empty, phase)
-        self.expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
-        cute.copy(values.atom, values.out_of, values.into[None, 0], tma_bar_ptr=shared.v_full)
+        expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)
+        load_tile(values, None, 0, shared.v_full)
         cute.arch.mbarrier_wait(shared.k_empty, phase)
-        self.expect(shared.k_full, 2 * self.tile_n * config.head_dim)
-        cute.copy(keys.atom, keys.out_of, keys.into[None, 0], tma_bar_ptr=shared.k_full)
+        expect(shared.k_full, 2 * self.tile_n * config.head_dim)
+        load_tile(keys, None, 0, shared.k_full)
 
     def sequence(self, t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
         """(rows, head_dim) of a head, of a batch or of the packed sequence there."""
         if const_expr(self.config.varlen):
-            return cute.domain_offset((RAGGED - length, 0), t[None, None, head, start + length])
+            return sequence_rows(t, head, start + length, length)
         return t[None, None, head, batch]
-
-    @cute.jit
-    def expect(self, barrier, size):
-        """The barrier's phase ends once so many bytes have landed."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-
-    def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
-        """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
-        return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
 
     # The writer warps
 
@@ -254,7 +235,7 @@ class Producer(BackwardBase):
         source = shared.dq + group * self.part
         steps = self.steps_of(work)
         if steps > 0:
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+            arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(steps, unroll=1):
             _, _, tile = self.place(work, j)
             part = Int64(tile) * WARPGROUPS + group
@@ -262,7 +243,7 @@ class Producer(BackwardBase):
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     found = load_acquire(turns.iterator + part)  # its latency hides under the wait for dQ
-            cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=WARPGROUP + 32)
+            wait(BackwardBarrier.DQ_FULL, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 if const_expr(self.config.claims):
                     first = claim(turns.iterator + part, found)
@@ -273,7 +254,7 @@ class Producer(BackwardBase):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             if j + 1 < steps:
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if const_expr(self.config.claims):
                 if cute.arch.lane_idx() == 0 and first == 1:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -302,12 +283,12 @@ class Producer(BackwardBase):
         steps, ahead = self.steps_of(work), (work.base + parity) & 1
         if ahead == 1 and steps > 0:  # who had the step before, of another block
             for group in cutlass.range_constexpr(WARPGROUPS):
-                cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(ahead, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
             turn = turns.iterator + Int64(tile) * WARPGROUPS
             for group in cutlass.range_constexpr(WARPGROUPS):
-                cute.arch.barrier(barrier_id=DQ_FULL + DQ_ODD * parity + group, number_of_threads=WARPGROUP + 32)
+                wait(BackwardBarrier.DQ_FULL, DQ_THREADS, DQ_ODD * parity + group)
                 if cute.arch.lane_idx() == 0:
                     if const_expr(group == 0):
                         wait_for(turn, self.rank(work, m, left, right))
@@ -319,7 +300,7 @@ class Producer(BackwardBase):
                     cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - group, read=True)
                 cute.arch.sync_warp()
                 if j + 1 < steps:
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=WARPGROUP + 32)
+                    arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 pass_on(turn)
@@ -335,5 +316,5 @@ class Producer(BackwardBase):
         if const_expr(self.mixed):
             last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.span
             last = cutlass.min(last, (work.seqlen_k - 1) // self.span)
-            rank = self.choose(work.rising == 1, last - n_block, rank)
+            rank = choose(work.rising == 1, last - n_block, rank)
         return rank

@@ -14,21 +14,42 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward import HopperBackward
-from warploom.attention.hopper.backward_base import DS_READY, WARPGROUPS
+from warploom.attention.hopper.backward_base import BOTH, WARPGROUPS, Operands
 from warploom.attention.hopper.config import BackwardConfig, box_columns
-from warploom.runtime.instructions import pack16
-from warploom.runtime.kernel import WARPGROUP, Names
-from warploom.runtime.primitives import store_matrices
+from warploom.kernels.cute.barriers import BackwardBarrier, RolesBarrier, wait
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.instructions import pack16, store_matrices
+from warploom.kernels.cute.rings import release
+from warploom.kernels.cute.softmax import multipliers
+from warploom.kernels.cute.tiles import transposed
+from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_SHARED, accumulator_rows, gemm, part_of, product
 
 VALUES, KEYS = 0, 1  # the warpgroup of dV, and that of dK
-# Named barriers: both have written their P; and + role: a warpgroup has staged its gradient.
-P_READY, STAGED = 6, 8
 P_SLOT, DS_SLOT = 0, 1
-BOTH = WARPGROUPS * WARPGROUP
+
+
+class RolesOperands(Operands):
+    """Of a warpgroup that keeps one gradient."""
+
+    role: int  # VALUES or KEYS
+    steps: Any  # of the block
+    mma_gradient: Any
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    left: Any  # operand of the gradient: dO or Q
+    tile: Any  # P or dS
+    dq_a: Any
+    dq_b: Any
+    acc_dp: Any
+    acc: Any
+    slopes: Any  # of the softcap
+    tile_rows: Any  # where a lane's rows of P and dS go
 
 
 class RolesBackward(HopperBackward):
@@ -42,11 +63,9 @@ class RolesBackward(HopperBackward):
         self.width = box_columns(config.tile_n)  # of a swizzled row of P and dS
 
     def products(self) -> tuple[Any, Any, Any, Any]:
-        smem = warpgroup.OperandSource.SMEM
-        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
-        scores = self.mma((64, self.keys_each, 16), smem, by_k, by_k)
-        gradient = self.mma((64, self.config.tile_n, 16), smem, by_mn, by_mn)
-        return scores, gradient, gradient, self.mma((64, self.columns, 16), smem, by_k, by_mn)
+        scores = product(self.dtype, (64, self.keys_each, 16), IN_SHARED, BY_K, BY_K)
+        gradient = product(self.dtype, (64, self.config.tile_n, 16), IN_SHARED, BY_MN, BY_MN)
+        return scores, gradient, gradient, product(self.dtype, (64, self.columns, 16), IN_SHARED, BY_K, BY_MN)
 
     @cute.jit
     def compute(self, work, dk, dv, products, scale, softcap, left, right):
@@ -60,15 +79,15 @@ class RolesBackward(HopperBackward):
     @cute.jit
     def play(self, role, work, target, products, scale, softcap, left, right):
         """All steps of one warpgroup, and its gradient."""
-        r = self.registers(work, products, scale, softcap, role)
+        r = self.operands(work, products, scale, softcap, role)
         self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
         self.steps(r, work)
         warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)  # nobody reads K and V any more
+        wait(BackwardBarrier.DS_READY, BOTH)  # nobody reads K and V any more
         start, factor = (work.shared.v_start, Float32(1.0)) if const_expr(role == VALUES) else (work.shared.k_start, scale)
         self.stage(r, start, factor)
-        cute.arch.barrier(barrier_id=STAGED + role, number_of_threads=WARPGROUP)
+        wait(RolesBarrier.STAGED, WARPGROUP, role)
         self.copy_out(start, self.dims[role], work, target)
 
     @cute.jit
@@ -79,22 +98,20 @@ class RolesBackward(HopperBackward):
         r.limits[0, 1] = work.shift + right + 1 - key
         r.limits[1, 0] = work.shift - left - key
 
-    def registers(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> Names:
+    def operands(self, work: Any, products: Any, scale: Any, softcap: Any, role: int = VALUES) -> RolesOperands:  # type: ignore[override]
         mma_scores, mma_gradient, _, mma_queries = products
         scores, gradient, queries = (m.get_slice(0) for m in (mma_scores, mma_gradient, mma_queries))
         shared = work.shared
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane = own % 32
         left_operand = shared.dout if role == VALUES else shared.q
-        left_turned, k_turned, tiles_turned = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (left_operand, shared.k, shared.ds)
-        )
+        left_turned, k_turned, tiles_turned = (transposed(t) for t in (left_operand, shared.k, shared.ds))
         acc_s = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.keys_each)))
         acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.keys_each)))
-        multiplier, cap_in = self.multipliers(scale, softcap)
+        multiplier, cap_in = multipliers(self.config, scale, softcap)
         slot = P_SLOT if role == VALUES else DS_SLOT
         first, _, _, end = work.bounds
-        return Names(
+        return RolesOperands(
             role=role,
             steps=work.group_size * (end - first),
             shared=shared,
@@ -104,29 +121,29 @@ class RolesBackward(HopperBackward):
             mma_scores=mma_scores,
             mma_gradient=mma_gradient,
             mma_queries=mma_queries,
-            q=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.q)), 0),
-            dout=self.part_of(mma_scores.make_fragment_A(scores.partition_A(shared.dout)), 0),
-            k=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.k)), role)[None, None, None, 0],
-            v=self.part_of(mma_scores.make_fragment_B(scores.partition_B(shared.v)), role)[None, None, None, 0],
+            q=part_of(mma_scores.make_fragment_A(scores.partition_A(shared.q)), 0),
+            dout=part_of(mma_scores.make_fragment_A(scores.partition_A(shared.dout)), 0),
+            k=part_of(mma_scores.make_fragment_B(scores.partition_B(shared.k)), role)[None, None, None, 0],
+            v=part_of(mma_scores.make_fragment_B(scores.partition_B(shared.v)), role)[None, None, None, 0],
             left=mma_gradient.make_fragment_A(gradient.partition_A(left_turned)),
             tile=mma_gradient.make_fragment_B(gradient.partition_B(tiles_turned))[None, None, None, slot],
-            dq_a=self.part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)[None, None, None, DS_SLOT],
-            dq_b=self.part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), role)[None, None, None, 0],
+            dq_a=part_of(mma_queries.make_fragment_A(queries.partition_A(shared.ds)), 0)[None, None, None, DS_SLOT],
+            dq_b=part_of(mma_queries.make_fragment_B(queries.partition_B(k_turned)), role)[None, None, None, 0],
             acc_s=acc_s,
             acc_dp=acc_dp,
             acc_dq=mma_queries.make_fragment_C(queries.partition_shape_C((64, self.columns))),
             acc=mma_gradient.make_fragment_C(gradient.partition_shape_C((self.dims[role], self.config.tile_n))),
-            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(self.keys_each)),
-            rows_dp=cute.make_tensor(acc_dp.iterator, self.row_view(self.keys_each)),
+            rows_s=accumulator_rows(acc_s, self.keys_each),
+            rows_dp=accumulator_rows(acc_dp, self.keys_each),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
-            targets=self.targets(shared.ds_start, own // 32, lane, role),
+            tile_rows=self.tile_rows(shared.ds_start, own // 32, lane, role),
             dq_target=(shared.dq + role * self.part + own * 4).align(16),
             row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
             column=own % 4 * 2,
         )
 
-    def targets(self, start: Any, warp: Any, lane: Any, role: int) -> list[Any]:
+    def tile_rows(self, start: Any, warp: Any, lane: Any, role: int) -> list[Any]:
         """Where a lane's rows of P go: of each 16 keys four 8 × 8 tiles, those of the first 8 keys first; lane l addresses row
         l % 8 of tile l // 8. Rows of ``width`` keys hold swizzled chunks of 16 bytes. Eight last keys are two tiles.
         """
@@ -148,34 +165,34 @@ class RolesBackward(HopperBackward):
         stage, phase = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-        self.gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
+        gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
         level, mean = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
-        self.gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
+        gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
         warpgroup.wait_group(1)
         if const_expr(r.role == VALUES):
-            self.release(shared.q_empty + stage)
+            release(shared.q_empty + stage)
         else:
             if j > 0:  # dK of the step before has ended
-                self.release(shared.q_empty + (stage ^ 1))
+                release(shared.q_empty + (stage ^ 1))
         self.probabilities(r, m, level, masked)
         self.share(r, r.acc_s, P_SLOT)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
+        wait(RolesBarrier.P_READY, BOTH)
         if const_expr(r.role == VALUES):
-            self.gemm(r.mma_gradient, r.acc, r.left[None, None, None, dout_stage], r.tile, True)
+            gemm(r.mma_gradient, r.acc, r.left[None, None, None, dout_stage], r.tile, True)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-            self.release(shared.do_empty + dout_stage)
+            release(shared.do_empty + dout_stage)
         self.differentiate(r, mean)
         self.share(r, r.acc_dp, DS_SLOT)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=BOTH)
-        self.gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b, False)
+        wait(BackwardBarrier.DS_READY, BOTH)
+        gemm(r.mma_queries, r.acc_dq, r.dq_a, r.dq_b, False)
         if const_expr(r.role == VALUES):
             warpgroup.wait_group(1)
-            self.release(shared.do_empty + dout_stage)
+            release(shared.do_empty + dout_stage)
             warpgroup.wait_group(0)
         else:
             self.gemm_keys(r, r.left[None, None, None, stage])
@@ -240,10 +257,10 @@ class RolesBackward(HopperBackward):
     @cute.jit
     def share(self, r, acc, slot):
         """P or dS, in the input dtype, where both warpgroups read it."""
-        for i in cutlass.range_constexpr(len(r.targets)):
+        for i in cutlass.range_constexpr(len(r.tile_rows)):
             count = min(4, self.keys_each // 4 - 4 * i)
             words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + count)]
-            store_matrices(r.targets[i] + slot * (self.tile_m * self.tile_n), words)
+            store_matrices(r.tile_rows[i] + slot * (self.tile_m * self.tile_n), words)
 
     @cute.jit
     def stage(self, r, start, factor):

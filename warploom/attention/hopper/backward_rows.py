@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper.backward_base import BackwardBase
-from warploom.runtime.instructions import pack16, transpose_quad
-from warploom.runtime.kernel import LOG2_E, WARPGROUP
-from warploom.runtime.primitives import store_matrices
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
+from warploom.kernels.cute.epilogue import quad_words, store_words
+from warploom.kernels.cute.instructions import pack16, store_matrices
+from warploom.kernels.cute.packed import bounds, locate
 
 ROW_THREADS = 256  # of a block
 
@@ -98,17 +99,17 @@ class RowKernels(BackwardBase):
         past = cutlass.min(cutlass.max(cu[cu.shape[0] - 1], 0), rows)
         index, blocks, thread = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], cute.arch.thread_idx()[0]
         for i in cutlass.range(index, first + rows - past, blocks, unroll=1):
-            row = self.choose(i < first, i, past + i - first)
+            row = choose(i < first, i, past + i - first)
             for at in cutlass.range(thread, heads * (columns // 8), ROW_THREADS, unroll=1):
                 chunk = columns // 8
-                self.store_words(self.element(t, 0, row, at // chunk, at % chunk * 8), [Int32(0)] * 4)
+                store_words(self.element(t, 0, row, at // chunk, at % chunk * 8), [Int32(0)] * 4)
 
     @cute.jit
     def query_tile(self, index, m_blocks, rows, cu_q):
         """Batch, head, first row and rows of the sequence, and query tile in it, of a block of the kernels before and after."""
         slice_, m_block = index // m_blocks, index % m_blocks
         if const_expr(self.config.varlen):
-            _, start, length, m_block = self.locate(cu_q, m_block, self.tile_m, rows.shape[0])
+            _, start, length, m_block = locate(cu_q, m_block, self.tile_m, rows.shape[0])
             return Int32(0), slice_, start, length, m_block
         heads = rows.shape[2]
         return slice_ // heads, slice_ % heads, Int32(0), rows.shape[1], m_block
@@ -117,10 +118,10 @@ class RowKernels(BackwardBase):
     def unseen_tiles(self, tile, seqlen_q, cu_q, total_q, keys):
         """Query tiles before the first that a key sees, or all, of the packed sequence that a tile belongs to."""
         cu_k, total_k, right = keys
-        sequence, _, _, _ = self.locate(cu_q, tile, self.tile_m, total_q)
-        _, seqlen_k = self.bounds(cu_k, sequence, total_k)
+        sequence, _, _, _ = locate(cu_q, tile, self.tile_m, total_q)
+        _, seqlen_k = bounds(cu_k, sequence, total_k)
         first = cutlass.max(seqlen_q - seqlen_k - right, 0) // self.tile_m
-        return self.choose(cutlass.min(seqlen_k, seqlen_k + right) > 0, first, seqlen_q // self.tile_m + 1)
+        return choose(cutlass.min(seqlen_k, seqlen_k + right) > 0, first, seqlen_q // self.tile_m + 1)
 
     def eight(self, t: Any, batch: Any, row: Any, head: Any, column: Any) -> Any:
         """Eight elements of a row in registers, by one load."""
@@ -196,11 +197,9 @@ class RowKernels(BackwardBase):
             for r in cutlass.range_constexpr(2):
                 row = m_block * tile_m + first_row + own // 32 * 16 + lane // 4 + 8 * r
                 for chunk in cutlass.range_constexpr(-(-count // 4)):
-                    words = [
-                        pack16(values[2 * r, i] * scale, values[2 * r + 1, i] * scale, self.dtype) if i < count else Int32(0)
-                        for i in range(4 * chunk, 4 * chunk + 4)
-                    ]
-                    words = transpose_quad(words, lane)
+                    chosen = range(4 * chunk, 4 * chunk + 4)
+                    pairs = [(values[2 * r, i], values[2 * r + 1, i]) if i < count else None for i in chosen]
+                    words = quad_words(pairs, scale, self.dtype, lane)
                     column = first_column + chunk * 32 + word * 8
                     if row < seqlen_q and column < dq.shape[-1] and chunk * 32 + word * 8 < 8 * count:
-                        self.store_words(self.element(dq, batch, start + row, head, column), words)
+                        store_words(self.element(dq, batch, start + row, head, column), words)

@@ -7,15 +7,16 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from warploom.attention.hopper.backward import HopperBackward
 from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import HopperForward
-from warploom.runtime.compile import compile_kernel, view
-from warploom.runtime.kernel import DTYPES
+from warploom.kernels.cute.arguments import rows, stream, vector, view
+from warploom.kernels.cute.basics import DTYPES
+from warploom.runtime.compile import compile_kernel
 
 
 def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
@@ -27,32 +28,11 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     variant = ForwardConfig(**config)
     modes = 2 if variant.varlen else 3  # besides head_dim
     tensors = [view(DTYPES[variant.dtype], modes) for _ in range(4)]
-    lse = make_fake_tensor(
-        Float32,
-        tuple(cute.sym_int() for _ in range(modes)),
-        stride=(*(cute.sym_int64() for _ in range(modes - 1)), 1),
-        assumed_align=4,
-    )
-    vectors = [
-        make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
-        for dtype, present in (
-            (Float32, variant.sink),
-            (Int32, variant.varlen),
-            (Int32, variant.varlen),
-            (Int32, variant.used),
-            (Int32, variant.varlen),
-        )
-    ]
-    parts = make_fake_tensor(
-        Float32,
-        tuple(cute.sym_int() for _ in range(3)),
-        stride=(cute.sym_int64(), cute.sym_int64(), 1),  # of the lse, where nothing is split
-        assumed_align=16,
-    )
-    vectors.append(parts if variant.split else None)
+    lse = rows(modes)
+    packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used, variant.varlen)]
+    parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    arguments = [*tensors, lse, *vectors, *scalars, stream]
+    arguments = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, *scalars, stream()]
     return {**compile_kernel(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
 
 
@@ -62,23 +42,11 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     dtype = DTYPES[variant.dtype]
     modes = 2 if variant.varlen else 3  # besides head_dim
     inputs = [view(dtype, modes) for _ in range(5)]
-    lse, dlse = (
-        make_fake_tensor(
-            Float32,
-            tuple(cute.sym_int() for _ in range(modes)),
-            stride=(*(cute.sym_int64() for _ in range(modes - 1)), last),
-            assumed_align=4,
-        )
-        for last in (1, cute.sym_int64())
-    )
+    lse, dlse = rows(modes), rows(modes, last=cute.sym_int64())
     gradients = [view(dtype, modes) for _ in range(3)]
     workspace = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(0), Int32(0), stream]
-    vectors = [
-        make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
-        for present in (variant.varlen, variant.varlen, variant.used)
-    ]
-    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *vectors, *scalars]
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(0), Int32(0), stream()]
+    packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used)]
+    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *packed, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
     return {**compile_kernel(kernel, arguments, name, library), "shared": variant.shared_bytes}

@@ -11,13 +11,15 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "schedule")),
-    *(f"runtime/{file}.py" for file in ("compile", "instructions", "kernel", "primitives")),
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "epilogue", "fields", "instructions")),
+    *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
+    "runtime/compile.py",
 )
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
-SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _FORWARD))
+SOURCES = (*_COMMON, "kernels/cute/band.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
 _BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles", *_PAIR)))
-BACKWARD_SOURCES = (*_COMMON, *(f"{_HERE}/{file}.py" for file in _BACKWARD))
+BACKWARD_SOURCES = (*_COMMON, "kernels/cute/memory.py", *(f"{_HERE}/{file}.py" for file in _BACKWARD))
 
 
 def box_columns(span: int) -> int:

@@ -18,13 +18,18 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
-from warploom.attention.hopper.forward_base import TILE_STAGES, TILE_WORDS
+from warploom.attention.hopper.forward_base import TILE_STAGES, TILE_WORDS, ForwardShared
 from warploom.attention.hopper.forward_consumers import Consumers
 from warploom.attention.hopper.forward_merge import Merge
 from warploom.attention.hopper.forward_producer import Producer
-from warploom.runtime.kernel import LOG2_E, RAGGED, Names
+from warploom.kernels.cute.basics import WARP
+from warploom.kernels.cute.packed import ragged
+from warploom.kernels.cute.rings import Mbarriers, init_rings
+from warploom.kernels.cute.softmax import multipliers
+from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
+from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
 
 # Registers a thread (consumer, producer): a warpgroup's share of 64 Ki, in steps of 8, by number of consumers.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
@@ -64,58 +69,45 @@ class HopperForward(Producer, Consumers, Merge):
         modes = [0, 2, 1] if const_expr(config.varlen) else [1, 3, 2, 0]
         q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v)]
         if const_expr(config.varlen):
-            k, v = self.ragged(k), self.ragged(v)
+            k, v = ragged(k), ragged(v)
         box, box_v = config.boxes
-        layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box)
-        loads_q = self.tile_layout((self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
-        if const_expr(config.grouped):
-            layout_q = self.tile_layout((64, config.head_dim), self.warpgroups, box, order=(1, 0, 2))  # load after load
-        layout_k = self.tile_layout((self.tile_n, config.head_dim), self.stages, box)
-        layout_v = self.tile_layout((self.tile_n, config.head_dim_v), self.stages, box_v)
-        tma_q, q = self.tma(q, loads_q, (self.load_rows, config.head_dim))
-        tma_k, k = self.tma(k, layout_k, (self.tile_n, config.head_dim))
-        tma_v, v = self.tma(v, layout_v, (self.tile_n, config.head_dim_v))
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        by_k, by_n = OperandMajorMode.K, OperandMajorMode.MN
-        qk = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, self.tile_n, 16), smem, by_k, by_k)
-        pv = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, config.head_dim_v, 16), rmem, by_k, by_n)
-
-        # exp2 takes scores times this; under a softcap the scores become log2 units before.
-        multiplier = scale * LOG2_E
-        cap_in = Float32(0.0)
-        if const_expr(config.softcap):
-            cap_in = 2 * LOG2_E * scale / softcap
-            multiplier = softcap * LOG2_E
+        # Where heads are grouped, load after load.
+        order = (1, 0, 2) if const_expr(config.grouped) else (0, 1, 2)
+        layout_q = tile_layout(self.dtype, (64, config.head_dim), self.warpgroups, box, order)
+        loads_q = tile_layout(self.dtype, (self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
+        layout_k = tile_layout(self.dtype, (self.tile_n, config.head_dim), self.stages, box)
+        layout_v = tile_layout(self.dtype, (self.tile_n, config.head_dim_v), self.stages, box_v)
+        tma_q, q = tma_load(q, loads_q, (self.load_rows, config.head_dim))
+        tma_k, k = tma_load(k, layout_k, (self.tile_n, config.head_dim))
+        tma_v, v = tma_load(v, layout_v, (self.tile_n, config.head_dim_v))
+        qk = product(self.dtype, (64, self.tile_n, 16), IN_SHARED, BY_K, BY_K)
+        pv = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
+        multiplier, cap_in = multipliers(config, scale, softcap)
         heads = Int32(0)
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
             q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts,
-            tma_q, tma_k, tma_v, cute.make_tiled_mma(qk), cute.make_tiled_mma(pv),
+            tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
             self.launch_merge(parts, out, lse, sink, k.shape[0], k.shape[2], heads, split, blocks, stream)
 
-    def tile_layout(self, tile: tuple[int, int], stages: int, box: int, order: tuple[int, int, int] = (0, 1, 2)) -> Any:
-        """Row-major tiles, one after the other, with a swizzle of ``box`` columns."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        kind = {64: kinds.K_SW128, 32: kinds.K_SW64}[box]
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=order)
-
-    def ragged(self, t: Any) -> Any:
-        """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
-        is token e - n + i, and rows of a sequence of n tokens that ends at e stop where its keys do.
-        """
-        layout = cute.make_layout((RAGGED, t.shape[1], t.shape[2], t.shape[0] + 1), stride=(*t.stride, t.stride[0]))
-        return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0), t).iterator, layout)
-
-    def tma(self, tensor: Any, layout: Any, tile: tuple[int, int]) -> Any:
-        """The TMA load of one tile, and the tensor of its coordinates."""
-        one_stage = cute.select(layout, mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, one_stage, tile)
-
     # The kernel
+
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads see afterwards."""
+        consumers = 4 * self.warpgroups  # warps
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
+                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
+                init_rings(TILE_STAGES, (shared.tile_full, shared.tile_empty, WARP * (consumers + 1)))  # lanes
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
 
     @cute.kernel
     def kernel(
@@ -165,37 +157,24 @@ class HopperForward(Producer, Consumers, Merge):
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        barriers = storage.barriers.data_ptr()
-        consumers = 4 * warpgroups  # warps
-        shared = Names(
-            q_full=barriers,  # one of each warpgroup's rows
-            q_empty=barriers + warpgroups,
-            k_full=barriers + 2 * warpgroups,
-            k_empty=barriers + 2 * warpgroups + stages,
-            v_full=barriers + 2 * warpgroups + 2 * stages,
-            v_empty=barriers + 2 * warpgroups + 3 * stages,
-            tile_full=barriers + 2 * warpgroups + 4 * stages,
-            tile_empty=barriers + 2 * warpgroups + 4 * stages + TILE_STAGES,
+        barriers = Mbarriers(storage.barriers.data_ptr())
+        shared = ForwardShared(
+            q_full=barriers.take(warpgroups),
+            q_empty=barriers.take(warpgroups),
+            k_full=barriers.take(stages),
+            k_empty=barriers.take(stages),
+            v_full=barriers.take(stages),
+            v_empty=barriers.take(stages),
+            tile_full=barriers.take(TILE_STAGES),
+            tile_empty=barriers.take(TILE_STAGES),
             tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_STAGES))),
             scratch=storage.scratch.data_ptr(),
-            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            loads_q=storage.q.get_tensor(loads_q.outer, swizzle=loads_q.inner),  # the same as TMA fills it
-            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
-            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
+            q=placed(storage.q, layout_q),
+            loads_q=placed(storage.q, loads_q),
+            k=placed(storage.k, layout_k),
+            v=placed(storage.v, layout_v),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                for full, empty, count, readers in (
-                    (shared.q_full, shared.q_empty, warpgroups, 4),
-                    (shared.k_full, shared.k_empty, stages, consumers),
-                    (shared.v_full, shared.v_empty, stages, consumers),
-                    (shared.tile_full, shared.tile_empty, TILE_STAGES, 32 * (consumers + 1)),  # lanes
-                ):
-                    for i in cutlass.range_constexpr(count):
-                        cute.arch.mbarrier_init(full + i, 1)
-                        cute.arch.mbarrier_init(empty + i, readers)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.init_barriers(warp, shared)
 
         consumer_registers, producer_registers = REGISTERS[warpgroups]
         if warp < 4:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.runtime.kernel import DTYPES, WARPGROUP, KernelBase
+from warploom.kernels.cute.basics import DTYPES, WARPGROUP, choose
+from warploom.kernels.cute.fields import Fields
 
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
 # the workspace if those are not all (below 0: they are); for packed sequences also where queries and keys start, how
@@ -25,8 +25,27 @@ TILE_STAGES, TILE_WORDS = 2, 12
 DENSE_WORDS, PACKED_WORDS = 6, 11
 
 
-class ForwardBase(KernelBase):
-    """Sizes of one configuration, and the helpers of all its kernels and warps."""
+class ForwardShared(Fields):
+    """A block's shared memory. Barriers are addresses of the first of a ring's."""
+
+    q_full: Any  # one of each warpgroup's rows
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    tile_full: Any
+    tile_empty: Any
+    tiles: Any  # (word, stage)
+    scratch: Any  # an address that nothing is ever stored at
+    q: Any  # (row, head_dim, warpgroup)
+    loads_q: Any  # the same as TMA fills it
+    k: Any  # (key, head_dim, stage)
+    v: Any
+
+
+class ForwardBase:
+    """Sizes of one configuration, and what all its kernels and warps need of a tile."""
 
     def __init__(self, config: ForwardConfig):
         self.config = config
@@ -51,21 +70,9 @@ class ForwardBase(KernelBase):
         query = m_block * self.config.queries + local
         if const_expr(self.config.grouped):
             past = seqlen_q - m_block * self.config.grouped
-            query, head = schedule.grouped(head, local, self.config.grouped, self.config.abreast, members, past, self.choose)
+            query, head = schedule.grouped(head, local, self.config.grouped, self.config.abreast, members, past, choose)
             query += m_block * self.config.grouped
         return query, head
-
-    @cute.jit
-    def key_tiles(self, row, rows, seqlen_q, seqlen_k, shift, left, right):
-        """First and past-the-end key tile that some query of [row, row + rows) sees."""
-        first = Int32(0)
-        end = cute.ceil_div(seqlen_k, self.tile_n)
-        if const_expr(self.config.right):
-            last_row = cutlass.min(row + rows, seqlen_q) - 1
-            end = cutlass.min(end, cute.ceil_div(cutlass.max(last_row + shift + right + 1, 0), self.tile_n))
-        if const_expr(self.config.left):
-            first = cutlass.max(row + shift - left, 0) // self.tile_n
-        return first, end
 
     @cute.jit
     def next_tile(self, shared, stage, phase, seqlen_q, seqlen_k):
@@ -78,14 +85,3 @@ class ForwardBase(KernelBase):
         if const_expr(not self.config.varlen):
             words += [Int32(0), seqlen_q, Int32(0), seqlen_k, seqlen_k - seqlen_q]
         return tuple(words)
-
-    # For every role
-
-    @cute.jit
-    def advance(self, stage, phase, stages):
-        """The next stage of a ring; the phase flips when it wraps."""
-        stage += 1
-        if stage == stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase

@@ -8,7 +8,6 @@ Imports the CuTe DSL; only what compiles kernels imports this module.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
@@ -16,18 +15,46 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
-from warploom.runtime.instructions import exp2, pack16, reciprocal, transpose_quad
-from warploom.runtime.kernel import LOG2_E, WARPGROUP, Names
-from warploom.runtime.primitives import pin
+from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase, ForwardShared
+from warploom.kernels.cute.band import key_tiles, whole_tiles
+from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
+from warploom.kernels.cute.epilogue import quad_words, store_words
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.instructions import exp2, pin
+from warploom.kernels.cute.rings import advance, release
+from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, with_sink
+from warploom.kernels.cute.tiles import transposed
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack
 
 # A row is exponentiated against an earlier maximum until its own is past it by so many powers of two: P stays far inside of
 # what 16 bits hold, as precise as at 1, and O and the sums of most tiles need no rescaling.
 HEADROOM = 8.0
 # Columns that a word of a mask covers: of 32, ptxas made no R2P.
 MASK_BITS = 24
-# The named barrier of the first warpgroup's turn, the others' after it; 0 is the block's.
-FIRST_TURN = 1
+
+
+class Rows(Fields):
+    """What a warpgroup keeps of its 64 rows: descriptors, accumulators and running values."""
+
+    shared: ForwardShared
+    group: Any  # which warpgroup
+    multiplier: Any
+    cap_in: Any
+    mma_qk: Any
+    mma_pv: Any
+    q: Any  # operands
+    k: Any
+    v: Any
+    p: Any
+    acc_s: Any
+    acc_o: Any
+    rows_s: Any  # the accumulators by (row, column)
+    rows_o: Any
+    row_max: Any  # of the raw scores, or of log2 units under a softcap
+    row_sum: Any  # of this thread's columns
+    correction: Any  # what O is still to be multiplied by
+    limits: Any  # (row, first hidden column on the right / first visible)
 
 
 class Consumers(ForwardBase):
@@ -47,7 +74,7 @@ class Consumers(ForwardBase):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.registers(shared, mma_qk, mma_pv, group, multiplier, cap_in)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in)
         if group == self.warpgroups - 1:
             self.pass_turn(group)  # the first one begins
 
@@ -70,7 +97,7 @@ class Consumers(ForwardBase):
             self.start(work)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
-                own_first, own_end = self.key_tiles(top, span, seqlen_q, seqlen_k, shift, left, right)
+                own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
                 own_first = cutlass.min(cutlass.max(own_first, first), end)
                 own_end = cutlass.min(own_end, end) if present else own_first
                 own_end = cutlass.max(own_end, own_first)
@@ -78,21 +105,22 @@ class Consumers(ForwardBase):
                     stage, phase = self.skip(shared, group, stage, phase)
                 cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
                 if own_first < own_end:
-                    whole_first, whole_end = self.limit(
-                        work.limits, places, top, span, own_first, seqlen_q, seqlen_k, shift, left, right
+                    self.set_limits(work.limits, places, seqlen_k, shift, left, right)
+                    whole_first, whole_end = whole_tiles(
+                        config, top, top + span, own_first, seqlen_q, seqlen_k, shift, left, right
                     )
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
                     self.take_turn(group)
-                    self.gemm_qk(work, stage)
+                    gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
                     self.pass_turn(group)
                     warpgroup.wait_group(0)
-                    self.release(shared.k_empty + stage)
+                    release(shared.k_empty + stage)
                     if n == own_first:
-                        self.release(shared.q_empty + group)
+                        release(shared.q_empty + group)
                     self.softmax(work, n, True)
                     self.keep_scale(work)
-                    self.convert(work)
+                    pack(work.acc_s, work.p, self.dtype)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, own_first, stage, phase, True)
@@ -105,14 +133,14 @@ class Consumers(ForwardBase):
                             stage, phase = self.step(work, n, own_first, stage, phase, True)
                 q_phase ^= 1
                 if own_first >= own_end:
-                    self.release(shared.q_empty + group)
+                    release(shared.q_empty + group)
                 else:
                     self.rescale(work)
                     cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-                    self.gemm_pv(work, stage)
+                    gemm(work.mma_pv, work.acc_o, work.p, work.v, True, stage)
                     warpgroup.wait_group(0)
-                    self.release(shared.v_empty + stage)
-                    stage, phase = self.advance(stage, phase, self.stages)
+                    release(shared.v_empty + stage)
+                    stage, phase = advance(stage, phase, self.stages)
                 for _ in cutlass.range(own_first - first, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
             if const_expr(config.split):
@@ -122,7 +150,7 @@ class Consumers(ForwardBase):
                     self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             else:
                 self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
-            tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
+            tile_stage, tile_phase = advance(tile_stage, tile_phase, TILE_STAGES)
             m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
@@ -133,20 +161,19 @@ class Consumers(ForwardBase):
         self.take_turn(group)
         self.pass_turn(group)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-        self.release(shared.k_empty + stage)
+        release(shared.k_empty + stage)
         cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-        self.release(shared.v_empty + stage)
-        return self.advance(stage, phase, self.stages)
+        release(shared.v_empty + stage)
+        return advance(stage, phase, self.stages)
 
     # What a warpgroup keeps
 
-    def registers(self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any) -> Names:
-        """Descriptors, accumulators and running values of one warpgroup."""
+    def rows(self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any) -> Rows:
+        """What warpgroup ``group`` keeps."""
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        values = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, mode=[1, 0, 2]))
         acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
         acc_o = mma_pv.make_fragment_C(thr_pv.partition_shape_C((64, self.config.head_dim_v)))
-        return Names(
+        return Rows(
             shared=shared,
             group=group,
             multiplier=multiplier,
@@ -155,21 +182,17 @@ class Consumers(ForwardBase):
             mma_pv=mma_pv,
             q=mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
             k=mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
-            v=mma_pv.make_fragment_B(thr_pv.partition_B(values)),
+            v=mma_pv.make_fragment_B(thr_pv.partition_B(transposed(shared.v))),
             p=mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
             acc_s=acc_s,
             acc_o=acc_o,
-            rows_s=cute.make_tensor(acc_s.iterator, self.row_view(self.tile_n)),
-            rows_o=cute.make_tensor(acc_o.iterator, self.row_view(self.config.head_dim_v)),
-            row_max=cute.make_rmem_tensor(2, Float32),  # of the raw scores, or of log2 units under a softcap
-            row_sum=cute.make_rmem_tensor(2, Float32),  # of this thread's columns
-            correction=cute.make_rmem_tensor(2, Float32),  # what O is still to be multiplied by
-            limits=cute.make_rmem_tensor((2, 2), Int32),  # (row, first hidden column on the right / first visible)
+            rows_s=accumulator_rows(acc_s, self.tile_n),
+            rows_o=accumulator_rows(acc_o, self.config.head_dim_v),
+            row_max=cute.make_rmem_tensor(2, Float32),
+            row_sum=cute.make_rmem_tensor(2, Float32),
+            correction=cute.make_rmem_tensor(2, Float32),
+            limits=cute.make_rmem_tensor((2, 2), Int32),
         )
-
-    def row_view(self, columns: int) -> Any:
-        """An accumulator as (row, (column pair, group of 8 columns)): rows 0 and 1 are 8 apart."""
-        return cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
 
     def start(self, work: Any) -> None:
         """Nothing seen yet."""
@@ -178,8 +201,8 @@ class Consumers(ForwardBase):
         work.row_sum.fill(0.0)
 
     @cute.jit
-    def limit(self, limits, places, top, span, first, seqlen_q, seqlen_k, shift, left, right):
-        """This thread's columns of each row; key tiles [first, end) that queries [top, top + span) all see whole."""
+    def set_limits(self, limits, places, seqlen_k, shift, left, right):
+        """This thread's columns of each row: the first hidden one on the right, and the first visible one."""
         first_column = cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(2):
             hidden = seqlen_k
@@ -188,13 +211,6 @@ class Consumers(ForwardBase):
             limits[r, 0] = hidden - first_column
             if const_expr(self.config.left):
                 limits[r, 1] = places[r][0] + shift - left - first_column
-        whole_first, whole_end = first, seqlen_k // self.tile_n
-        if const_expr(self.config.right):
-            whole_end = cutlass.min(whole_end, cutlass.max(top + shift + right + 1, 0) // self.tile_n)
-        if const_expr(self.config.left):
-            last_row = cutlass.min(top + span, seqlen_q) - 1
-            whole_first = cutlass.max(cute.ceil_div(cutlass.max(last_row + shift - left, 0), self.tile_n), first)
-        return whole_first, whole_end
 
     # A key tile
 
@@ -203,34 +219,34 @@ class Consumers(ForwardBase):
         """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
         shared = work.shared
         v_stage, v_phase = stage, phase
-        stage, phase = self.advance(stage, phase, self.stages)
+        stage, phase = advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.take_turn(work.group)
-        self.gemm_qk(work, stage)
+        gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
-        self.gemm_pv(work, v_stage)
+        gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
         self.pass_turn(work.group)
         warpgroup.wait_group(1)
-        self.release(shared.k_empty + stage)
+        release(shared.k_empty + stage)
         if n == last:
-            self.release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
+            release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
         self.softmax(work, n, masked, shared.v_empty + v_stage)
-        self.convert(work)
+        pack(work.acc_s, work.p, self.dtype)
         return stage, phase
 
     @cute.jit
     def take_turn(self, group):
         """Wait until the warpgroup before has issued its products; every warpgroup takes a turn for each key tile."""
         if const_expr(self.config.pv_wait == "turns"):
-            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=2 * WARPGROUP)
+            wait(ForwardBarrier.TURN, 2 * WARPGROUP, group)
 
     @cute.jit
     def pass_turn(self, group):
         """Let the next warpgroup issue its products."""
         if const_expr(self.config.pv_wait == "turns"):
-            after = self.choose(group + 1 == self.warpgroups, 0, group + 1)
-            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + after, number_of_threads=2 * WARPGROUP)
+            after = choose(group + 1 == self.warpgroups, 0, group + 1)
+            arrive(ForwardBarrier.TURN, 2 * WARPGROUP, after)
 
     def keep_scale(self, work: Any) -> None:
         """O is 0: no new maximum can change it."""
@@ -245,26 +261,6 @@ class Consumers(ForwardBase):
                 for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
                     rows[r, c] = rows[r, c] * correction[r]
 
-    @cute.jit
-    def gemm_qk(self, work, stage):
-        """Issue S = Q Kᵀ as one group."""
-        atom = cute.make_mma_atom(work.mma_qk.op)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(work.q, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, i > 0)
-            cute.gemm(atom, work.acc_s, work.q[None, None, i], work.k[None, None, i, stage], work.acc_s)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def gemm_pv(self, work, stage):
-        """Issue O += P V as one group."""
-        atom = cute.make_mma_atom(work.mma_pv.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(work.p, mode=[2])):
-            cute.gemm(atom, work.acc_o, work.p[None, None, i], work.v[None, None, i, stage], work.acc_o)
-        warpgroup.commit_group()
-
     # The softmax
 
     @cute.jit
@@ -277,10 +273,8 @@ class Consumers(ForwardBase):
         rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         if const_expr(self.config.softcap):
-            # softcap · tanh(x / softcap) by exp2, in log2 units: tanh.approx is no better than a 16-bit P.
             for i in cutlass.range_constexpr(2 * columns):
-                grown = exp2(work.acc_s[i] * work.cap_in)
-                work.acc_s[i] = work.multiplier - 2 * work.multiplier * reciprocal(grown + 1)
+                work.acc_s[i] = capped(work.acc_s[i], work.multiplier, work.cap_in)
         if const_expr(masked):
             self.mask(rows, work.limits, n)
         offsets = cute.make_rmem_tensor(2, Float32)
@@ -294,9 +288,7 @@ class Consumers(ForwardBase):
             new = new if outgrown else work.row_max[r]
             work.correction[r] = exp2(-grown) if outgrown else 1.0
             work.row_max[r] = new
-            # A row that has seen nothing yet: exponentiate against 0, so that -inf gives 0 and not NaN.
-            safe = 0.0 if new == -Float32.inf else new
-            offsets[r] = safe * scale
+            offsets[r] = finite(new) * scale
         for r in cutlass.range_constexpr(2):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
@@ -310,14 +302,14 @@ class Consumers(ForwardBase):
             self.finish_pv(work.row_sum[0] + work.row_sum[1], work.shared, v_empty)
         if const_expr(v_empty is not None and pv_wait == "turns"):
             warpgroup.wait_group(0)
-            self.release(v_empty)
+            release(v_empty)
 
     @cute.jit
     def finish_pv(self, exponentials, shared, v_empty):
         """Wait for PV behind the exponentials that this is the sum of, and let its V go."""
         pin(exponentials, shared.scratch)
         warpgroup.wait_group(0)
-        self.release(v_empty)
+        release(v_empty)
 
     @cute.jit
     def mask(self, rows, limits, n):
@@ -348,13 +340,6 @@ class Consumers(ForwardBase):
         """A word with its lowest ``count`` bits set, none for a negative one, at most MASK_BITS."""
         return (Int32(1) << cutlass.max(cutlass.min(count, MASK_BITS), 0)) - 1
 
-    @cute.jit
-    def convert(self, work):
-        """P in the input dtype: accumulator and A operand hold the same elements in the same order."""
-        packed = cute.recast_tensor(cute.make_tensor(work.p.iterator, cute.make_layout(cute.size(work.p))), Int32)
-        for i in cutlass.range_constexpr(cute.size(packed)):
-            packed[i] = pack16(work.acc_s[2 * i], work.acc_s[2 * i + 1], self.dtype)
-
     # What a tile leaves
 
     @cute.jit
@@ -380,7 +365,7 @@ class Consumers(ForwardBase):
         cute.autovec_copy(pair, cute.make_tensor(target.align(8), cute.make_layout(2)))
 
     @cute.jit
-    def targets(self, out, lse, sink, batch, head, q_start, sequences):
+    def row_targets(self, out, lse, sink, batch, head, q_start, sequences):
         """Where a tile's rows go, (seqlen_q, head_dim_v) and (seqlen_q,), and the sink's logit in log2 units."""
         if const_expr(self.config.varlen):
             rows_out = cute.domain_offset((q_start, 0), out[None, head, None])
@@ -402,29 +387,19 @@ class Consumers(ForwardBase):
         scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(2):
             here, head = places[r]
-            rows_out, rows_lse, logit = self.targets(out, lse, sink, batch, head, q_start, sequences)
+            rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
             top = work.row_max[r] * scale  # log2 units
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
-                new = cute.arch.fmax(top, logit)
-                safe = 0.0 if new == -Float32.inf else new
-                shrink = exp2(top - safe)
-                total = total * shrink + exp2(logit - safe)
-                top = new
-            empty = total == 0.0
-            inverse = 0.0 if empty else shrink / total
+                top, total, shrink = with_sink(top, total, logit)
+            inverse = 0.0 if total == 0.0 else shrink / total
             if here < seqlen_q and word == 0:
-                rows_lse[here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
+                rows_lse[here] = log_sum_exp(top, total)
             base = rows_out.iterator + cutlass.Int64(here) * rows_out.stride[0]
             for chunk in cutlass.range_constexpr(self.config.head_dim_v // 32):
                 pairs = [(work.rows_o[r, chunk * 8 + i], work.rows_o[r, chunk * 8 + i + 1]) for i in range(0, 8, 2)]
-                words = [pack16(low * inverse, high * inverse, self.dtype) for low, high in pairs]
-                words = transpose_quad(words, lane)
+                words = quad_words(pairs, inverse, self.dtype, lane)
                 column = chunk * 32 + word * 8
                 if here < seqlen_q and column < rows_out.shape[1]:
-                    row_words = cute.make_rmem_tensor(4, Int32)
-                    for i in cutlass.range_constexpr(4):
-                        row_words[i] = words[i]
-                    target = cute.make_tensor((base + column).align(16), cute.make_layout(8))
-                    cute.autovec_copy(row_words, cute.recast_tensor(target, Int32))
+                    store_words(base, words, column)

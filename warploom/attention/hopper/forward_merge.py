@@ -5,16 +5,15 @@ Imports the CuTe DSL; only what compiles kernels imports this module.
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.forward_base import ForwardBase
-from warploom.runtime.instructions import exp2, pack16
-from warploom.runtime.kernel import LOG2_E
+from warploom.kernels.cute.basics import LOG2_E, choose
+from warploom.kernels.cute.instructions import exp2, pack16
+from warploom.kernels.cute.softmax import finite, log_sum_exp
 
 # Rows of split tiles that a block of the merging kernel puts together, one a warp.
 MERGED_ROWS = 8
@@ -54,7 +53,7 @@ class Merge(ForwardBase):
         tile = row // self.tile_m
         row = row - tile * self.tile_m
         rounds = (m_blocks * heads * batch_size - split) // blocks
-        m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, self.choose)
+        m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, choose)
         batch = head // heads
         here, head = self.place(m_block, head - batch * heads, row, members, seqlen_q)
         if here < seqlen_q:
@@ -68,7 +67,7 @@ class Merge(ForwardBase):
             if const_expr(self.config.sink):
                 logit = sink[head] * LOG2_E  # type: ignore[index]
                 top = cute.arch.fmax(top, logit)
-            safe = 0.0 if top == -Float32.inf else top
+            safe = finite(top)
             if const_expr(self.config.sink):
                 total = exp2(logit - safe)
             spans = -(-dim // 64)  # a lane has two columns of each 64
@@ -86,10 +85,9 @@ class Merge(ForwardBase):
                         source = cute.make_tensor((base + (row * dim + column)).align(8), cute.make_layout(2))
                         acc[0, i] = acc[0, i] + source[0] * weight
                         acc[1, i] = acc[1, i] + source[1] * weight
-            empty = total == 0.0
-            inverse = 0.0 if empty else 1.0 / total
+            inverse = 0.0 if total == 0.0 else 1.0 / total
             if lane == 0:
-                lse[batch, head, here] = -Float32.inf if empty else (top + cute.math.log2(total)) * math.log(2)
+                lse[batch, head, here] = log_sum_exp(top, total)
             for i in cutlass.range_constexpr(spans):
                 column = 64 * i + 2 * lane
                 if column < out.shape[3]:

@@ -10,11 +10,24 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
-from warploom.runtime.kernel import RAGGED, Names
+from warploom.kernels.cute.band import key_tiles
+from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.packed import bounds, seen_keys, sequence_rows
+from warploom.kernels.cute.rings import advance, expect, publish
+from warploom.kernels.cute.tiles import Tma, load_tile, tma_views
+
+
+class KeyRing(Fields):
+    """The ring of K or V."""
+
+    tma: Tma
+    full: Any  # barriers
+    empty: Any
+    bytes: int  # of a tile
 
 
 class Producer(ForwardBase):
@@ -34,17 +47,17 @@ class Producer(ForwardBase):
         turn, head = Int32(0), Int32(0)
         while head >= 0:
             if const_expr(self.config.right and not self.config.left):
-                m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, self.choose)
+                m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, choose)
             else:
-                m_block, head = schedule.in_order(turn, block, blocks, m_blocks, self.choose)
+                m_block, head = schedule.in_order(turn, block, blocks, m_blocks, choose)
             slot, piece_first, piece_end = Int32(-1), Int32(0), Int32(0)
             if const_expr(self.config.split):
-                rounds = self.choose(split > 0, (m_blocks * heads - split) // blocks, 1 << 30)
+                rounds = choose(split > 0, (m_blocks * heads - split) // blocks, 1 << 30)
                 if turn >= rounds:
                     part = turn - rounds
                     n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
-                    tile, piece_first, piece_end = schedule.piece(part, block, blocks, split, n_blocks, self.choose)
-                    m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, self.choose)
+                    tile, piece_first, piece_end = schedule.piece(part, block, blocks, split, n_blocks, choose)
+                    m_block, head = schedule.in_order(rounds, tile, blocks, m_blocks, choose)
                     slot = 2 * block + part
                     if piece_first == piece_end:
                         m_block, head = Int32(schedule.NOTHING), Int32(0)
@@ -52,14 +65,16 @@ class Producer(ForwardBase):
                         m_block, head = Int32(0), heads
             turn += 1
             if m_block != schedule.NOTHING:
-                first, end = self.key_tiles(m_block * queries, queries, seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right)
+                row, shift = m_block * queries, seqlen_k - seqlen_q
+                first, end = key_tiles(self.config, row, row + queries, seqlen_q, seqlen_k, shift, left, right)
                 if slot >= 0:
                     first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
                 batch = head // heads_q
                 head = head - batch * heads_q if batch < batch_size else Int32(-1)
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                self.hand_out(shared, stage, (m_block, head, batch, first, end, slot))
-                stage, phase = self.advance(stage, phase, TILE_STAGES)
+                words = (m_block, head, batch, first, end, slot)
+                publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+                stage, phase = advance(stage, phase, TILE_STAGES)
 
     @cute.jit
     def schedule_packed(self, total_k, lse_shape, shared, cu_q, cu_k, used_k, counter, left, right):
@@ -97,30 +112,24 @@ class Producer(ForwardBase):
                 head = within - row * heads_q
                 m_block = cute.ceil_div(seqlen_q, self.tile_m) - 1 - row
                 if sequence < sequences:
-                    k_start, seqlen_k = self.bounds(cu_k, sequence, total_k)
+                    k_start, seqlen_k = bounds(cu_k, sequence, total_k)
                     if const_expr(self.config.used):
                         seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
                     shift = seqlen_k - seqlen_q
-                    # Keys that no query of the sequence sees stay outside of what TMA reads.
-                    if const_expr(self.config.right):
-                        seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
-                    if const_expr(self.config.left):
-                        hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
-                        k_start += hidden
-                        seqlen_k -= hidden
-                        shift -= hidden
-                    first, end = self.key_tiles(m_block * self.tile_m, self.tile_m, seqlen_q, seqlen_k, shift, left, right)
+                    k_start, seqlen_k, shift, _ = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
+                    row_q = m_block * self.tile_m
+                    first, end = key_tiles(self.config, row_q, row_q + self.tile_m, seqlen_q, seqlen_k, shift, left, right)
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
             words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
-            self.hand_out(shared, stage, words)
-            stage, phase = self.advance(stage, phase, TILE_STAGES)
+            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+            stage, phase = advance(stage, phase, TILE_STAGES)
 
     @cute.jit
     def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):
         """Start, queries and tiles of a lane's sequence, and the tiles of the lanes up to it."""
         start, length = Int32(0), Int32(0)
         if sequence < sequences:
-            start, length = self.bounds(cu_q, sequence, total_q)
+            start, length = bounds(cu_q, sequence, total_q)
         if sequence == sequences:
             start = cutlass.min(cutlass.max(cu_q[sequence], 0), total_q)
             length = total_q - start
@@ -130,14 +139,6 @@ class Producer(ForwardBase):
             lower = cute.arch.shuffle_sync_up(through, distance)
             through = through + lower if cute.arch.lane_idx() >= distance else through
         return start, length, tiles, through
-
-    @cute.jit
-    def hand_out(self, shared, stage, words):
-        """Publish a tile in the ring's stage."""
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(words)):
-                shared.tiles[i, stage] = words[i]
-            cute.arch.mbarrier_arrive(shared.tile_full + stage)
 
     # The loader warp
 
@@ -162,20 +163,18 @@ class Producer(ForwardBase):
             if const_expr(packed):
                 k_end = k_start + seqlen_k
                 tq = cute.domain_offset((q_start, 0), q[None, None, head])
-                tk = cute.domain_offset((RAGGED - seqlen_k, 0), k[None, None, head_kv, k_end])
-                tv = cute.domain_offset((RAGGED - seqlen_k, 0), v[None, None, head_kv, k_end])
+                tk, tv = sequence_rows(k, head_kv, k_end, seqlen_k), sequence_rows(v, head_kv, k_end, seqlen_k)
             else:
                 tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
             gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (None, 0))
             gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (None, 0))
-            keys = self.ring(tma_k, shared.k, gk, shared.k_full, shared.k_empty, config.head_dim)
-            values = self.ring(tma_v, shared.v, gv, shared.v_full, shared.v_empty, config.head_dim_v)
+            keys = self.ring(tma_views(tma_k, shared.k, gk), shared.k_full, shared.k_empty, config.head_dim)
+            values = self.ring(tma_views(tma_v, shared.v, gv), shared.v_full, shared.v_empty, config.head_dim_v)
             if first < end:
                 k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 for i in cutlass.range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, bytes_q)
+                    expect(shared.q_full, bytes_q, i)
                     if const_expr(config.grouped):
                         for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
                             at, member = self.place(0, head, j * self.load_rows, group, 0)
@@ -188,7 +187,7 @@ class Producer(ForwardBase):
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)
-            tile_stage, tile_phase = self.advance(tile_stage, tile_phase, TILE_STAGES)
+            tile_stage, tile_phase = advance(tile_stage, tile_phase, TILE_STAGES)
             m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
                 shared, tile_stage, tile_phase, Int32(0), Int32(0)
             )
@@ -197,26 +196,16 @@ class Producer(ForwardBase):
     def load_queries(self, atom, queries, shared, n, j, barrier):
         """Load the ``n``-th ``load_rows`` queries of a head as the ``j``-th of the tile."""
         rows = cute.local_tile(queries, (self.load_rows, self.config.head_dim), (None, 0))
-        into, out_of = self.tma_views(atom, shared.loads_q, rows)
-        cute.copy(atom, out_of[None, n], into[None, j], tma_bar_ptr=barrier)
+        load_tile(tma_views(atom, shared.loads_q, rows), n, j, barrier)
 
-    def tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
-        """Shared and global tiles as the TMA copy takes them: (copy, stage) and (copy, tile)."""
-        return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-
-    def ring(self, atom: Any, shared: Any, tiles: Any, full: Any, empty: Any, head_dim: int) -> Names:
-        """What ``push`` needs to load a tile of K or V."""
-        into, out_of = self.tma_views(atom, shared, tiles)
-        size = self.tile_n * head_dim * 2
-        return Names(atom=atom, into=into, out_of=out_of, full=full, empty=empty, bytes=size)
+    def ring(self, tma: Tma, full: Any, empty: Any, head_dim: int) -> KeyRing:
+        """The ring of tiles of so many columns."""
+        return KeyRing(tma=tma, full=full, empty=empty, bytes=self.tile_n * head_dim * 2)
 
     @cute.jit
     def push(self, ring, n, stage, phase):
         """Load key tile ``n`` into the ring once its stage is free; the stage and phase that follow."""
         cute.arch.mbarrier_wait(ring.empty + stage, phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, ring.bytes)
-        cute.copy(ring.atom, ring.out_of[None, n], ring.into[None, stage], tma_bar_ptr=ring.full + stage)
-        return self.advance(stage, phase, self.stages)
+        expect(ring.full, ring.bytes, stage)
+        load_tile(ring.tma, n, stage, ring.full, stage)
+        return advance(stage, phase, self.stages)

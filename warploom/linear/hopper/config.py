@@ -13,7 +13,9 @@ _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")),
-    *(f"runtime/{file}.py" for file in ("compile", "instructions", "kernel", "primitives")),
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
+    *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
+    "runtime/compile.py",
 )
 
 

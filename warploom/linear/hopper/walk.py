@@ -18,12 +18,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.rings import Mbarriers, init_rings, meet
+from warploom.kernels.cute.tiles import placed, tile_layout, tma_load, tma_store
+from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
 from warploom.linear.hopper.config import C_STAGES, COLUMNS
+from warploom.linear.hopper.walk_base import WalkPart, WalkShared
 from warploom.linear.hopper.walk_consumers import Consumers
 from warploom.linear.hopper.walk_producer import Producer
-from warploom.runtime.kernel import WARPGROUP, Names
 
 STATE_REGISTERS, SCORE_REGISTERS, PRODUCER_REGISTERS = 256, 152, 96
 LOADER = 0
@@ -48,29 +52,24 @@ class Walk(Producer, Consumers):
         config = self.config
         a, b, c, out = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (a, b, c, out)]
         tile = (config.chunk, COLUMNS)
-        box = self.tile_layout(tile, 1)
-        layout_ab = self.tile_layout((config.chunk, config.head_dim), config.stages)
-        shared_op = cpasync.CopyBulkTensorTileG2SOp()
-        if const_expr(config.cluster > 1):
-            shared_op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        one = cute.select(box, mode=[0, 1])
-        tma_a, a = cpasync.make_tiled_tma_atom(shared_op, a, one, tile)
-        tma_b, b = cpasync.make_tiled_tma_atom(shared_op, b, one, tile)
-        tma_c, c = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), c, one, tile)
+        box = tile_layout(self.dtype, tile, 1, COLUMNS)
+        layout_ab = tile_layout(self.dtype, (config.chunk, config.head_dim), config.stages, COLUMNS)
+        tma_a, a = tma_load(a, box, tile, multicast=config.cluster > 1)
+        tma_b, b = tma_load(b, box, tile, multicast=config.cluster > 1)
+        tma_c, c = tma_load(c, box, tile)
         tma_out = None
         if const_expr(not config.wide):
-            tma_out, out = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, one, tile)
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        by_k, by_mn = OperandMajorMode.K, OperandMajorMode.MN
-        scores = self.mma((64, config.chunk, 16), smem, by_k, by_k)
-        inter = self.mma((64, config.chunk, 16), rmem, by_k, by_k)
-        intra = self.mma((64, config.chunk, 16), smem, by_mn, by_k)
-        source, major = (rmem, by_k) if const_expr(config.weighs_rows) else (smem, by_mn)
-        update = self.mma((64, config.head_dim, 16), source, major, by_mn)
+            tma_out, out = tma_store(out, box, tile)
+        scores = product(self.dtype, (64, config.chunk, 16), IN_SHARED, BY_K, BY_K)
+        inter = product(self.dtype, (64, config.chunk, 16), IN_REGISTERS, BY_K, BY_K)
+        intra = product(self.dtype, (64, config.chunk, 16), IN_SHARED, BY_MN, BY_K)
+        source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
+        update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
         blocks = config.head_dim_v // COLUMNS
         self.kernel(
             a, b, c, out, weights, bias, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
-            layout_ab, self.tile_layout(tile, config.stages * self.boxes), self.tile_layout(tile, C_STAGES), box, scale,
+            layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
+            tile_layout(self.dtype, tile, C_STAGES, COLUMNS), box, scale,
         ).launch(
             grid=[blocks * out.shape[2] * out.shape[3], 1, 1],
             block=[3 * WARPGROUP, 1, 1],
@@ -79,13 +78,17 @@ class Walk(Producer, Consumers):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def mma(self, shape: tuple[int, int, int], source: Any, major_a: Any, major_b: Any) -> Any:
-        return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major_a, major_b))
-
-    def tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles, one after the other, swizzled."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+    @cute.jit
+    def init_barriers(self, warp, shared):
+        """The barriers in shared memory, which all threads of the cluster see afterwards."""
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                readers = 8 * self.config.cluster  # warps
+                rings = (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)
+                init_rings(self.config.stages, *rings)
+                init_rings(C_STAGES, (shared.c_full, shared.c_empty, 4))
+            cute.arch.mbarrier_init_fence()
+        meet(self.config.cluster)
 
     @cute.kernel
     def kernel(
@@ -127,38 +130,26 @@ class Walk(Producer, Consumers):
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_p)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        barriers = storage.barriers.data_ptr()
-        shared = Names(
-            a_full=barriers,
-            a_empty=barriers + stages,
-            b_full=barriers + 2 * stages,
-            b_empty=barriers + 3 * stages,
-            c_full=barriers + 4 * stages,
-            c_empty=barriers + 4 * stages + C_STAGES,
-            a=storage.a.get_tensor(layout_ab.outer, swizzle=layout_ab.inner),
-            b=storage.b.get_tensor(layout_ab.outer, swizzle=layout_ab.inner),
-            boxes_a=storage.a.get_tensor(layout_boxes.outer, swizzle=layout_boxes.inner),
-            boxes_b=storage.b.get_tensor(layout_boxes.outer, swizzle=layout_boxes.inner),
+        barriers = Mbarriers(storage.barriers.data_ptr())
+        shared = WalkShared(
+            a_full=barriers.take(stages),
+            a_empty=barriers.take(stages),
+            b_full=barriers.take(stages),
+            b_empty=barriers.take(stages),
+            c_full=barriers.take(C_STAGES),
+            c_empty=barriers.take(C_STAGES),
+            a=placed(storage.a, layout_ab),
+            b=placed(storage.b, layout_ab),
+            boxes_a=placed(storage.a, layout_boxes),
+            boxes_b=placed(storage.b, layout_boxes),
             c_start=storage.c.data_ptr(),
-            c=storage.c.get_tensor(layout_c.outer, swizzle=layout_c.inner),
-            p=storage.p.get_tensor(layout_p.outer, swizzle=layout_p.inner),
+            c=placed(storage.c, layout_c),
+            p=placed(storage.p, layout_p),
             p_start=storage.p.data_ptr(),
-            out=storage.out.get_tensor(layout_p.outer, swizzle=layout_p.inner),
+            out=placed(storage.out, layout_p),
             out_start=storage.out.data_ptr(),
         )
-        if warp == LOADER:
-            with cute.arch.elect_one():
-                readers = 8 * config.cluster  # warps
-                for i in cutlass.range_constexpr(stages):
-                    cute.arch.mbarrier_init(shared.a_full + i, 1)
-                    cute.arch.mbarrier_init(shared.a_empty + i, readers)
-                    cute.arch.mbarrier_init(shared.b_full + i, 1)
-                    cute.arch.mbarrier_init(shared.b_empty + i, readers)
-                for i in cutlass.range_constexpr(C_STAGES):
-                    cute.arch.mbarrier_init(shared.c_full + i, 1)
-                    cute.arch.mbarrier_init(shared.c_empty + i, 4)
-            cute.arch.mbarrier_init_fence()
-        self.meet()
+        self.init_barriers(warp, shared)
 
         blocks = config.head_dim_v // COLUMNS
         index = cute.arch.block_idx()[0]
@@ -167,7 +158,7 @@ class Walk(Producer, Consumers):
         rank = Int32(0)
         if const_expr(config.cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        given = Names(
+        given = WalkPart(
             shared=shared,
             block=index % blocks,
             head=slice_ % heads,
@@ -185,13 +176,4 @@ class Walk(Producer, Consumers):
         else:
             cute.arch.setmaxregister_decrease(SCORE_REGISTERS)
             self.play_scores(given, mma_scores, weights, bias)
-        self.meet()  # other blocks may still come to this one's barriers
-
-    @cute.jit
-    def meet(self):
-        """All blocks of the cluster are here."""
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        meet(config.cluster)  # other blocks may still come to this one's barriers

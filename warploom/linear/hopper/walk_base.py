@@ -4,47 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import T, dsl_user_op
-
+from warploom.kernels.cute.basics import DTYPES
+from warploom.kernels.cute.fields import Fields
 from warploom.linear.hopper.config import COLUMNS, WalkConfig
-from warploom.runtime.instructions import assembly
-from warploom.runtime.kernel import DTYPES, KernelBase, Names
 
 
-@dsl_user_op
-def from_bfloat16(word: Int32, which: int, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The first or second bf16 of a 32-bit word."""
-    text = ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;")[which]
-    return Float32(assembly(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
+class WalkShared(Fields):
+    """A block's shared memory. Barriers are addresses of the first of a ring's."""
+
+    a_full: Any
+    a_empty: Any
+    b_full: Any
+    b_empty: Any
+    c_full: Any
+    c_empty: Any
+    a: Any  # (chunk, head_dim, stage)
+    b: Any
+    boxes_a: Any  # the same as TMA fills it, (chunk, COLUMNS, box)
+    boxes_b: Any
+    c_start: Any  # addresses
+    c: Any  # (chunk, COLUMNS, stage)
+    p: Any
+    p_start: Any
+    out: Any
+    out_start: Any
 
 
-class WalkBase(KernelBase):
-    """Sizes of one configuration, and helpers of all roles."""
+class WalkPart(Fields):
+    """What a block works on."""
+
+    shared: WalkShared
+    block: Any  # which COLUMNS of c and out
+    head: Any
+    batch: Any
+    rank: Any  # in its cluster
+    chunks: Any  # of a sequence
+
+
+class WalkBase:
+    """Sizes of one configuration."""
 
     def __init__(self, config: WalkConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.boxes = config.head_dim // COLUMNS  # of a chunk of a or b
 
-    @cute.jit
-    def advance(self, stage, phase, stages):
-        """The next stage of a ring; the phase flips when it wraps."""
-        stage += 1
-        if stage == stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase
-
     def chunk_at(self, t: Any, chunks: Any) -> Any:
         """The chunk of step ``t``."""
         return chunks - 1 - t if self.config.reverse else t
-
-    def ring(self, atom: Any, shared: Any, tiles: Any) -> Names:
-        """Shared and global boxes as the TMA copy takes them."""
-        into, out_of = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        return Names(atom=atom, into=into, out_of=out_of)

@@ -9,14 +9,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from warploom.kernels.cute.barriers import WalkBarrier, arrive, wait
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, pack16, store_matrices
+from warploom.kernels.cute.rings import advance, release, release_everywhere
+from warploom.kernels.cute.tiles import tma_views, transposed
+from warploom.kernels.cute.wgmma import gemm, words
 from warploom.linear.hopper.config import C_STAGES, COLUMNS
-from warploom.linear.hopper.walk_base import WalkBase, from_bfloat16
-from warploom.runtime.instructions import ldmatrix_x4, pack16
-from warploom.runtime.kernel import WARPGROUP
-from warploom.runtime.primitives import store_matrices
+from warploom.linear.hopper.walk_base import WalkBase
 
-# Named barriers; 0 is the block's.
-P_READY, P_TAKEN, OUT_FREE, OUT_WRITTEN = 1, 2, 3, 4
 BOTH = 2 * WARPGROUP
 SLICES = 4  # of 16 head dims of the state that are rounded together
 
@@ -49,11 +50,10 @@ class Consumers(WalkBase):
                 taken = self.load_pair(given, bias, token)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
-            self.gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
-            warpgroup.commit_group()
+            gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
             warpgroup.wait_group(0)
-            self.release_all(shared.a_empty + stage)
-            self.release_all(shared.b_empty + stage)
+            release_everywhere(shared.a_empty + stage, config.cluster)
+            release_everywhere(shared.b_empty + stage, config.cluster)
             for i in cutlass.range_constexpr(config.chunk // 4):  # this thread's columns
                 place = i // 2 * 8 + i % 2
                 less = self.of_token(taken, place, lane) if const_expr(config.biased) else Float32(0.0)
@@ -63,15 +63,15 @@ class Consumers(WalkBase):
                     here, key = row + r * 8, column + place
                     seen = key >= here if const_expr(config.reverse) else key <= here
                     acc[at] = (acc[at] - less) * times if seen else 0.0
-            cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+            wait(WalkBarrier.P_TAKEN, BOTH)
             for i in cutlass.range_constexpr(config.chunk // 16):
                 target = shared.p_start + line * 64 + ((2 * i + matrix // 2) ^ lane % 8) * 8
                 words = [pack16(acc[8 * i + 2 * n], acc[8 * i + 2 * n + 1], self.dtype) for n in range(4)]
                 store_matrices(target, words)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=P_READY, number_of_threads=BOTH)
-            stage, phase = self.advance(stage, phase, config.stages)
-        cute.arch.barrier(barrier_id=P_TAKEN, number_of_threads=BOTH)
+            arrive(WalkBarrier.P_READY, BOTH)
+            stage, phase = advance(stage, phase, config.stages)
+        wait(WalkBarrier.P_TAKEN, BOTH)
 
     # The state
 
@@ -83,7 +83,7 @@ class Consumers(WalkBase):
         inter, intra, update = (m.get_slice(0) for m in products)
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane, warp = own % 32, own // 32
-        c_turned, b_turned = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, 2])) for t in (shared.c, shared.b))
+        c_turned, b_turned = transposed(shared.c), transposed(shared.b)
         queries = mma_inter.make_fragment_B(inter.partition_B(shared.a))
         values = mma_intra.make_fragment_A(intra.partition_A(c_turned))
         if const_expr(config.weighs_rows):
@@ -93,7 +93,7 @@ class Consumers(WalkBase):
         state = mma_update.make_fragment_C(update.partition_shape_C((COLUMNS, config.head_dim)))
         acc = mma_intra.make_fragment_C(intra.partition_shape_C((COLUMNS, config.chunk)))
         operand = mma_inter.make_fragment_A(inter.partition_shape_A((COLUMNS, config.head_dim)))
-        words = self.words(operand)
+        state_words = words(operand)
         column = given.block * COLUMNS + warp * 16 + lane // 4  # of out, and that + 8
         matrix = lane // 8
         # Where this lane's row of the first four 8 x 8 tiles of this warp lies, in c and in out: tokens down, columns across.
@@ -103,7 +103,7 @@ class Consumers(WalkBase):
         rows = out[None, None, given.head, given.batch]
         if const_expr(not config.wide):
             tiles_out = cute.local_tile(rows, (config.chunk, COLUMNS), (None, given.block))
-            out_ring = self.ring(tma_out, shared.out, tiles_out)
+            store_out = tma_views(tma_out, shared.out, tiles_out)
         state.fill(0.0)
         sums = cute.make_rmem_tensor(2, Float32)  # of bias * weight * c of the chunks before, this thread's tokens
         sums.fill(0.0)
@@ -111,7 +111,7 @@ class Consumers(WalkBase):
         before.fill(0.0)
         stage, phase = Int32(0), Int32(0)
         c_stage, c_phase = Int32(0), Int32(0)
-        cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
+        arrive(WalkBarrier.P_TAKEN, BOTH)
         for t in cutlass.range(given.chunks, unroll=1):
             n = self.chunk_at(t, given.chunks)
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
@@ -120,42 +120,36 @@ class Consumers(WalkBase):
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
-            self.gemm_inter(mma_inter, acc, state, operand, words, queries[None, None, None, stage])
+            self.gemm_inter(mma_inter, acc, state, operand, state_words, queries[None, None, None, stage])
             cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
             left = values[None, None, None, c_stage]
-            cute.arch.barrier(barrier_id=P_READY, number_of_threads=BOTH)
-            self.gemm(mma_intra, acc, left, p, True)
-            warpgroup.commit_group()
+            wait(WalkBarrier.P_READY, BOTH)
+            gemm(mma_intra, acc, left, p, True)
             if const_expr(config.biased):
                 for r in cutlass.range_constexpr(2):
                     before[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
             if const_expr(config.weighs_rows):
                 address = source + c_stage * (2 * config.chunk * COLUMNS)
-                self.take_values(self.words(weighed), address, weight, taken, sums, lane)
+                self.take_values(words(weighed), address, weight, taken, sums, lane)
                 left = weighed
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
-            self.gemm(mma_update, state, left, keys[None, None, None, stage], True)
-            warpgroup.commit_group()
+            gemm(mma_update, state, left, keys[None, None, None, stage], True)
             warpgroup.wait_group(1)
-            cute.arch.barrier_arrive(barrier_id=P_TAKEN, number_of_threads=BOTH)
-            self.release_all(shared.a_empty + stage)
+            arrive(WalkBarrier.P_TAKEN, BOTH)
+            release_everywhere(shared.a_empty + stage, config.cluster)
             self.finish(acc, weight, before, scale, lane)
             if const_expr(config.wide):
                 self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)
             else:
-                self.store(acc, target, out_ring, warp, n)
+                self.store(acc, target, store_out, warp, n)
             warpgroup.wait_group(0)
-            self.release_all(shared.b_empty + stage)
-            self.release(shared.c_empty + c_stage)
-            stage, phase = self.advance(stage, phase, config.stages)
-            c_stage, c_phase = self.advance(c_stage, c_phase, C_STAGES)
+            release_everywhere(shared.b_empty + stage, config.cluster)
+            release(shared.c_empty + c_stage)
+            stage, phase = advance(stage, phase, config.stages)
+            c_stage, c_phase = advance(c_stage, c_phase, C_STAGES)
         if const_expr(not config.wide):  # noqa: SIM102
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    def words(self, operand: Any) -> Any:
-        """The 32-bit registers of an operand."""
-        return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), Int32)
 
     @cute.jit
     def take_values(self, words, address, weights, bias, sums, lane):
@@ -206,18 +200,18 @@ class Consumers(WalkBase):
                 acc[at] = value * factor
 
     @cute.jit
-    def store(self, acc, target, ring, warp, n):
+    def store(self, acc, target, tma, warp, n):
         """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=OUT_FREE, number_of_threads=WARPGROUP)
+        wait(WalkBarrier.OUT_FREE, WARPGROUP)
         for i in cutlass.range_constexpr(self.config.chunk // 16):
             words = [pack16(acc[8 * i + 2 * m], acc[8 * i + 2 * m + 1], self.dtype) for m in range(4)]
             store_matrices(target + i * (16 * 64), words, transposed=True)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=OUT_WRITTEN, number_of_threads=WARPGROUP)
+        wait(WalkBarrier.OUT_WRITTEN, WARPGROUP)
         if warp == 0:
-            cute.copy(ring.atom, ring.into[None, 0], ring.out_of[None, n])
+            cute.copy(tma.atom, tma.shared[None, 0], tma.tiles[None, n])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -251,22 +245,3 @@ class Consumers(WalkBase):
     def of_token(self, pair: Any, place: int, lane: Any) -> Any:
         """The value of the chunk's token ``place`` past this thread's first column of an accumulator; ``place`` % 8 < 2."""
         return cute.arch.shuffle_sync(pair[place // 32], place % 32 + lane % 4 * 2)
-
-    @cute.jit
-    def gemm(self, mma, acc, a, b, accumulate):
-        """Issue acc = a b, or acc += a b."""
-        atom = cute.make_mma_atom(mma.op)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(b, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
-            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-
-    @cute.jit
-    def release_all(self, barrier):
-        """This warp has read what the barrier guards, in every block of the cluster."""
-        if const_expr(self.config.cluster == 1):
-            self.release(barrier)
-        else:
-            lane = cute.arch.lane_idx()
-            if lane < self.config.cluster:
-                cute.arch.mbarrier_arrive(barrier, lane)

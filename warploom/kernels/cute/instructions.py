@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -66,6 +65,55 @@ def cp_async16(to: Int32, offset: int, source: Int64, size: Int32, *, loc: Any =
     assembly(None, values, f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1], 16, $2;", "r,l,r", side_effects=True)
 
 
+@dsl_user_op
+def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Keep what follows behind the computation of ``x``, which is not negative: a store to shared memory that never happens.
+
+    ptxas moves a wait for wgmma above arithmetic that does not need it, here above the exponentials that are to run
+    under that very wgmma; it moves none above a store.
+    """
+    text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [$1], $0; }"
+    values = [Float32(x).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)]
+    assembly(None, values, text, "f,r", side_effects=True)
+
+
+@dsl_user_op
+def hold(values: list[Float32], scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """As ``pin``, of four values that lie together."""
+    text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.v4.f32 [$4], {$0, $1, $2, $3}; }"
+    operands = [*(Float32(x).ir_value(loc=loc, ip=ip) for x in values), scratch.to_llvm_ptr(loc=loc, ip=ip)]
+    assembly(None, operands, text, "f,f,f,f,r", side_effects=True)
+
+
+@dsl_user_op
+def negative(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """-x, computed where it stands: into registers of a coming wgmma, which ptxas must not fill behind another one's start."""
+    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "neg.f32 $0, $1;", "=f,f", side_effects=True))
+
+
+@dsl_user_op
+def from_half(word: Int32, which: int, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The first or second fp16 of a 32-bit word."""
+    text = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $1; cvt.f32.f16 $0, {'ab'[which]}; }}"
+    return Float32(assembly(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
+
+
+@dsl_user_op
+def from_bfloat16(word: Int32, which: int, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The first or second bf16 of a 32-bit word."""
+    text = ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;")[which]
+    return Float32(assembly(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
+
+
+@dsl_user_op
+def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *, loc: Any = None, ip: Any = None) -> None:
+    """stmatrix of two or four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"stmatrix.sync.aligned.m8n8.x{len(words)}{'.trans' * transposed}.shared.b16 [$0], {{{names}}};"
+    values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
+    assembly(None, values, text, "r," * (1 + len(words)) + "~{memory}", side_effects=True)
+
+
 def _struct(kind: Any, count: int) -> Any:
     return llvm.StructType.get_literal([kind] * count)
 
@@ -81,18 +129,3 @@ def assembly(result: Any, values: list[Any], text: str, constraints: str, side_e
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
-
-
-@cute.jit
-def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
-    """Lane t of each quad holds word t of four chunks; it returns with the four words of chunk t."""
-    words = list(words)
-    for bit in (1, 2):
-        odd = lane // bit % 2 == 1
-        for low in [i for i in range(4) if not i & bit]:
-            high = low | bit
-            given = words[low] if odd else words[high]
-            taken = cute.arch.shuffle_sync_bfly(given, offset=bit)
-            words[low] = taken if odd else words[low]
-            words[high] = words[high] if odd else taken
-    return words

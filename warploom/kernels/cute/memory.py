@@ -1,56 +1,14 @@
-"""Hopper instructions that the DSL does not name, or not in this form. Imports the CuTe DSL."""
+"""Bulk copies of Hopper, and counters in global memory by which blocks wait for each other. Imports the CuTe DSL."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from warploom.runtime.instructions import assembly
-
-
-@dsl_user_op
-def pin(x: Float32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Keep what follows behind the computation of ``x``, which is not negative: a store to shared memory that never happens.
-
-    ptxas moves a wait for wgmma above arithmetic that does not need it, here above the exponentials that are to run
-    under that very wgmma; it moves none above a store.
-    """
-    text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [$1], $0; }"
-    values = [Float32(x).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)]
-    assembly(None, values, text, "f,r", side_effects=True)
-
-
-@dsl_user_op
-def hold(values: list[Float32], scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """As ``pin``, of four values that lie together."""
-    text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.v4.f32 [$4], {$0, $1, $2, $3}; }"
-    operands = [*(Float32(x).ir_value(loc=loc, ip=ip) for x in values), scratch.to_llvm_ptr(loc=loc, ip=ip)]
-    assembly(None, operands, text, "f,f,f,f,r", side_effects=True)
-
-
-@dsl_user_op
-def negative(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """-x, computed where it stands: into registers of a coming wgmma, which ptxas must not fill behind another one's start."""
-    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "neg.f32 $0, $1;", "=f,f", side_effects=True))
-
-
-@dsl_user_op
-def from_half(word: Int32, which: int, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The first or second fp16 of a 32-bit word."""
-    text = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $1; cvt.f32.f16 $0, {'ab'[which]}; }}"
-    return Float32(assembly(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
-
-
-@dsl_user_op
-def store_matrices(target: Any, words: list[Int32], transposed: bool = False, *, loc: Any = None, ip: Any = None) -> None:
-    """stmatrix of two or four 8 × 8 tiles of 16-bit elements; lane l addresses row l % 8 of tile l // 8."""
-    names = ", ".join(f"${i + 1}" for i in range(len(words)))
-    text = f"stmatrix.sync.aligned.m8n8.x{len(words)}{'.trans' * transposed}.shared.b16 [$0], {{{names}}};"
-    values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
-    assembly(None, values, text, "r," * (1 + len(words)) + "~{memory}", side_effects=True)
+from warploom.kernels.cute.instructions import assembly
 
 
 @dsl_user_op

@@ -1,0 +1,36 @@
+"""Stand-ins of a kernel's arguments, from which a module is compiled without a GPU. Imports the CuTe DSL.
+
+Every size and stride is its own symbol, so that one module serves every view; only what a copy needs is required.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+
+def view(dtype: Any, modes: int) -> Any:
+    """A tensor of any sizes and strides of ``modes`` dimensions and a contiguous last one, of whole 16 bytes and aligned so."""
+    strides = [cute.sym_int64(divisibility=8) for _ in range(modes)]
+    shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=8))
+    return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
+
+
+def rows(modes: int, last: Any = 1, align: int = 4) -> Any:
+    """An fp32 value for each row: ``modes`` dimensions of any sizes and strides, the last stride ``last``."""
+    shape = tuple(cute.sym_int() for _ in range(modes))
+    stride = (*(cute.sym_int64() for _ in range(modes - 1)), last)
+    return make_fake_tensor(Float32, shape, stride=stride, assumed_align=align)
+
+
+def vector(dtype: Any, present: bool = True) -> Any:
+    """A contiguous vector of any length, or None."""
+    return make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
+
+
+def stream() -> Any:
+    """The stream that torch works on."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)

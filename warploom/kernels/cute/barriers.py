@@ -1,0 +1,84 @@
+"""Named barriers, at which warps of a block meet: the numbers of every kernel, in one place.
+
+A block has sixteen; 0 is its own. Kernels that never run in one block may use the same numbers. Imports the CuTe DSL.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from typing import Any
+
+import cutlass.cute as cute
+
+
+class NamedBarriers(IntEnum):
+    """Each member is the first of ``count`` consecutive barriers, one of each warpgroup where there are several."""
+
+    count: int
+
+    def __new__(cls, first: int, count: int = 1) -> NamedBarriers:
+        member = int.__new__(cls, first)
+        member._value_ = first
+        member.count = count
+        return member
+
+
+@unique
+class ForwardBarrier(NamedBarriers):
+    """Of attention's forward."""
+
+    TURN = 1, 4  # a warpgroup's turn to issue its products
+
+
+@unique
+class BackwardBarrier(NamedBarriers):
+    """Of attention's backward, in all its forms."""
+
+    DS_READY = 1  # both warpgroups have written their dS
+    DQ_EMPTY = 2, 2  # a warpgroup's dQ buffer may be written
+    DQ_FULL = 4, 2  # it may be read
+    DQ_FULL_ODD = 12, 2  # the same in odd steps when deterministic
+
+
+@unique
+class StepBarrier(NamedBarriers):
+    """Of the backward whose warpgroups compute the same, each of its own keys."""
+
+    TURN = 6, 2  # a warpgroup's turn to issue S and dP
+
+
+@unique
+class RolesBarrier(NamedBarriers):
+    """Of the backward whose warpgroups keep one gradient each."""
+
+    P_READY = 6  # both have written their P
+    STAGED = 8, 2  # a warpgroup has staged its gradient
+
+
+@unique
+class PairBarrier(NamedBarriers):
+    """Of the backward in pairs of blocks."""
+
+    P_READY = 6  # P is there
+    P_TAKEN = 7  # P has been read
+    DS_WRITTEN = 8  # the warpgroup of dK has written dS
+
+
+@unique
+class WalkBarrier(NamedBarriers):
+    """Of the walk of linear attention."""
+
+    P_READY = 1  # the scores of a chunk are there
+    P_TAKEN = 2  # they have been read
+    OUT_FREE = 3  # the tile of out may be written
+    OUT_WRITTEN = 4  # it may be read
+
+
+def wait(barrier: Any, threads: int, index: Any = 0) -> None:
+    """Wait until all ``threads`` have come to the ``index``-th of the member's barriers."""
+    cute.arch.barrier(barrier_id=barrier + index, number_of_threads=threads)
+
+
+def arrive(barrier: Any, threads: int, index: Any = 0) -> None:
+    """Come to it without waiting."""
+    cute.arch.barrier_arrive(barrier_id=barrier + index, number_of_threads=threads)
