@@ -1,4 +1,4 @@
-"""The package's imports go down only: no circle between modules, and the laboratory knows no command.
+"""The package's imports go down only: no circle between modules, the laboratory knows no command, and kernels no family.
 
 An import counts wherever it stands in a file, and each is of one kind: "module", run when the file is imported; "function",
 run when a function is called; "typing", under `if TYPE_CHECKING`, never run. All three count: an import that is put off
@@ -19,6 +19,8 @@ import pytest
 import warploom
 
 Edges = dict[str, dict[str, str]]  # module -> what it imports -> the kind of the import
+
+BACKENDS = ("triton", "ampere", "hopper")
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -99,6 +101,45 @@ def test_the_laboratory_imported_a_command(graph: Edges) -> None:
     laboratory = {name: targets for name, targets in graph.items() if name.startswith("warploom.smem")}
     assert laboratory
     assert [f"{a} -> {b}" for a, targets in laboratory.items() for b in targets if b.startswith("warploom.commands")] == []
+
+
+def implementation(name: str) -> str | None:
+    """The implementation of a family that a module belongs to: `warploom.attention.triton` of its walk, say."""
+    parts = name.split(".")
+    inside = len(parts) > 2 and parts[1] != "kernels" and parts[2] in BACKENDS
+    return ".".join(parts[:3]) if inside else None
+
+
+def breaches(graph: Edges) -> list[str]:
+    """Imports between implementations, and those that kernel libraries make of anything but each other and the spine."""
+    found = []
+    for name, targets in graph.items():
+        for target, kind in targets.items():
+            own, other = implementation(name), implementation(target)
+            library = name.startswith("warploom.kernels.")
+            low = target.startswith(("warploom.kernels", "warploom.runtime"))
+            if (own and other and own != other) or (library and not low):
+                found.append(f"{name} -> {target} ({kind})")
+    return found
+
+
+def test_what_kernels_share_knows_no_family_and_implementations_not_each_other(graph: Edges) -> None:
+    assert breaches(graph) == []
+
+
+def test_a_shared_kernel_that_knows_a_family_is_found() -> None:
+    made: Edges = {
+        "warploom.kernels.triton.softmax": {
+            "warploom.attention.problem": "typing",
+            "warploom.kernels.triton.numerics": "module",
+        },
+        "warploom.decode.triton.launch": {
+            "warploom.attention.triton.device": "function",
+            "warploom.decode.triton.plan": "module",
+        },
+        "warploom.linear.hopper": {"warploom.linear.triton": "function", "warploom.linear.problem": "module"},
+    }
+    assert len(breaches(made)) == 3
 
 
 @pytest.mark.parametrize(
