@@ -109,7 +109,7 @@ def cannot_build() -> str | None:
 
 
 class Missing(RuntimeError):
-    """The cache has no module that may be run, which building one would mend; ``rank`` is higher the nearer one has come."""
+    """The cache has no module that may be run, and building one would help; ``rank`` is higher the nearer one has come."""
 
     def __init__(self, words: str, rank: int = 0) -> None:
         super().__init__(words)
@@ -272,6 +272,18 @@ def load(spec: ModuleSpec) -> Callable[..., None]:
         if function is None:
             function = _loaded[spec] = _load(spec)
     return function
+
+
+def at_hand(spec: ModuleSpec) -> bool:
+    """Whether ``fetch`` gives the module to a call made now."""
+    return loaded(spec) is not None or not (torch.cuda.is_current_stream_capturing() or cannot_come(spec))
+
+
+def fetch(spec: ModuleSpec) -> Callable[..., None]:
+    """``load`` for a call, which may be captured: RuntimeError then, where the module is not loaded already."""
+    if loaded(spec) is None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{spec.name} is not loaded, which a capturing stream cannot do: make such a call before")
+    return load(spec)
 
 
 def _load(spec: ModuleSpec) -> Callable[..., None]:

@@ -6,18 +6,23 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.compiled import Built, machine_code
 from warploom.attention.ampere.plan import config
+from warploom.attention.features import Features
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
+FP16, BF16 = torch.float16, torch.bfloat16
 CORE = {
-    "8.0, head_dim 128": config((8, 0), "bfloat16", 128, 128, False, False),
-    "8.0, head_dim 128, window, softcap, sink": config((8, 0), "float16", 128, 128, True, True, softcap=True, sink=True),
-    "8.0, head_dim 64, causal": config((8, 0), "float16", 64, 64, True, False),
-    "8.9, head_dim 128, causal": config((8, 9), "bfloat16", 128, 128, True, False),
+    "8.0, head_dim 128": config((8, 0), Features(BF16, 128, 128)),
+    "8.0, head_dim 128, window, softcap, sink": config(
+        (8, 0), Features(FP16, 128, 128, right=True, left=True, softcap=True, sink=True)
+    ),
+    "8.0, head_dim 64, causal": config((8, 0), Features(FP16, 64, 64, right=True)),
+    "8.9, head_dim 128, causal": config((8, 9), Features(BF16, 128, 128, right=True)),
 }
 
 

@@ -7,22 +7,26 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from tests.compiled import Built, machine_code
-from warploom.attention import hopper
+from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import backward_config, backward_set, config
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
+FP16, BF16 = torch.float16, torch.bfloat16
 CORE = {
-    "head_dim 128, causal": config("float16", 128, 128, True, False, False),
-    "head_dim 64": config("bfloat16", 64, 64, False, False, True),
-    "head_dim 64, causal, short": config("bfloat16", 64, 64, True, False, False),
-    "head_dim 128, few queries of groups, causal": config("bfloat16", 128, 128, True, False, True, each=8),
-    "head_dim 64, packed, causal": config("bfloat16", 64, 64, True, False, False, varlen=True, used=True),
-    "head_dim 256, window, softcap, sink": config("bfloat16", 256, 256, True, True, False, softcap=True, sink=True),
+    "head_dim 128, causal": config(Features(FP16, 128, 128, right=True), long=False),
+    "head_dim 64": config(Features(BF16, 64, 64), long=True),
+    "head_dim 64, causal, short": config(Features(BF16, 64, 64, right=True), long=False),
+    "head_dim 128, few queries of groups, causal": config(Features(BF16, 128, 128, right=True), long=True, each=8),
+    "head_dim 64, packed, causal": config(Features(BF16, 64, 64, right=True, varlen=True, used=True), long=False),
+    "head_dim 256, window, softcap, sink": config(
+        Features(BF16, 256, 256, right=True, left=True, softcap=True, sink=True), long=False
+    ),
 }
 
 
@@ -60,14 +64,16 @@ def test_description_is_the_module(built: Built) -> None:
 
 
 BACKWARD = {
-    "head_dim 128, causal, deterministic": backward_config("bfloat16", 128, 128, True, False, deterministic=True),
-    "head_dim 64": backward_config("bfloat16", 64, 64, False, False),
-    "head_dim 128, causal, short": backward_config("float16", 128, 128, True, False, short=True),
-    "head_dim 128, causal, short, packed": backward_config("bfloat16", 128, 128, True, False, varlen=True, short=True),
-    "head_dim 128, causal, waves": backward_config("bfloat16", 128, 128, True, False, waves=True),
-    "head_dim 256, causal": backward_config("bfloat16", 256, 256, True, False),
+    "head_dim 128, causal, deterministic": backward_config(
+        Features(BF16, 128, 128, right=True, deterministic=True), short=False
+    ),
+    "head_dim 64": backward_config(Features(BF16, 64, 64), short=False),
+    "head_dim 128, causal, short": backward_config(Features(FP16, 128, 128, right=True), short=True),
+    "head_dim 128, causal, short, packed": backward_config(Features(BF16, 128, 128, right=True, varlen=True), short=True),
+    "head_dim 128, causal, waves": backward_config(Features(BF16, 128, 128, right=True), short=False, waves=True),
+    "head_dim 256, causal": backward_config(Features(BF16, 256, 256, right=True), short=False),
     "head_dim 192 and 128, packed, window, deterministic": backward_config(
-        "float16", 192, 128, True, True, deterministic=True, varlen=True, used=True
+        Features(FP16, 192, 128, right=True, left=True, varlen=True, used=True, deterministic=True), short=False
     ),
 }
 
@@ -104,10 +110,8 @@ def test_backward(name: str, built_backward: Built) -> None:
     assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == waits * loops + last
 
 
-def test_warpgroups_ask_for_no_more_registers_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
     """Else a warpgroup waits for ever: a block of 384 threads starts with 168 each."""
-    # Workers import the kernels' modules, here a test does: `backward` would then be that module, no more the function.
-    monkeypatch.setattr(hopper, "backward", hopper.backward)
     from warploom.attention.hopper.backward_base import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARPGROUPS
     from warploom.attention.hopper.backward_roles import RolesBackward
 

@@ -7,12 +7,15 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
+import torch
+
 from warploom.attention.ampere.config import ForwardConfig
+from warploom.attention.features import Features
 
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
 
-DTYPES = ("float16", "bfloat16")
+DTYPES = (torch.float16, torch.bfloat16)
 # Compute capability -> what it compiles for. Code for 8.0 runs on all of 8.x; Hopper runs it to show what Hopper's own gains.
 ARCHS = {(8, 0): "sm_80", (8, 6): "sm_80", (8, 7): "sm_80", (8, 9): "sm_80", (9, 0): "sm_90a"}
 SMALL = ((8, 6), (8, 9))  # 100 KiB of shared memory a multiprocessor instead of 164 or more
@@ -46,48 +49,27 @@ def tile_dim(head_dim: int, head_dim_v: int) -> int:
 
 
 @cache
-def config(
-    capability: tuple[int, int],
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    right: bool,
-    left: bool,
-    softcap: bool = False,
-    sink: bool = False,
-) -> ForwardConfig:
-    """The variant for head dims of a call and its features on a device of this compute capability."""
-    dim = tile_dim(head_dim, head_dim_v)
+def config(capability: tuple[int, int], features: Features) -> ForwardConfig:
+    """The variant for a call's features on a device of this compute capability."""
+    dim = tile_dim(features.head_dim, features.head_dim_v)
     arch = ARCHS[capability]
     tiling = TILINGS["small" if capability in SMALL else arch][dim]
     return ForwardConfig(
-        dtype,
+        features.dtype_name,
         dim,
-        tiling.softcap if softcap else tiling.tile_n,
+        tiling.softcap if features.softcap else tiling.tile_n,
         warps=tiling.warps,
         atoms=tiling.atoms,
         blocks=tiling.blocks,
         q_registers=tiling.q_registers,
-        right=right,
-        left=left,
-        softcap=softcap,
-        sink=sink,
         arch=arch,
+        **features.flags(ForwardConfig),
     )
 
 
 def config_for(problem: AttentionProblem, capability: tuple[int, int]) -> ForwardConfig:
     """The variant that runs a problem."""
-    return config(
-        capability,
-        str(problem.dtype).removeprefix("torch."),
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.right is not None,
-        problem.left is not None,
-        problem.softcap,
-        problem.sink,
-    )
+    return config(capability, Features.of(problem))
 
 
 def named_set(capability: tuple[int, int] = (8, 0)) -> list[ForwardConfig]:
@@ -96,5 +78,5 @@ def named_set(capability: tuple[int, int] = (8, 0)) -> list[ForwardConfig]:
     extras: tuple[dict[str, bool], ...] = ({}, {"sink": True}, {"softcap": True})
     found: dict[ForwardConfig, None] = {}
     for extra, dim, right, left, dtype in product(extras, (64, 128), flags, flags, DTYPES):
-        found[config(capability, dtype, dim, dim, right, left, **extra)] = None
+        found[config(capability, Features(dtype, dim, dim, right, left, **extra))] = None
     return list(found)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from warploom.attention.ampere.plan import config
+from warploom.attention.band import reach, seen
+from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
-
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+from warploom.runtime.alignment import aligned
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -48,26 +48,14 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 def _function(args: AttentionArgs) -> Callable[..., None]:
     """The compiled variant."""
-    key = (
-        capability(args.q.device.index),
-        _DTYPES[args.q.dtype],
-        args.q.shape[-1],
-        args.v.shape[-1],
-        args.right is not None,
-        args.left is not None,
-        args.softcap != 0.0,
-        args.sink is not None,
-    )
-    ready = _ready.get(key)
-    if ready is None:
-        variant = config(*key)
-        if modules.loaded(variant.spec) is None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[key] = modules.load(variant.spec)
-    return ready
+    variant = config(capability(args.q.device.index), Features.of_args(args))
+    function = _ready.get(variant.spec.name)
+    if function is None:
+        function = _ready[variant.spec.name] = modules.fetch(variant.spec)
+    return function
 
 
-_ready: dict[tuple[object, ...], Callable[..., None]] = {}
+_ready: dict[str, Callable[..., None]] = {}  # by the variant's name
 
 
 @cache

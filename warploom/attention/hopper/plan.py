@@ -7,13 +7,16 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
+import torch
+
+from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
 
-DTYPES = ("float16", "bfloat16")
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles by the kind of call; docs/lab-notes.md has the measurements. None: as ``dense``."""
+    """Tiles by the kind of call; docs/lab-notes/attention-hopper-forward.md has the measurements. None: as ``dense``."""
 
     dense: Tile
     short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile
@@ -52,7 +55,7 @@ TILINGS = {
 }
 
 
-BANDS = ((False, False), (True, False), (True, True))  # (right, left) of what `warploom build` prepares
+BANDS: tuple[dict[str, bool], ...] = ({}, {"right": True}, {"right": True, "left": True})  # of what `warploom build` prepares
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -61,45 +64,28 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 @cache
-def config(
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    right: bool,
-    left: bool,
-    long: bool,
-    softcap: bool = False,
-    sink: bool = False,
-    varlen: bool = False,
-    used: bool = False,
-    each: int = 0,
-) -> ForwardConfig:
-    """The variant for head dims of a call and its features; ``long`` as LONG has it, ``each`` is what ``grouped`` found."""
-    dims = tile_dims(head_dim, head_dim_v)
+def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
+    """The variant for a call's features; ``long`` as LONG has it, ``each`` is what ``grouped`` found."""
+    dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
-    if softcap:
+    if features.softcap:
         tile = tiling.softcap
-    elif left or varlen:
+    elif features.left or features.varlen:
         tile = tiling.other
-    elif right and not long and not each:
+    elif features.right and not long and not each:
         tile = tiling.short
     tile = tile or tiling.dense
     return ForwardConfig(
-        dtype,
+        features.dtype_name,
         *dims,
         tile.keys,
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         pv_wait=tile.pv_wait,
-        right=right,
-        left=left,
-        softcap=softcap,
-        sink=sink,
-        varlen=varlen,
-        used=used,
-        split=not varlen,
+        split=not features.varlen,
         grouped=each,
+        **features.flags(ForwardConfig),
     )
 
 
@@ -122,21 +108,11 @@ def grouped(queries: int, group: int, rows: int) -> int:
 
 def config_for(problem: AttentionProblem) -> ForwardConfig:
     """The variant that runs a problem."""
-    varlen = problem.layout == "varlen"
-    key = (
-        str(problem.dtype).removeprefix("torch."),
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.right is not None,
-        problem.left is not None,
-        problem.seqlen_k >= LONG,
-        problem.softcap,
-        problem.sink,
-        varlen,
-        problem.seqused,
-    )
+    features, long = Features.of(problem), problem.seqlen_k >= LONG
+    if features.varlen:
+        return config(features, long)
     group = problem.heads_q // problem.heads_kv
-    return config(*key, 0 if varlen else grouped(problem.seqlen_q, group, config(*key).tile_m))
+    return config(features, long, grouped(problem.seqlen_q, group, config(features, long).tile_m))
 
 
 def named_set() -> list[ForwardConfig]:
@@ -148,9 +124,9 @@ def named_set() -> list[ForwardConfig]:
     extras: tuple[dict[str, bool], ...] = ({}, {"varlen": True}, {"sink": True}, {"softcap": True})
     found: dict[ForwardConfig, None] = {}
     for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
-        found[config(dtype, *dims, *band, long, **extra)] = None
+        found[config(Features(dtype, *dims, **band | extra), long)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
-        found.update({config(dtype, *dims, right, False, True, each=each): None for each in GROUPED[:1]})
+        found.update({config(Features(dtype, *dims, right=right), True, each): None for each in GROUPED[:1]})
     return list(found)
 
 
@@ -182,42 +158,30 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 
 
 @cache
-def backward_config(
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    right: bool,
-    left: bool,
-    softcap: bool = False,
-    dlse: bool = False,
-    deterministic: bool = False,
-    varlen: bool = False,
-    used: bool = False,
-    short: bool = False,
-    waves: bool = False,
-) -> BackwardConfig:
-    """The variant for head dims of a call and its features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
-    dims = min(dims for dims in BACKWARD_TILES if dims[0] >= head_dim and dims[1] >= head_dim_v)
+def backward_config(features: Features, short: bool, waves: bool = False) -> BackwardConfig:
+    """The variant for a call's features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
+    dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
+    left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
     if softcap or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill
-    features = (right, left, softcap, dlse, deterministic, varlen, used)
+    claims = short and features.right and not (left or deterministic or features.used)
     return BackwardConfig(
-        dtype,
+        features.dtype_name,
         *dims,
         tile_m,
-        *features,
-        tile_n,
+        tile_n=tile_n,
         dout_stages=dout_stages,
-        claims=short and right and not (left or deterministic or used) and (tile_n == 128 or (dims in PAIRS and not varlen)),
+        claims=claims and (tile_n == 128 or (dims in PAIRS and not varlen)),
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
         persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
         or (dims in PAIRS and not (deterministic or softcap or varlen)),
         pair=dims in PAIRS,
         waves=waves,
+        **features.flags(BackwardConfig),
     )
 
 
@@ -243,19 +207,8 @@ def shared_bytes(seqlen_q: int, group: int, head_dim: int, head_dim_v: int) -> i
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
     """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse."""
-    variant = backward_config(
-        str(problem.dtype).removeprefix("torch."),
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.right is not None,
-        problem.left is not None,
-        problem.softcap,
-        dlse,
-        problem.deterministic,
-        problem.layout == "varlen",
-        problem.seqused,
-        is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv),
-    )
+    short = is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv)
+    variant = backward_config(Features.of(problem, dlse), short)
     group = problem.heads_q // problem.heads_kv
     shared = shared_bytes(problem.seqlen_q, group, problem.head_dim, problem.head_dim_v)
     several = group > 1 and waves(variant, problem.batch * problem.heads_kv, problem.seqlen_k, shared)[1] > 0
@@ -286,16 +239,16 @@ def backward_set() -> list[BackwardConfig]:
 
     Others are compiled when first called for.
     """
-    extras: tuple[dict[str, bool], ...] = (
-        {},
-        {"short": True},
-        {"deterministic": True},
-        {"varlen": True},
-        {"varlen": True, "short": True},
+    extras: tuple[tuple[dict[str, bool], bool], ...] = (
+        ({}, False),
+        ({}, True),
+        ({"deterministic": True}, False),
+        ({"varlen": True}, False),
+        ({"varlen": True}, True),
     )
     found = {
-        backward_config(dtype, *dims, *band, **extra): None
-        for extra, dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
+        backward_config(Features(dtype, *dims, **band | extra), short): None
+        for (extra, short), dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
     }
-    found |= {backward_config(dtype, *IN_WAVES, True, False, waves=True): None for dtype in DTYPES}
+    found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
     return list(found)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.band import reach, seen
+from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
-
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -37,8 +37,9 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         return _bind_packed(args)
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
-    seqlen_k = k.shape[1]
-    out_shape, lse_shape = (*q.shape[:-1], v.shape[-1]), (batch, heads, seqlen_q)
+    _, seqlen_k, heads_kv, head_dim = k.shape
+    head_dim_v = v.shape[3]
+    out_shape, lse_shape = (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)
     device, index = q.device, q.device.index
     left, right = args.left, args.right
     first, end = seen(seqlen_q, seqlen_k, left, right)
@@ -46,12 +47,12 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         return partial(_nothing_seen, lse_shape)
     # Keys that no query sees stay outside of what TMA reads: a NaN among their values would not vanish against P = 0.
     cut = first > 0 or end < seqlen_k
-    left = reach(None if left is None else left - (seqlen_k - end))
-    right = reach(None if right is None else right + (seqlen_k - end))
-    members = heads // k.shape[2]
+    left = None if left is None else left - (seqlen_k - end)
+    right = None if right is None else right + (seqlen_k - end)
+    members = heads // heads_kv
     function, variant = _function(args, seqlen_k, (seqlen_q, members))
     m_blocks = -(-seqlen_q // variant.queries)
-    rows = batch * (k.shape[2] * tile_heads(members, variant.abreast) if variant.grouped else heads)
+    rows = batch * (heads_kv * tile_heads(members, variant.abreast) if variant.grouped else heads)
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
@@ -60,8 +61,8 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
     blocks = min(blocks, tiles) if not split else blocks
-    shared = k.element_size() * (end - first) * (k.shape[-1] + v.shape[-1]) // members
-    numbers = (args.scale, args.softcap, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
+    shared = k.element_size() * (end - first) * (head_dim + head_dim_v) // members
+    numbers = _numbers(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
     like_out, like_lse = _like(out_shape, q.dtype, device), _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
 
@@ -109,18 +110,18 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
     q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
-    lse_shape, device, index = (q.shape[1], q.shape[0]), q.device, q.device.index
+    (tokens, heads, head_dim), head_dim_v = q.shape, args.v.shape[2]
+    lse_shape, device, index = (heads, tokens), q.device, q.device.index
     if keeps_nothing(args.left, args.right):
         return partial(_nothing_seen_packed, lse_shape)
     function, variant = _function(args, args.max_seqlen_k or 0)
-    most = (q.shape[0] // variant.tile_m + cu_q.shape[0]) * q.shape[1]
-    blocks = min(processors(index), most)
-    numbers = (args.scale, args.softcap, reach(args.left), reach(args.right), 0, 0, blocks)
-    like_out = _like((*q.shape[:-1], args.v.shape[-1]), q.dtype, device)
+    most = (tokens // variant.tile_m + cu_q.shape[0]) * heads
+    numbers = _numbers(args, args.left, args.right, blocks=min(processors(index), most))
+    like_out = _like((tokens, heads, head_dim_v), q.dtype, device)
     like_lse = _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
     box, box_v = variant.boxes
-    whole = q.shape[-1] > variant.head_dim - box and args.v.shape[-1] > variant.head_dim_v - box_v  # as ``filled`` has it
+    whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None
@@ -208,10 +209,17 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     split = int(variant.split)
     parts = lse.new_empty(_parts_shape(1, variant)) if split else None
     sink = None if args.sink is None else args.sink.float().contiguous()
-    numbers = (args.scale, args.softcap, reach(args.left), reach(args.right), 0, split, 1)
+    numbers = _numbers(args, args.left, args.right, split=split)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
     _launch(q.device.index, function, (q, k, v, out, lse, sink, *vectors, parts, *numbers))
+
+
+def _numbers(
+    args: AttentionArgs, left: int | None, right: int | None, pair_heads: int = 0, split: int = 0, blocks: int = 1
+) -> tuple[float, float, int, int, int, int, int]:
+    """What a module takes after its tensors."""
+    return args.scale, args.softcap, reach(left), reach(right), pair_heads, split, blocks
 
 
 def _parts_shape(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
@@ -228,34 +236,22 @@ def _function(
     args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None
 ) -> tuple[Callable[..., None], ForwardConfig]:
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
-    key = (
-        DTYPES[args.q.dtype],
-        args.q.shape[-1],
-        args.v.shape[-1],
-        args.right is not None,
-        args.left is not None,
-        seqlen_k >= LONG,
-        args.softcap != 0.0,
-        args.sink is not None,
-        args.cu_seqlens_q is not None,
-        args.seqused_k is not None,
-    )
-    each = 0 if few is None else grouped(*few, config(*key).tile_m)
-    ready = _ready.get((*key, each))
-    if ready is None:
-        variant = config(*key, each)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if each and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
+    features, long = Features.of_args(args), seqlen_k >= LONG
+    variant = config(features, long)
+    each = 0 if few is None else grouped(*few, variant.tile_m)
+    if each:
+        variant = config(features, long, each)
+    function = _ready.get(variant.spec.name)
+    if function is None:
+        if each and not modules.at_hand(variant.spec):
             return _function(args, seqlen_k)  # one head a tile takes longer, but its module may be here
-        if modules.loaded(variant.spec) is None and capturing:
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[(*key, each)] = modules.load(variant.spec), variant
-        if variant.split and not capturing:
-            _first_launch(args, *ready)  # of what merges pieces too, which a captured call may be the first to need
-    return ready
+        function = _ready[variant.spec.name] = modules.fetch(variant.spec)
+        if variant.split and not torch.cuda.is_current_stream_capturing():
+            _first_launch(args, function, variant)  # of what merges pieces too, which a captured call may be the first to need
+    return function, variant
 
 
-_ready: dict[tuple[object, ...], tuple[Callable[..., None], ForwardConfig]] = {}
+_ready: dict[str, Callable[..., None]] = {}  # by the variant's name
 
 
 def _launch(index: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from warploom.attention.band import reach, seen
+from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import DTYPES, filled, processors
+from warploom.attention.hopper.run import filled, processors
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.device import on_device
 
@@ -49,8 +50,9 @@ def backward(
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
     batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
-    together, each = _waves(args, dlse is not None)
-    function, variant = _function(args, dlse is not None, each > 0)
+    features, short = described(args, dlse is not None)
+    together, each = _waves(args, backward_config(features, short))
+    function, variant = _function(features, short, each > 0)
     if not variant.waves and (args.deterministic or right is not None):
         shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
@@ -61,14 +63,14 @@ def backward(
             together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
-    parts = 0, max(each, 1)
+    split, each = 0, max(each, 1)
     if variant.parted and args.sink is None:
         blocks = batch * heads_kv * -(-k.shape[1] // variant.tile_n)
-        parts = schedule.shares(
+        split, each = schedule.shares(
             blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
         )
     inputs = (q, k, v, out, dout, lse, dlse)
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, (None, None, None), (left, right), together, parts)
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, (left, right), together, split, each)
     delta = None
     if args.sink is not None:
         stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
@@ -76,14 +78,14 @@ def backward(
     return dq, dk, dv, _dsink(args, dlse, delta, lse)
 
 
-def _waves(args: AttentionArgs, dlse: bool) -> tuple[int, int]:
-    """Sections of a dense call, and waves of each; 0: not in waves."""
+def _waves(args: AttentionArgs, variant: BackwardConfig) -> tuple[int, int]:
+    """Sections of a dense call that a variant would serve, and waves of each; 0: not in waves."""
     q, k, v = args.q, args.k, args.v
     group = q.shape[2] // k.shape[2]
     if group == 1 or args.right is None:
         return 1, 0
     shared = shared_bytes(q.shape[1], group, q.shape[3], v.shape[3])
-    return waves(backward_config(*_key(args, dlse)), q.shape[0] * k.shape[2], k.shape[1], shared)
+    return waves(variant, q.shape[0] * k.shape[2], k.shape[1], shared)
 
 
 def warm(args: AttentionArgs) -> None:
@@ -91,7 +93,8 @@ def warm(args: AttentionArgs) -> None:
     packed = args.cu_seqlens_q is not None
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
-    function, variant = _function(args, False, not packed and _waves(args, False)[1] > 0)
+    features, short = described(args, False)
+    function, variant = _function(features, short, not packed and _waves(args, backward_config(features, short))[1] > 0)
     starts: tuple[Tensor | None, ...] = (None, None, None)
     if args.cu_seqlens_q is not None:
         ends = args.cu_seqlens_q.new_tensor([0, 1])
@@ -100,7 +103,8 @@ def warm(args: AttentionArgs) -> None:
     lse = out.new_zeros((q.shape[1], 1) if packed else (1, q.shape[2], 1), dtype=torch.float32)
     gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
     tiles = q.shape[-2] * (1 // variant.tile_m + 1)
-    _launch(function, variant, args, tiles, (q, k, v, out, out, lse, None), gradients, starts, (args.left, args.right), 1)
+    inputs = (q, k, v, out, out, lse, None)
+    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts)
 
 
 def _packed(
@@ -112,7 +116,7 @@ def _packed(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
     # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
     dq, dk, dv = gradients = tuple(map(_like, (q, k, v)))
-    function, variant = _function(args, dlse is not None)
+    function, variant = _function(*described(args, dlse is not None))
     cu_q = cu_q.contiguous()
     starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
     if not _every_query_sees(args):
@@ -120,7 +124,7 @@ def _packed(
     tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
     inputs = (q, k, v, out, dout, lse, dlse)
     together = min(k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
-    _launch(function, variant, args, tiles, inputs, gradients, starts, (args.left, args.right), together)
+    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), together, starts=starts)
     if args.sink is None:
         return dq, dk, dv, _dsink(args, dlse, None, lse)
     delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
@@ -157,19 +161,20 @@ def _launch(
     tiles: int,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
     gradients: tuple[Tensor, ...],
-    starts: tuple[Tensor | None, ...],
     band: tuple[int | None, int | None],
     together: int,
-    parts: tuple[int, int] = (0, 1),
+    split: int = 0,
+    each: int = 1,
+    starts: tuple[Tensor | None, ...] = (None, None, None),
 ) -> Tensor:
     """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
 
-    Until the last kernel stores dq, its memory also holds partial sums of the ``parts[0]`` key blocks that are shared out.
+    Until the last kernel stores dq, its memory also holds partial sums of the ``split`` key blocks that are shared out.
     """
     *tensors, lse, dlse = inputs
     q = tensors[0]
     sink = args.sink is not None and args.cu_seqlens_q is None
-    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, parts[0])
+    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, split)
     workspace = q.new_empty(floats, dtype=torch.float32)
     if args.cu_seqlens_q is not None:
         q, k, v, out, dout = tensors
@@ -181,7 +186,7 @@ def _launch(
     with on_device(q):
         function(
             *views, lse.contiguous(), dlse, *gradients, workspace, *starts,
-            args.scale, args.softcap, left, right, together, processors(q.get_device()), *parts,
+            args.scale, args.softcap, left, right, together, processors(q.get_device()), split, each,
         )  # fmt: skip
     return workspace
 
@@ -196,43 +201,21 @@ def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: 
     return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
 
 
-def is_ready(args: AttentionArgs, dlse: bool) -> bool:
-    """Whether such a call has run before."""
-    key = _key(args, dlse)
-    return (*key, False) in _ready or (*key, True) in _ready
+def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
+    """What ``backward_config`` takes: the call's features, and whether it is short."""
+    longest = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
+    return Features.of_args(args, dlse), is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2])
 
 
-def _key(args: AttentionArgs, dlse: bool) -> tuple[Any, ...]:
-    """What the variant depends on, in the order of ``backward_config``'s parameters."""
-    packed = args.cu_seqlens_q is not None
-    longest = args.max_seqlen_q if packed else args.q.shape[1]
-    return (
-        DTYPES[args.q.dtype],
-        args.q.shape[-1],
-        args.v.shape[-1],
-        args.right is not None,
-        args.left is not None,
-        args.softcap != 0.0,
-        dlse,
-        args.deterministic,
-        packed,
-        args.seqused_k is not None,
-        is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2]),
-    )
+def _function(features: Features, short: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
+    """The compiled variant; ``several``: in waves, unless only the other's module is to be had."""
+    variant = backward_config(features, short, several)
+    function = _ready.get(variant.spec.name)
+    if function is None:
+        if several and not modules.at_hand(variant.spec):
+            return _function(features, short)  # takes longer, but its module may be here
+        function = _ready[variant.spec.name] = modules.fetch(variant.spec)
+    return function, variant
 
 
-def _function(args: AttentionArgs, dlse: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
-    key = (*_key(args, dlse), several)
-    ready = _ready.get(key)
-    if ready is None:
-        variant = backward_config(*key)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if several and modules.loaded(variant.spec) is None and (capturing or modules.cannot_come(variant.spec)):
-            return _function(args, dlse)  # takes longer, but its module may be here
-        if modules.loaded(variant.spec) is None and capturing:
-            raise RuntimeError(f"{variant.name} is not loaded, which a capturing stream cannot do: make such a call before")
-        ready = _ready[key] = modules.load(variant.spec), variant
-    return ready
-
-
-_ready: dict[tuple[Any, ...], tuple[Callable[..., None], BackwardConfig]] = {}
+_ready: dict[str, Callable[..., None]] = {}  # by the variant's name

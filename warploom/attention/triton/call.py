@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
+from warploom.attention.band import seen
+from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.config import Config, config
-from warploom.attention.views import seen
 from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.arguments import keeps_nothing
 
@@ -25,9 +26,7 @@ _FAR = 2**30
 class Variant(NamedTuple):
     """Everything about a call that a binary depends on, beyond a kernel's tile sizes."""
 
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
+    features: Features
     unit: int  # strides are multiples of so many elements
     wide: bool  # offsets within a tile pass 31 bits
     direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
@@ -35,7 +34,8 @@ class Variant(NamedTuple):
     scattered: bool
     tail: bool  # some tile of queries may be short
     edges: bool  # some query may see nothing
-    present: tuple[Any, ...]  # which optional arguments there are, and the dtype of the sink
+    present: tuple[bool, ...]  # which of the mask's vectors, of their bounds and of cu_seqlens_k there are
+    sink: torch.dtype | None
     device: int | None  # None: the interpreter
 
 
@@ -62,15 +62,21 @@ class Call:
     @classmethod
     def of(cls, args: AttentionArgs, dout: Tensor | None = None, out: Tensor | None = None, dlse: bool = False) -> Call:
         q, k, v, table, cu_q = args.q, args.k, args.v, args.block_table, args.cu_seqlens_q
+        features = Features.of_args(args, dlse)
         inputs = (q, k, v) if dout is None else (q, k, v, dout)
         if cu_q is None:
-            batches, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+            batches, seqlen_q, heads, _ = q.shape
+            _, seqlen_k, heads_kv, _ = k.shape
         else:
-            batches, seqlen_q = cu_q.shape[0] - 1, q.shape[0]
-            seqlen_k = k.shape[0] if table is None else k.shape[1] * table.shape[1]
-        heads, heads_kv = q.shape[-2], k.shape[-2]
-        vectors = tuple([None if t is None else t.contiguous() for t in (args.lts, args.lte, args.uts, args.ute)])
-        mask_batches, mask_heads = next((t.shape[:2] for t in vectors if t is not None), (1, 1))
+            batches, (seqlen_q, heads, _) = cu_q.shape[0] - 1, q.shape
+            seqlen_k, heads_kv = k.shape[-3], k.shape[-2]
+            if table is not None:
+                seqlen_k *= table.shape[1]
+        vectors: tuple[Tensor | None, ...] = (args.lts, args.lte, args.uts, args.ute)
+        mask_batches, mask_heads = 1, 1
+        if features.columns:
+            vectors = tuple([None if t is None else t.contiguous() for t in vectors])
+            mask_batches, mask_heads = next(t.shape[:2] for t in vectors if t is not None)
         bounds_strides = (0, 0)
         if args.bounds is not None:
             b, h = args.bounds.stride()[:2]
@@ -82,39 +88,31 @@ class Call:
                 unit = 1
         for t in (*inputs, *(() if out is None else (out,))):
             aligned = aligned and t.data_ptr() % 16 == 0
-        columns = any([t is not None for t in vectors])
         left, right = _limit(args.left), _limit(args.right)
         # Descriptors know a tensor's end, but no sequence's, and no keys that the band hides from every query.
-        boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned and (not columns or args.bounds is not None)
+        boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned
+        boxes = boxes and (not features.columns or args.bounds is not None)
         boxes = boxes and seen(seqlen_q, seqlen_k, left, right) == (0, seqlen_k)
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
-        tiling = config(q.dtype, q.shape[-1], v.shape[-1], _capability(q.device), columns, boxes, args.dropout_p != 0.0)
+        tiling = config(features, _capability(q.device), boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
-        wide = any(t.stride(-3) * longest >= limit for t in inputs)
+        wide = any([t.stride(-3) * longest >= limit for t in inputs])
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
         all_see = left is None or left >= 0
         if right is not None:
             all_see = all_see and seqlen_k - seqlen_q + right >= 0 and not keeps_nothing(left, right)
-        present = (
-            *[t is not None for t in (*vectors, args.bounds, table, cu_q, args.cu_seqlens_k, args.seqused_k, left, right)],
-            None if args.sink is None else args.sink.dtype,
-            args.softcap != 0.0,
-            args.dropout_p != 0.0,
-            dlse,
-        )
         return cls(
             variant=Variant(
-                dtype=q.dtype,
-                head_dim=q.shape[-1],
-                head_dim_v=v.shape[-1],
+                features=features,
                 unit=unit,
                 wide=wide,
                 direct=aligned and small,
                 descending=args.scale <= 0.0,
                 scattered=table is not None and k.shape[1] % tiling.forward.n != 0,
                 tail=cu_q is not None or seqlen_q % tiling.dkdv.m != 0,
-                edges=columns or cu_q is not None or not (all_see and seqlen_k),
-                present=present,
+                edges=features.columns or cu_q is not None or not (all_see and seqlen_k),
+                present=tuple([t is not None for t in (*vectors, args.bounds, args.cu_seqlens_k)]),
+                sink=None if args.sink is None else args.sink.dtype,
                 device=q.device.index,
             ),
             config=tiling,
@@ -155,14 +153,14 @@ class Call:
 
 def dims(variant: Variant) -> dict[str, int]:
     """Head dims as the kernels' constants."""
-    d, dv = variant.head_dim, variant.head_dim_v
-    width, width_v = tile_widths(d, dv, variant.dtype.itemsize)
+    d, dv = variant.features.head_dim, variant.features.head_dim_v
+    width, width_v = tile_widths(d, dv, variant.features.dtype.itemsize)
     return {"DIM": d, "DIM_V": dv, "D": width, "DV": width_v, "UNIT": variant.unit}
 
 
-def out_strides(t: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor that we allocated, in device.py's OUT_UNIT elements."""
-    return tuple([s // UNIT for s in _strides(t)])
+def strides_in(unit: int, t: Tensor) -> tuple[int, ...]:
+    """Strides of a tensor as kernels take them, in units of so many elements: device.py's OUT_UNIT where we allocated it."""
+    return tuple([s // unit for s in _strides(t)])
 
 
 def lse_strides(lse: Tensor) -> tuple[int, int]:

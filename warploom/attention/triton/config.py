@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels: one table, no search at run time. Times in docs/lab-notes.md, "Triton attention"."""
+"""Tiles of the attention kernels: one table, no search at run time. Times are in docs/lab-notes/attention-triton.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+
+from warploom.attention.features import Features
 
 
 @dataclass(frozen=True)
@@ -91,24 +93,22 @@ _BOXES_COLUMNS = {
 
 
 @cache
-def config(
-    dtype: torch.dtype, head_dim: int, head_dim_v: int, capability: int, columns: bool, boxes: bool, dropout: bool = False
-) -> Config:
-    """The variant for a dtype, the wider of the two head dims and a compute capability (90 for Hopper).
+def config(features: Features, capability: int, boxes: bool) -> Config:
+    """The variant for a call's dtype, the wider of its head dims, its mask and a compute capability (90 for Hopper).
 
-    `columns`: under a column mask. `boxes`: tensor descriptors can say all that the kernels read.
+    `boxes`: tensor descriptors can say all that the kernels read.
     """
-    width = next(w for w in (64, 128, 256) if max(head_dim, head_dim_v) <= w)
-    if dtype == torch.float32:
+    width = next(w for w in (64, 128, 256) if max(features.head_dim, features.head_dim_v) <= w)
+    if features.dtype == torch.float32:
         return _FLOAT32[width]
     # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
     if not 90 <= capability < 120:
         return _AMPERE[width]
     if boxes:
-        found = (_BOXES_COLUMNS if columns else _BOXES)[width]
+        found = (_BOXES_COLUMNS if features.columns else _BOXES)[width]
     else:
-        found = (_HOPPER_COLUMNS if columns else _HOPPER)[width]
-    if dropout and width == 256:
+        found = (_HOPPER_COLUMNS if features.columns else _HOPPER)[width]
+    if features.dropout and width == 256:
         # Random words change their layout through shared memory: with three stages dK asks for 228.5 of 227 KiB.
         found = replace(found, dkdv=replace(found.dkdv, stages=2))
     return found

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.call import Call, Variant, dims, lse_strides, out_strides
+from warploom.attention.triton.call import UNIT, Call, Variant, dims, lse_strides, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
 from warploom.kernels.triton.widths import tile_widths
@@ -33,7 +33,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
             (tiles * batches * call.heads, 1),
             *(q, k, v, out, lse, *call.vectors, args.bounds, args.sink, _seed(args), *call.sequences, table),
             *_key_boxes(k, v, tiling, call.variant),
-            *(*call.strides, *out_strides(out), *lse_strides(lse), *call.mask_strides, *call.bounds_strides),
+            *(*call.strides, *strides_in(UNIT, out), *lse_strides(lse), *call.mask_strides, *call.bounds_strides),
             *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, k.shape[0], k.shape[1]),
             *call.mask,
         )
@@ -60,7 +60,7 @@ def backward(
         _rows_launch(variant, row_tile)(
             grid,
             *(out, dout, lse, dlse, rows, edges, args.cu_seqlens_q, q, args.sink),
-            *(*call.strides[:3], *out_strides(out), *call.strides[9:], *lse_strides(lse)),
+            *(*strides_in(variant.unit, q), *strides_in(UNIT, out), *strides_in(variant.unit, dout), *lse_strides(lse)),
             *(call.batches, row_tiles, call.seqlen_q, call.seqlen_k, call.heads),
         )
         tiling = call.config.dkdv
@@ -72,7 +72,7 @@ def backward(
             _dkdv_launch(variant, tiling, part, with_edges)(
                 (tiles * batches * call.heads_kv, 1),
                 *(rows_of[0], k, v, rows_of[1], rows, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
-                *(*call.strides, *out_strides(dk), *out_strides(dv), *call.mask_strides, *call.bounds_strides),
+                *(*call.strides, *strides_in(UNIT, dk), *strides_in(UNIT, dv), *call.mask_strides, *call.bounds_strides),
                 *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
             )
         tiling = call.config.dq
@@ -81,7 +81,7 @@ def backward(
             (tiles * batches * call.heads, 1),
             *(*inputs, dq, *call.vectors, args.bounds, _seed(args), *call.sequences),
             *_key_boxes(k, v, tiling, variant),
-            *(*call.strides, *out_strides(dq), *call.mask_strides, *call.bounds_strides),
+            *(*call.strides, *strides_in(UNIT, dq), *call.mask_strides, *call.bounds_strides),
             *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
         )
     return dq, dk, dv, _dsink(args, dout, dlse, out, lse)
@@ -89,7 +89,8 @@ def backward(
 
 def _box_pair(t: Tensor, t_v: Tensor, rows: int, variant: Variant) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Tensors of head_dim and head_dim_v, (batch, seqlen, heads, ·), read by the copy engine `rows` of one head at a time."""
-    widths = tile_widths(variant.head_dim, variant.head_dim_v, variant.dtype.itemsize)
+    features = variant.features
+    widths = tile_widths(features.head_dim, features.head_dim_v, features.dtype.itemsize)
     first, second = (
         TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width])
         for x, width in zip((t, t_v), widths, strict=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from warploom.attention.views import aligned
 from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned
 from warploom.runtime.device import on_device
 
 if TYPE_CHECKING:
@@ -71,6 +71,4 @@ def _walk(
 def _function(*variant: Any) -> Callable[..., None]:
     """The module's function of a variant, named as ``plan.config`` has it."""
     found = config(*variant)
-    if modules.loaded(found.spec) is None and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{found.name} is not loaded, which a capturing stream cannot do: make such a call before")
-    return modules.load(found.spec)
+    return modules.fetch(found.spec)

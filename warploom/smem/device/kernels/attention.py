@@ -21,23 +21,26 @@ def refusal() -> str | None:
     """Why the forward cannot run here, or None."""
     from warploom.attention import ampere
 
-    return ampere.available() or modules.cannot_build()
+    return ampere.BACKEND.available() or modules.cannot_build()
 
 
 def layouts() -> dict[str, ForwardConfig]:
     """The variants for this device by layout, the same but for `swizzle` and `pad`."""
-    from warploom.attention.ampere.plan import config
-
-    swizzled = config(torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEAD_DIM, False, False)
+    swizzled = _variant()
     plain = replace(swizzled, swizzle=False)
     return {"plain": plain, "padded": replace(plain, pad=PAD), "swizzled": swizzled}
 
 
 def causal() -> ForwardConfig:
     """The swizzled variant under a causal mask."""
-    from warploom.attention.ampere.plan import config
+    return _variant(right=True)
 
-    return config(torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEAD_DIM, True, False)
+
+def _variant(right: bool = False) -> ForwardConfig:
+    from warploom.attention.ampere.plan import config
+    from warploom.attention.features import Features
+
+    return config(torch.cuda.get_device_capability(), Features(torch.bfloat16, HEAD_DIM, HEAD_DIM, right=right))
 
 
 def name(layout: str) -> str:

@@ -1,0 +1,83 @@
+"""What a call carries: the one list of features that kernels are chosen, named, kept and compiled by."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from warploom.attention.problem import AttentionArgs, AttentionProblem
+
+
+class Features(NamedTuple):
+    """A call without its lengths, heads and values: what another kernel may be compiled for.
+
+    Dispatch has a problem and a launch has arguments: ``of`` and ``of_args`` read the same features from either.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    right: bool = False  # keys right of p + right are hidden (causal: right = 0)
+    left: bool = False  # keys left of p - left are hidden
+    columns: bool = False  # of the mask hide rows
+    softcap: bool = False
+    sink: bool = False
+    dropout: bool = False
+    varlen: bool = False  # packed sequences
+    paged: bool = False  # whose keys lie in pages
+    used: bool = False  # whose keys may end early (seqused_k)
+    deterministic: bool = False  # gradients have equal bits in every run
+    dlse: bool = False  # a gradient arrives through lse too
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, dlse: bool = False) -> Features:
+        return cls(
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            right=problem.right is not None,
+            left=problem.left is not None,
+            columns=bool(problem.columns),
+            softcap=problem.softcap,
+            sink=problem.sink,
+            dropout=problem.dropout,
+            varlen=problem.layout != "dense",
+            paged=problem.layout == "paged",
+            used=problem.seqused,
+            deterministic=problem.deterministic,
+            dlse=dlse,
+        )
+
+    @classmethod
+    def of_args(cls, args: AttentionArgs, dlse: bool = False) -> Features:
+        """At every launch: by position, which takes half as long."""
+        q = args.q
+        return cls(
+            q.dtype,
+            q.shape[-1],
+            args.v.shape[-1],
+            args.right is not None,
+            args.left is not None,
+            args.lts is not None or args.lte is not None or args.uts is not None or args.ute is not None,
+            args.softcap != 0.0,
+            args.sink is not None,
+            args.dropout_p > 0.0,
+            args.cu_seqlens_q is not None,
+            args.block_table is not None,
+            args.seqused_k is not None,
+            args.deterministic,
+            dlse,
+        )
+
+    @property
+    def dtype_name(self) -> str:
+        """As a configuration has it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def flags(self, config: Any) -> dict[str, bool]:
+        """Those that a configuration, a dataclass, has as fields of the same names; the others are no matter to its kernels."""
+        names = {field.name for field in fields(config)}
+        return {name: flag for name, flag in self._asdict().items() if isinstance(flag, bool) and name in names}
