@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from warploom import attention, linear_attention
-from warploom.linear.feature_maps import NAMED, RandomFeatures, resolve
+from warploom import attention, linear_attention, linear_attention_step
+from warploom.linear.feature_maps import NAMED, RandomFeatures, map_in_place, resolve, through_map_in_place
+from warploom.linear.state import LinearState
+
+SPECIAL = [0.0, 1e-40, 1e-30, 1e-3, 0.5, 1.0, 12.0, 20.0, 50.0, 88.8, 104.0, 1e10, 1e38, float("inf")]
 
 
 def test_names_callables_and_pairs() -> None:
@@ -17,6 +20,37 @@ def test_names_callables_and_pairs() -> None:
     assert resolve("elu+1") == ("elu+1", "elu+1")
     assert resolve(torch.exp) == (torch.exp, torch.exp)
     assert resolve((torch.exp, "relu")) == (torch.exp, "relu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NAMED)
+def test_maps_in_place_and_their_slopes_are_those_of_autograd(name: str, dtype: torch.dtype) -> None:
+    """At NaN, infinities and zeros of both signs too; tests/kernels asks the same of Triton's."""
+    x = torch.tensor([*SPECIAL, *(-x for x in SPECIAL), float("nan")], dtype=dtype)
+    leaf = x.clone().requires_grad_()
+    want = NAMED[name](leaf)
+    (slope,) = torch.autograd.grad(want.sum(), leaf)
+    mapped = map_in_place(name, x.clone(), torch.empty_like(x))
+    found = through_map_in_place(name, torch.ones_like(x), mapped, torch.empty_like(x))
+    # An exponent of up to 150 in log2 units is rounded to 24 bits before the power is taken.
+    near = {"rtol": 2.0**-16, "atol": 2.0**-126, "equal_nan": True}
+    torch.testing.assert_close(mapped, want.detach(), **near)
+    torch.testing.assert_close(found, slope, **near)
+    assert slope[-1].isnan() == (name == "elu+1")
+    if name != "elu+1":
+        assert torch.equal(mapped.signbit()[:-1], want.signbit()[:-1])
+
+
+def test_elu_plus_one_had_lost_the_digits_of_small_numbers() -> None:
+    """It was torch's elu, near -1, plus 1: at -15 in fp32, as a step computes it, nothing was right, and in fp64 at -37."""
+    x = torch.tensor([-5.0, -12.0, -15.0, -20.0, -37.0, -60.0])
+    for dtype, near in ((torch.float32, 2.0**-20), (torch.float64, 2.0**-48)):
+        torch.testing.assert_close(NAMED["elu+1"](x.to(dtype)), x.to(dtype).exp(), rtol=near, atol=0.0)
+    q, k, v = torch.full((1, 1, 8), -15.0), torch.zeros(1, 1, 8), torch.ones(1, 1, 4)
+    state = LinearState(torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 8))
+    stepped, _ = linear_attention_step(q, k, v, state, normalize=False)
+    whole = linear_attention(q[:, None], k[:, None], v[:, None], normalize=False)
+    torch.testing.assert_close(stepped, whole[:, 0], rtol=2.0**-16, atol=0.0)
 
 
 def test_errors_name_the_argument() -> None:

@@ -1,4 +1,8 @@
-"""The maps that linear attention applies to queries and keys."""
+"""The maps that linear attention applies to queries and keys, in torch.
+
+Triton's are in warploom/kernels/triton/feature_maps.py. tests/kernels holds all of them to one answer, at NaN and infinities
+too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warploom.runtime import arguments
@@ -17,8 +20,12 @@ FeatureMaps = str | FeatureMap | tuple[str | FeatureMap, str | FeatureMap]
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1, positive everywhere (Katharopoulos et al., 2020, eq. 7)."""
-    return F.elu(x) + 1
+    """elu(x) + 1, positive everywhere (Katharopoulos et al., 2020, eq. 7).
+
+    Not by adding 1 to torch's elu: near -1 that has lost the digits of e^x.
+    """
+    positive = x > 0
+    return torch.where(positive, x + 1, x.masked_fill(positive, 0.0).exp())
 
 
 def identity(x: Tensor) -> Tensor:
@@ -27,6 +34,33 @@ def identity(x: Tensor) -> Tensor:
 
 
 NAMED: dict[str, FeatureMap] = {"elu+1": elu_plus_one, "relu": torch.relu, "identity": identity}
+
+
+# What turns exponents of e into those of 2.
+_LOG2E = math.log2(math.e)
+
+
+def map_in_place(name: str, x: Tensor, spare: Tensor) -> Tensor:
+    """A map of ``NAMED`` applied to x in place, for who needs no autograd; ``spare``, of x's shape, is written over."""
+    if name == "relu":
+        return x.clamp_(min=0)
+    if name == "identity":
+        return x
+    # exp(min(x, 0)) + max(x, 0). torch's exp2 takes half of exp's time; fp64 keeps its digits.
+    positive = torch.clamp(x, min=0, out=spare)
+    x.clamp_(max=0)
+    return (x.exp_() if x.dtype == torch.float64 else x.mul_(_LOG2E).exp2_()).add_(positive)
+
+
+def through_map_in_place(name: str, gradient: Tensor, mapped: Tensor, spare: Tensor) -> Tensor:
+    """The gradient of x from that of ``mapped``, a map of x, in place: the slope follows from the value. As autograd has it,
+    the gradient passes ReLU where x is NaN.
+    """
+    if name == "relu":
+        return gradient.masked_fill_(mapped <= 0, 0.0)
+    if name == "identity":
+        return gradient
+    return gradient.mul_(torch.clamp(mapped, max=1.0, out=spare))
 
 
 def resolve(feature_map: FeatureMaps) -> tuple[str | FeatureMap, str | FeatureMap]:

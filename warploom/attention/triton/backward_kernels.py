@@ -696,6 +696,8 @@ def dq_kernel(
     lse2 = tl.load(rows_ptrs, mask=inside, other=float("inf"))
     delta = tl.load(rows_ptrs + ROW_TILE, mask=inside, other=0.0)
     state = (tl.zeros([M, D], tl.float32),)
+    band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
+    mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
     (dq,) = attend(
         _dq_step,
         state,
@@ -703,16 +705,7 @@ def dq_kernel(
         lengths,
         Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
         Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
-        Mask(
-            Band(left, right),
-            Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr),
-            stride_mb,
-            stride_mh,
-            bounds_ptr,
-            stride_bb,
-            stride_bh,
-            mask_group,
-        ),
+        mask,
         Pages(None, 0, 1, 1, None),
         Softmax(scale, softcap, 1 if DESCENDING else None),
         Dropout(seed_ptr, threshold, head, keep_scale),

@@ -144,7 +144,7 @@ class Call:
     def tiles(self, seqlen: int, rows: int) -> tuple[int, int]:
         """Tiles of `rows` that cover seqlen, and how many batches have each of them.
 
-        Packed tokens take a few slots more, one batch of them: see `find_tile` in device.py.
+        Packed tokens take a few slots more, one batch of them: see `warploom.kernels.triton.packed`.
         """
         if self.packed:
             return seqlen // rows + self.batches + 1, 1

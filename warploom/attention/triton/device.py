@@ -32,7 +32,9 @@ EDGE = tl.constexpr(3)
 
 
 # None in a tuple of the kernels' context means that the call has no such thing; it is known when compiling. (Triton turns
-# other constants in an assigned tuple into run-time values.)
+# other constants in an assigned tuple into run-time values.) Kernels make these tuples of flat arguments: Triton 3.6 launches
+# no kernel with a tensor descriptor in a tuple, specialises all members of one alike, and takes it apart on the host at every
+# launch.
 
 
 class Band(NamedTuple):

@@ -173,6 +173,8 @@ def forward_kernel(
         tl.full([M], float("-inf"), tl.float32),
     )
     live_v = None if DIM_V == DV else dims_v < DIM_V
+    band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
+    mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
     acc, total, top = attend(
         _step,
         state,
@@ -180,16 +182,7 @@ def forward_kernel(
         lengths,
         Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
         Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
-        Mask(
-            Band(left, right),
-            Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr),
-            stride_mb,
-            stride_mh,
-            bounds_ptr,
-            stride_bb,
-            stride_bh,
-            mask_group,
-        ),
+        mask,
         Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None),
         Softmax(scale, softcap, 1 if DESCENDING else None),
         Dropout(seed_ptr, threshold, head, keep_scale),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from warploom.kernels.triton.widths import power_of_two
+
 # Splits of a group, which one program may stream whole: fewer parts to store and merge. Writing the parts costs several
 # times their share of the bytes (8 MB beside 1 GB of keys: 15 of 365 us on an H100).
 GROUP_SPLITS = 8
@@ -40,8 +42,3 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         warps=4 if block_m <= 32 else 8,
         stages=3,
     )
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()

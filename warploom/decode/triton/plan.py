@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.decode.triton.config import GROUP_SPLITS, Config, config, power_of_two
-from warploom.decode.triton.kernels import merge_kernel, split_kernel
-from warploom.kernels.triton.widths import tile_widths
+from warploom.decode.triton.config import GROUP_SPLITS, Config, config
+from warploom.decode.triton.kernels import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, merge_kernel, split_kernel
+from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
 
 # Programs that keep a large GPU's memory busy in whole waves: from this many groups of splits on, a program takes a whole
@@ -98,10 +98,12 @@ def _constants(
     s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, least: bool, merge_dim: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
-    if s.table_width <= 1:
-        pages = s.table_width
+    if s.table_width == 0:
+        pages = CONTIGUOUS
+    elif s.table_width == 1:
+        pages = ONE_PAGE
     else:
-        pages = 2 if s.page_size % c.block_n == 0 else 3
+        pages = TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
     shared = {
         "T": s.queries,
         "HEAD_DIM_V": s.head_dim_v,
@@ -124,7 +126,7 @@ def _constants(
         "M": c.block_m,
         "D": width,
         "DV": width_v,
-        "PAGES": pages,
+        "PAGES": pages.value,
         "SOFTCAP": s.softcap,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,

@@ -67,9 +67,9 @@ def only(fx, inside, MAP: tl.constexpr):
 
 @triton.jit
 def through_map(gradient, fx, MAP: tl.constexpr):
-    """The gradient of x from that of fx = phi(x); as torch has it, ReLU's passes where x is NaN."""
+    """The gradient of x from that of fx = phi(x); as torch has it, ReLU's passes where x is NaN, and elu's is NaN there."""
     if MAP == ELU_PLUS_ONE:
-        return gradient * tl.minimum(fx.to(tl.float32), 1.0)
+        return gradient * tl.minimum(fx.to(tl.float32), 1.0, propagate_nan=tl.PropagateNan.ALL)
     elif MAP == RELU:
         return tl.where(fx <= 0.0, 0.0, gradient)
     else:

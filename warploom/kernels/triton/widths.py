@@ -8,6 +8,11 @@ from functools import cache
 _WIDEST_SWIZZLE = 128
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @cache
 def tile_widths(head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, int]:
     """Elements of a tile's row for head_dim and for head_dim_v: powers of two, at least a tensor core's depth of 16.
@@ -19,5 +24,5 @@ def tile_widths(head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, int
     """
     row = _WIDEST_SWIZZLE // itemsize
     least = row if itemsize == 4 else 16
-    width, width_v = (max(least, 1 << (dim - 1).bit_length()) for dim in (head_dim, head_dim_v))
+    width, width_v = (max(least, power_of_two(dim)) for dim in (head_dim, head_dim_v))
     return max(width, min(width_v, row)), max(width_v, min(width, row))

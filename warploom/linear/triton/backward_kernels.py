@@ -14,11 +14,14 @@ it to every warpgroup whole.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY, through_map
 from warploom.linear.triton.device import (
+    Source,
     dot,
     head_base,
     load_chunk,
@@ -35,6 +38,31 @@ from warploom.linear.triton.device import (
     times,
 )
 from warploom.linear.triton.lookback import own_sums, sums_before
+
+
+class Tensors(NamedTuple):
+    """What dK and dV are made of; norm and delta (batch, heads, seqlen_q) are None unless normalised."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    norm: Any
+    delta: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class States(NamedTuple):
+    """dS and dz after a segment, and room for those before it, each None where there is none: number `index`, if it `lives`."""
+
+    index: Any
+    lives: Any
+    s: Any
+    z: Any
+    s_out: Any
+    z_out: Any
+
 
 # What dq_kernel computes of a block of E: delta sums over E, so several blocks need it known before any dQ.
 WHOLE = tl.constexpr(0)  # delta and dQ: the only block
@@ -127,10 +155,10 @@ def dq_kernel(
     m = tl.arange(0, DM)
     rows = n.to(tl.int64) if WIDE else n
     dtype = v_ptr.dtype.element_ty
-    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
-    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
-    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
-    do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
+    q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head, UNIT)
+    k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_kv, UNIT)
+    v_base = head_base(Source(v_ptr, stride_vb, stride_vs, stride_vh), at, head_kv, UNIT)
+    do_base = head_base(Source(dout_ptr, stride_ob, stride_os, stride_oh), at, head, UNIT)
     norm_base = row_base(norm_ptr, at, head, heads, seqlen_q) if NORMALIZE else norm_ptr
     if NORMALIZE:
         delta_base = row_base(delta_ptr, at, head, heads, seqlen_q)
@@ -292,11 +320,18 @@ def dkdv_kernel(
         return
     stop = tl.minimum(stop, at.first + segment)
     state_index = tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * heads_kv + head_kv
-    arguments = (
-        at, stop, block, head_kv, heads_kv, state_index, at.sequence < sequences, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr,
-        norm_ptr, delta_ptr, s_ptr, z_ptr, s_out_ptr, z_out_ptr, lengths_ptr, stride_qb, stride_qs, stride_qh, stride_kb,
-        stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, seqlen_q, seqlen_k, scale,
-    )  # fmt: skip
+    tensors = Tensors(
+        Source(q_ptr, stride_qb, stride_qs, stride_qh),
+        Source(k_ptr, stride_kb, stride_ks, stride_kh),
+        Source(v_ptr, stride_vb, stride_vs, stride_vh),
+        Source(dout_ptr, stride_ob, stride_os, stride_oh),
+        norm_ptr,
+        delta_ptr,
+        seqlen_q,
+        seqlen_k,
+    )
+    states = States(state_index, at.sequence < sequences, s_ptr, z_ptr, s_out_ptr, z_out_ptr)
+    arguments = (at, stop, block, head_kv, heads_kv, tensors, states, dk_ptr, dv_ptr, lengths_ptr, scale)
     # A tuple would not keep constants.
     if not PAIRED:
         _gradients(*arguments, WITH_DK, WITH_DV, E, M, BE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
@@ -313,35 +348,11 @@ def _gradients(
     block,
     head_kv,
     heads_kv,
-    state_index,
-    lives,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
+    tensors,
+    states,
     dk_ptr,
     dv_ptr,
-    norm_ptr,
-    delta_ptr,
-    s_ptr,
-    z_ptr,
-    s_out_ptr,
-    z_out_ptr,
     lengths_ptr,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    seqlen_q,
-    seqlen_k,
     scale,
     WITH_DK: tl.constexpr,
     WITH_DV: tl.constexpr,
@@ -364,17 +375,17 @@ def _gradients(
     e = tl.arange(0, BE) if WITH_DV else block * BE + tl.arange(0, BE)
     m = tl.arange(0, BM) if WITH_DK else block * BM + tl.arange(0, BM)
     rows = n.to(tl.int64) if WIDE else n
-    dtype = v_ptr.dtype.element_ty
-    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
-    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
+    dtype = tensors.v.pointer.dtype.element_ty
+    k_base = head_base(tensors.k, at, head_kv, UNIT)
+    v_base = head_base(tensors.v, at, head_kv, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
     # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it.
     dz = tl.zeros([C, BE], tl.float32)
-    if s_ptr is not None:
-        ds = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-    if z_ptr is not None:
-        first = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+    if states.s is not None:
+        ds = tl.trans(load_state(states.s, states.index, states.lives, e, m, E, M))
+    if states.z is not None:
+        first = tl.load(states.z + states.index * E + e, mask=(e < E) & states.lives, other=0.0)
         dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
@@ -382,15 +393,15 @@ def _gradients(
     CARRIED: tl.constexpr = WITH_DV and MAP_K != IDENTITY
     if CARRIED:
         t = at.first + tl.maximum(chunks - 1, 0) * C
-        fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
+        fk = load_operand(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
         if WITH_DV and not CARRIED:
-            fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, at.len_k, E, E % BE == 0)
+            fk = load_chunk(k_base, t, rows, e, tensors.k.stride_s * UNIT, at.len_k, E, E % BE == 0)
         v = None
         if WITH_DK:
-            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M % BM == 0)
+            v = load_chunk(v_base, t, rows, m, tensors.v.stride_s * UNIT, at.len_k, M, M % BM == 0)
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
@@ -399,9 +410,8 @@ def _gradients(
             for g in tl.range(0, GROUP, num_stages=STAGES):
                 head = head_kv * GROUP + g
                 f, delta, dout, common = _weights(
-                    at, head, heads_kv * GROUP, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
-                    stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
-                )  # fmt: skip
+                    at, head, heads_kv * GROUP, t, rows, e, m, tensors, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
+                )
                 if WITH_DV:
                     dv = _to_values(dv, fk, f, dout, common, C)
                 if WITH_DK:
@@ -411,29 +421,28 @@ def _gradients(
                 next_ds = _to_state(next_ds, f, dout, common)
         if CAUSAL and GROUP == 1:
             f, delta, dout, common = _weights(
-                at, head_kv, heads_kv, t, rows, e, m, q_ptr, dout_ptr, norm_ptr, delta_ptr, stride_qb, stride_qs,
-                stride_qh, stride_ob, stride_os, stride_oh, seqlen_q, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT,
-            )  # fmt: skip
+                at, head_kv, heads_kv, t, rows, e, m, tensors, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
+            )
         # One gradient after the other, so that few accumulators live at once.
         if WITH_DV:
             if CAUSAL and GROUP == 1:
                 dv = _to_values(dv, fk, f, dout, common, C)
             dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
-            store_chunk(dv_ptr, at, seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
+            store_chunk(dv_ptr, at, tensors.seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
             if CAUSAL and GROUP == 1:
                 dk, w = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
             dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
-            if NORMALIZE or z_ptr is not None:
+            if NORMALIZE or states.z is not None:
                 dk -= _pairs_of_rows(dz)
             if MAP_K != IDENTITY:
                 if not WITH_DV:
-                    fk = load_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K)
+                    fk = load_keys(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K)
                 dk = through_map(dk, fk, MAP_K)
             elif lengths_ptr is not None:
                 # Keys that were not read have no gradient; the other maps' slope is 0 there.
                 dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
-            store_chunk(dk_ptr, at, seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
+            store_chunk(dk_ptr, at, tensors.seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
         if CAUSAL and GROUP == 1:
             ds = _to_state(ds, f, dout, common)
             if WITH_DK and NORMALIZE:
@@ -443,11 +452,11 @@ def _gradients(
         if CARRIED:
             # The first chunk again in the end, so that nothing before the segment is read.
             t = tl.maximum(t - C, at.first)
-            fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
+            fk = load_operand(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
 
-    if WITH_DK and s_out_ptr is not None:
-        store_state(s_out_ptr, state_index, lives, e, m, tl.trans(ds), E, M)
-        tl.store(z_out_ptr + state_index * E + e, tl.sum(dz, 0) * (-2.0 / C), mask=(e < E) & lives)
+    if WITH_DK and states.s_out is not None:
+        store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
+        tl.store(states.z_out + states.index * E + e, tl.sum(dz, 0) * (-2.0 / C), mask=(e < E) & states.lives)
 
 
 @triton.jit
@@ -459,17 +468,7 @@ def _weights(
     rows,
     e,
     m,
-    q_ptr,
-    dout_ptr,
-    norm_ptr,
-    delta_ptr,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    seqlen_q,
+    tensors,
     scale,
     E: tl.constexpr,
     M: tl.constexpr,
@@ -484,16 +483,16 @@ def _weights(
 
     Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
     """
-    dtype: tl.constexpr = dout_ptr.dtype.element_ty
+    dtype: tl.constexpr = tensors.dout.pointer.dtype.element_ty
     n = tl.arange(0, C)
-    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
-    do_base = head_base(dout_ptr, at, head, stride_ob, stride_os, stride_oh, UNIT)
-    fq = load_queries(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q)
-    dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M % BM == 0)
+    q_base = head_base(tensors.q, at, head, UNIT)
+    do_base = head_base(tensors.dout, at, head, UNIT)
+    fq = load_queries(q_base, t, rows, at.len_q, e, tensors.q.stride_s * UNIT, E, E % BE == 0, MAP_Q)
+    dout = load_chunk(do_base, t, rows, m, tensors.dout.stride_s * UNIT, at.len_q, M, M % BM == 0)
     live = t + n < at.len_q
     factor = tl.full([C], 1.0, tl.float32) * scale
     if NORMALIZE:
-        factor = scale / tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
+        factor = scale / tl.load(row_base(tensors.norm, at, head, heads, tensors.seqlen_q) + t + n, mask=live, other=1.0)
     f = fq * factor[:, None]
     common = 1.0
     if dtype == tl.float16:
@@ -502,7 +501,7 @@ def _weights(
         f = f / common
     delta = tl.zeros([C], tl.float32)
     if NORMALIZE:
-        delta = tl.load(row_base(delta_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=0.0)
+        delta = tl.load(row_base(tensors.delta, at, head, heads, tensors.seqlen_q) + t + n, mask=live, other=0.0)
     return f.to(dtype), delta, dout, common
 
 

@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from warploom.kernels.triton.widths import power_of_two
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -129,4 +131,4 @@ def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool,
 
 def padded(dim: int) -> int:
     """The smallest power of two that holds dim and is a warpgroup's rows: states narrower than that have no wgmma."""
-    return max(64, 1 << (dim - 1).bit_length())
+    return max(64, power_of_two(dim))

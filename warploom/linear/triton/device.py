@@ -6,7 +6,7 @@ z = sum of phi(k) (E,), both fp32. A slot is one segment of one sequence; tokens
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,6 +18,15 @@ from warploom.kernels.triton.packed import find_tile
 
 # Terms of one sum on tensor cores where operands are fp32: each step of eight or fewer rounds towards zero.
 DEPTH = tl.constexpr(32)
+
+
+class Source(NamedTuple):
+    """A tensor (batch, seqlen, heads, ·) that is read; strides in units of UNIT elements."""
+
+    pointer: Any
+    stride_b: Any
+    stride_s: Any
+    stride_h: Any
 
 
 class Place(NamedTuple):
@@ -54,10 +63,10 @@ def place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seq
 
 
 @triton.jit
-def head_base(pointer, at, head, stride_b, stride_s, stride_h, UNIT: tl.constexpr):
-    """The head's first token of the sequence. Strides come in units of UNIT elements."""
-    steps = at.batch * stride_b + at.start * stride_s + tl.cast(head, tl.int64) * stride_h
-    return pointer + steps * UNIT
+def head_base(x, at, head, UNIT: tl.constexpr):
+    """The head's first token of the sequence."""
+    steps = at.batch * x.stride_b + at.start * x.stride_s + tl.cast(head, tl.int64) * x.stride_h
+    return x.pointer + steps * UNIT
 
 
 @triton.jit

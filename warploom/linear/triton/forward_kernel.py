@@ -14,6 +14,7 @@ import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY
 from warploom.linear.triton.device import (
+    Source,
     columns_operand,
     dot,
     head_base,
@@ -119,9 +120,9 @@ def forward_kernel(
     m = block * BM + tl.arange(0, BM)
     rows = n.to(tl.int64) if WIDE else n
     dtype = v_ptr.dtype.element_ty
-    q_base = head_base(q_ptr, at, head, stride_qb, stride_qs, stride_qh, UNIT)
-    k_base = head_base(k_ptr, at, head_kv, stride_kb, stride_ks, stride_kh, UNIT)
-    v_base = head_base(v_ptr, at, head_kv, stride_vb, stride_vs, stride_vh, UNIT)
+    q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head, UNIT)
+    k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_kv, UNIT)
+    v_base = head_base(Source(v_ptr, stride_vb, stride_vs, stride_vh), at, head_kv, UNIT)
 
     s = tl.zeros([BM, DE], tl.float32)
     # Sixteen equal columns: the narrowest right factor of a tensor core.

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
+    Source,
     dot,
     head_base,
     load_chunk,
@@ -101,8 +102,8 @@ def state_kernel(
         # Towards where who reads them next begins: dK and dV at a segment's end, out and dQ at its start.
         t = at.first + (i // GROUP if BACKWARD else chunks - 1 - i // GROUP) * C
         head = head_kv * GROUP + i % GROUP
-        x_base = head_base(x_ptr, at, head, stride_xb, stride_xs, stride_xh, UNIT)
-        y_base = head_base(y_ptr, at, head, stride_yb, stride_ys, stride_yh, UNIT)
+        x_base = head_base(Source(x_ptr, stride_xb, stride_xs, stride_xh), at, head, UNIT)
+        y_base = head_base(Source(y_ptr, stride_yb, stride_ys, stride_yh), at, head, UNIT)
         y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
         if BACKWARD:
             fx = load_queries(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
