@@ -233,7 +233,7 @@ def _preparation(
 
 
 def _bounds(mask: ResolvedMask, seqlen: int) -> Tensor:
-    return torch.ops.warploom.column_bounds(*mask[2:], mask.left, mask.right, seqlen)  # type: ignore[no-any-return]
+    return torch.ops.warploom.column_bounds(*mask.vectors, mask.left, mask.right, seqlen)  # type: ignore[no-any-return]
 
 
 def _compare(
