@@ -167,12 +167,3 @@ def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
     k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
     table = cache.block_table if paged else None
     return DecodeArgs(q, k, v, cache.lengths, table, None, None, 0, 0.25, 0.0, "triton")
-
-
-def test_numbers_come_in_the_kernels_order() -> None:
-    """A field set aside by its place would reach the merge under another's name."""
-    split, merge = (list(inspect.signature(kernel.fn).parameters) for kernel in (plan.split_kernel, plan.merge_kernel))
-    numbers = launch.Numbers._fields
-    assert split[split.index("stride_table") + 1 :][: len(numbers)] == list(numbers)
-    named = launch.Numbers(*numbers).merging("heads_q")  # type: ignore[arg-type]
-    assert merge[merge.index("lse_ptr") + 1 :][: len(named)] == list(named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,10 @@ from warploom.runtime.triton_launch import RawLaunch
 _FAR = 2**30
 
 
-class Numbers(NamedTuple):
-    """What `split_kernel` takes after its strides, under its names and in its order."""
-
-    programs: int
-    grouped: int
-    max_units: int
-    capacity: int
-    pages: int
-    page_shift: int
-    page_mask: int
-    left: int
-    right: int
-    scale: float
-    softcap: float
-
-    def merging(self, heads_q: int) -> tuple[int, int, int, int, int, int]:
-        """What `merge_kernel` takes after its pointers."""
-        return heads_q, self.grouped, self.max_units, self.capacity, self.left, self.right
-
-
 def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
-    p, strides, numbers = _plan_of(args)
-    q, k, v, lengths, table, sink = args.q, args.k, args.v, args.lengths, args.block_table, args.sink
+    p, numbers = _plan_of(args)
+    q, _, v, lengths, _, sink, *_ = args
     batch, queries, heads_q, _ = q.shape
     out = q.new_empty((batch, queries, heads_q, v.shape[3]))
     lse = q.new_empty((batch, heads_q, queries), dtype=torch.float32)
@@ -49,19 +29,18 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
         part_lse = q.new_empty((p.parts,), dtype=torch.float32)
     with on_device(q):
-        p.split(p.grid, q, k, v, lengths, table, sink, part_out, part_lse, *strides, *numbers)
+        p.split(p.grid, *args[:6], part_out, part_lse, *numbers)
         if p.merge is not None:
-            p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *numbers.merging(heads_q))
+            p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
 
 
 class Ready:
     """A decode call whose cache, shapes and options are known: what is left of the host's work, pointers and launches."""
 
-    def __init__(self, args: DecodeArgs, split: RawLaunch, merge: RawLaunch | None):
-        p, strides, numbers = _plan_of(args)
+    def __init__(self, args: DecodeArgs, p: Plan, numbers: tuple[Any, ...], split: RawLaunch, merge: RawLaunch | None):
         q, v = args.q, args.v
-        self._cache = args.k, v, args.lengths, args.block_table
+        self._cache = args[1:5]
         self._device = q.device.index
         self._out_shape = (*q.shape[:3], v.shape[3])
         self._lse_shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -70,9 +49,9 @@ class Ready:
         self._part_out = self._part_lse + -(-p.parts // 4) * 16
         parts = 0 if merge is None else p.parts * v.shape[3]
         self._buffer = self._part_out // 4 + parts
-        self._split, self._split_grid, self._split_numbers = split, p.grid, (*strides, *numbers)
+        self._split, self._split_grid, self._split_numbers = split, p.grid, numbers
         self._merge, self._merge_grid = merge, p.merge_grid
-        self._merge_numbers = numbers.merging(q.shape[2])
+        self._merge_numbers = _merge_numbers(p, q.shape[2], numbers)
 
     def __call__(self, q: Tensor, sink: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
         """Out and, if asked for, lse; None where this q or device does not fit and the call must take the long way."""
@@ -87,15 +66,20 @@ class Ready:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         k, v, lengths, table = self._cache
         lengths_pointer = lengths.data_ptr()
-        table_pointer = None if table is None else table.data_ptr()
-        sink_pointer = None if sink is None else sink.data_ptr()
-        pointers = (q_pointer, k.data_ptr(), v.data_ptr(), lengths_pointer, table_pointer, sink_pointer)
+        pointers = (
+            q_pointer,
+            k.data_ptr(),
+            v.data_ptr(),
+            lengths_pointer,
+            None if table is None else table.data_ptr(),
+            None if sink is None else sink.data_ptr(),
+        )
         if self._merge is None:
             self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
             return out, lse
         parts = (base + self._part_out, base + self._part_lse)
         self._split(self._split_grid, stream, *pointers, *parts, *self._split_numbers)
-        results = (lengths_pointer, sink_pointer, out_pointer, lse_pointer)
+        results = (lengths_pointer, pointers[5], out_pointer, lse_pointer)
         self._merge(self._merge_grid, stream, *parts, *results, *self._merge_numbers)
         return out, lse
 
@@ -104,16 +88,16 @@ def ready(args: DecodeArgs) -> Ready | None:
     """The short way for calls like this one, which has run; None where there is none (the interpreter, odd strides)."""
     if not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
         return None
-    p, _, _ = _plan_of(args)
+    p, numbers = _plan_of(args)
     split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
     if split is None or (p.merge is not None and merge is None):
         return None
-    return Ready(args, split, merge)
+    return Ready(args, p, numbers, split, merge)
 
 
-def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], Numbers]:
-    """The plan, and what the split kernel takes after its pointers: strides of q, k, v and the table, and numbers."""
-    q, k, v, table, sink, left = args.q, args.k, args.v, args.block_table, args.sink, args.left
+def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan and the numbers that the split kernel takes after its pointers."""
+    q, k, v, _, table, sink, left, right, scale, softcap, _ = args
     batch, queries, heads_q, head_dim = q.shape
     pages, page_size, heads_kv, head_dim_v = v.shape
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -139,22 +123,31 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], Numbers]:
             dtype=q.dtype,
             sink=None if sink is None else sink.dtype,
             left=left,
-            softcap=args.softcap != 0.0,
+            softcap=softcap != 0.0,
             aligned=aligned,
             device=q.device.index if q.is_cuda else None,
         )
     )
-    numbers = Numbers(
-        programs=p.programs,
-        grouped=p.grouped,
-        max_units=p.max_units,
-        capacity=capacity,
-        pages=pages,
-        page_shift=page_size.bit_length() - 1,
-        page_mask=page_size - 1,
-        left=0 if left is None else max(min(left, _FAR), -_FAR),
-        right=max(args.right, -_FAR),
-        scale=args.scale,
-        softcap=args.softcap,
+    left = 0 if left is None else max(min(left, _FAR), -_FAR)
+    numbers = (
+        *strides,
+        table_stride,
+        p.programs,
+        p.grouped,
+        p.max_units,
+        capacity,
+        pages,
+        page_size.bit_length() - 1,
+        page_size - 1,
+        left,
+        max(right, -_FAR),
+        scale,
+        softcap,
     )
-    return p, (*strides, table_stride), numbers
+    return p, numbers
+
+
+def _merge_numbers(p: Plan, heads_q: int, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The numbers that the merge kernel takes after its pointers."""
+    capacity, left, right = numbers[13], numbers[17], numbers[18]
+    return heads_q, p.grouped, p.max_units, capacity, left, right
