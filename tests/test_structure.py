@@ -1,4 +1,4 @@
-"""The package's imports go down only: no circle between modules, and the laboratory knows no command.
+"""The package's imports go down only: no circle between modules, none to a higher floor, none between implementations.
 
 An import counts wherever it stands in a file, and each is of one kind: "module", run when the file is imported; "function",
 run when a function is called; "typing", under `if TYPE_CHECKING`, never run. All three count: an import that is put off
@@ -17,6 +17,19 @@ from pathlib import Path
 import pytest
 
 import warploom
+
+# From the ground up. A module lies on the floor of its longest prefix; those of one floor know their own prefix only.
+FLOORS = (
+    ("warploom.runtime",),
+    ("warploom.kernels", "warploom.masks", "warploom.smem"),
+    ("warploom.attention", "warploom.decode", "warploom.linear"),
+    ("warploom", "warploom.nn"),
+    ("warploom.bench", "warploom.integrations"),
+    ("warploom.demo", "warploom.smem.device"),
+    ("warploom.commands",),
+    ("warploom.cli",),
+    ("warploom.__main__",),
+)
 
 Edges = dict[str, dict[str, str]]  # module -> what it imports -> the kind of the import
 
@@ -95,10 +108,52 @@ def test_masks_and_their_bases_imported_each_other(graph: Edges) -> None:
     assert circle(graph) is None
 
 
+def place(name: str) -> tuple[int, str]:
+    """The floor of a module and the prefix that put it there."""
+    prefixes = [(prefix, at) for at, floor in enumerate(FLOORS) for prefix in floor if f"{name}.".startswith(f"{prefix}.")]
+    prefix, at = max(prefixes, key=lambda each: len(each[0]))
+    return at, prefix
+
+
+def upward(graph: Edges) -> list[str]:
+    """Imports of a higher floor, or of a neighbour on the same."""
+    found = []
+    for name, targets in graph.items():
+        at, own = place(name)
+        for target, kind in targets.items():
+            floor, prefix = place(target)
+            if floor > at or (floor == at and prefix != own):
+                found.append(f"{name} -> {target} ({kind})")
+    return found
+
+
 def test_the_laboratory_imported_a_command(graph: Edges) -> None:
-    laboratory = {name: targets for name, targets in graph.items() if name.startswith("warploom.smem")}
-    assert laboratory
-    assert [f"{a} -> {b}" for a, targets in laboratory.items() for b in targets if b.startswith("warploom.commands")] == []
+    """And runtime/ attention's arguments, decode and linear attention those of attention."""
+    assert upward(graph) == []
+
+
+def implementation(name: str) -> str | None:
+    """The implementation that a module belongs to, as warploom.attention.hopper."""
+    parts = name.split(".")
+    family = ".".join(parts[:2])
+    found = ".".join(parts[:3])
+    ours = ("ampere", "cpu", "cpu_block", "hopper", "reference", "triton")
+    inside = family in FLOORS[2] and len(parts) > 2 and parts[2] in ours
+    return found.replace("cpu_block", "cpu") if inside else None
+
+
+def test_implementations_do_not_import_each_other(graph: Edges) -> None:
+    found = [f"{a} -> {b}" for a, targets in graph.items() for b in targets if implementation(a) and implementation(b)]
+    assert len(found) > 100
+    assert [pair for pair in found if len({implementation(name) for name in pair.split(" -> ")}) == 2] == []
+
+
+def test_an_import_of_a_higher_floor_is_found() -> None:
+    assert upward({"warploom.runtime.a": {"warploom.masks.b": "typing"}}) == ["warploom.runtime.a -> warploom.masks.b (typing)"]
+    assert upward({"warploom.decode.a": {"warploom.attention.b": "function"}}) == [
+        "warploom.decode.a -> warploom.attention.b (function)"
+    ]
+    assert upward({"warploom.smem.device.a": {"warploom.smem.b": "module", "warploom": "module"}}) == []
 
 
 @pytest.mark.parametrize(

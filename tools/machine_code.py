@@ -3,7 +3,7 @@
 python tools/machine_code.py FOLDER    every kernel in a cache of Triton's; prints the faults, exit status 1 if there are any
 
 Faults of Triton 3.6 and of the ptxas that it brings (12.8.93) were met, each wrong or not by the order of a kernel's
-instructions; docs/lab-notes.md tells of each.
+instructions; docs/lab-notes/compiler.md tells of each.
 """
 
 from __future__ import annotations

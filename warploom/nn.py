@@ -121,7 +121,7 @@ class LinearAttention(nn.Module):
         )
         if isinstance(result, tuple):
             return self.out_projection(result[0].flatten(-2)), result[1]
-        return self.out_projection(result.flatten(-2))  # type: ignore[no-any-return]
+        return self.out_projection(result.flatten(-2))
 
     def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q = self.query_projection(queries).unflatten(-1, (self.heads, -1))

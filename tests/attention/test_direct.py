@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import warploom
 from warploom.attention import hopper
+from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs
-from warploom.runtime import dispatch, ops
+from warploom.runtime import dispatch
+from warploom.runtime.op import unobserved
 
 
 def plain() -> Tensor:
@@ -23,7 +25,7 @@ def plain() -> Tensor:
 
 
 def seen(q: Tensor, sink: Tensor | None = None) -> bool:
-    return ops.unobserved(q, plain(), plain(), sink)
+    return unobserved(q, plain(), plain(), sink)
 
 
 def test_plain_tensors() -> None:
@@ -114,10 +116,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """Every tensor says that it is on a GPU, and that one implementation takes every call."""
     kernel = Kernel()
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(hopper, "available", lambda: None)
-    monkeypatch.setattr(hopper, "supports", lambda problem: None)
-    monkeypatch.setattr(hopper, "forward", kernel.forward)
-    monkeypatch.setattr(hopper, "bind", kernel.bind)
+    monkeypatch.setattr(hopper.BACKEND, "available", lambda: None)
+    monkeypatch.setattr(hopper.BACKEND, "supports", lambda problem: None)
+    monkeypatch.setattr(hopper.BACKEND, "forward", kernel.forward)
+    monkeypatch.setattr(hopper.BACKEND, "bind", kernel.bind)
     dispatch.strict(False)  # forgets what was bound
     return kernel
 
@@ -174,7 +176,7 @@ def test_plain_gradients_skip_the_op(kernel: Kernel, monkeypatch: pytest.MonkeyP
     seen: set[str] = set()
 
     def noted(name: str) -> Callable[..., Any]:
-        op = getattr(ops, name)
+        op = getattr(attention_op, name)
 
         def run(*arguments: Any) -> Any:
             seen.add(name)
@@ -185,10 +187,10 @@ def test_plain_gradients_skip_the_op(kernel: Kernel, monkeypatch: pytest.MonkeyP
     def backward(args: AttentionArgs, dout: Tensor, *_: object) -> tuple[Tensor, ...]:
         return dout * args.scale, 0 * dout, 0 * dout, dout.new_empty(0)
 
-    monkeypatch.setattr(hopper, "backward", backward)
-    names = {"_attention", "_attention_backward"}
+    monkeypatch.setattr(hopper.BACKEND, "backward", backward)
+    names = {"op", "backward_op"}
     for name in names:
-        monkeypatch.setattr(ops, name, noted(name))
+        monkeypatch.setattr(attention_op, name, noted(name))
     q = plain().requires_grad_()
 
     def gradient() -> Tensor:

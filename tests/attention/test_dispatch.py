@@ -14,6 +14,7 @@ from warploom import masks
 from warploom.attention import api
 from warploom.attention.arguments import dense_args
 from warploom.runtime import dispatch
+from warploom.runtime.backend import Backend
 
 
 def qkv(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -45,19 +46,37 @@ def test_forcing_a_backend_that_cannot_raises_its_refusal() -> None:
         warploom.explain(*qkv(torch.float64), backend="cpu")
 
 
+class Pretend(Backend):
+    """Takes everything, if it is there."""
+
+    def __init__(self, name: str, missing: str | None = None) -> None:
+        self.name, self.missing = name, missing
+        self.device = "cpu" if name == "cpu" else None
+
+    def available(self) -> str | None:
+        return self.missing
+
+    def supports(self, problem: Any) -> str | None:
+        return None
+
+    def forward(self, args: Any, *options: Any) -> Any:
+        raise AssertionError("nothing runs here")
+
+
+class Fast(Pretend):
+    """Refuses odd problems."""
+
+    def supports(self, problem: Any) -> str | None:
+        return "odd" if problem.odd else None
+
+
 @pytest.fixture
 def family(monkeypatch: pytest.MonkeyPatch):
     """Two implementations on a pretend GPU: the fast one refuses odd problems."""
     monkeypatch.setattr(dispatch, "_families", dict(dispatch._families))
     monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.setattr(dispatch, "_strict", False)
-    fast = SimpleNamespace(available=lambda: None, supports=lambda p: "odd" if p.odd else None)
-    slow = SimpleNamespace(available=lambda: None, supports=lambda p: None)
-    absent = SimpleNamespace(available=lambda: "not installed", supports=lambda p: None)
-    dispatch.register(
-        "pretend",
-        *(dispatch.Implementation(n, m) for n, m in (("absent", absent), ("fast", fast), ("slow", slow))),
-    )
+    dispatch.register("pretend", Pretend("absent", "not installed"), Fast("fast"), Pretend("slow"))
     return lambda odd: dispatch.choose(SimpleNamespace(device="cuda", odd=odd), family="pretend")
 
 
@@ -86,22 +105,12 @@ def test_explain_does_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     warploom.explain(*qkv(), causal=True)
 
 
-class _Module:
-    """An implementation that takes everything, here or not."""
-
-    def __init__(self, reason: str | None) -> None:
-        self.reason = reason
-
-    def available(self) -> str | None:
-        return self.reason
-
-
 @pytest.mark.parametrize(("faster", "remembered"), [(None, None), ("no such GPU", "slow")])
 def test_a_choice_is_settled_where_no_faster_one_can_run(
     monkeypatch: pytest.MonkeyPatch, faster: str | None, remembered: str | None
 ) -> None:
     ordered = [("cpu", None), ("fast", faster), ("slow", None)]
-    implementations = tuple([dispatch.Implementation(name, _Module(reason)) for name, reason in ordered])  # type: ignore[arg-type]
+    implementations = tuple([Pretend(name, reason) for name, reason in ordered])
     monkeypatch.setattr(dispatch, "_families", {"attention": implementations})
     monkeypatch.setattr(dispatch, "_settled", {})
     dispatch.settle("call", "slow")

@@ -11,6 +11,7 @@ import torch
 
 import warploom
 from warploom import masks
+from warploom.runtime import dispatch
 
 T = torch.randn
 I32 = torch.int32
@@ -78,7 +79,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed, error, words = BAD[name]
-    monkeypatch.setattr(warploom.attention.__globals__["reference"], "forward", _no_work)
+    for backend in dispatch.implementations():
+        monkeypatch.setattr(backend, "forward", _no_work)
     with pytest.raises(error, match=words):
         warploom.attention(**{"q": q(), "k": kv(), "v": kv(), **changed})
 

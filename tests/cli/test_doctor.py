@@ -50,7 +50,7 @@ def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_unavailable_implementation_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(cpu, "available", lambda: "needs a machine of another kind")
+    monkeypatch.setattr(cpu.BACKEND, "available", lambda: "needs a machine of another kind")
     row = report(capsys)["implementations"][[i.name for i in dispatch.implementations()].index("cpu")]
     assert row == {"name": "cpu", "can_run": False, "reason": "needs a machine of another kind"}
     assert main(["doctor"]) == 0

@@ -7,8 +7,8 @@ import secrets
 import pytest
 import torch
 
-from warploom.decode import op
 from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.decode.ops import append_op
 
 
 def tokens(batch: int, count: int, dim: int = 8, dim_v: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,9 +25,9 @@ def allocate(page_size: int | None, batch: int = 3, seqlen: int = 32) -> KVCache
 def append_unread(cache: KVCache | PagedKVCache, k: torch.Tensor, v: torch.Tensor) -> None:
     """As append() does where lengths are on a device and are not looked at."""
     if isinstance(cache, KVCache):
-        op.append(cache.k, cache.v, cache.lengths, None, None, k, v, True)
+        append_op(cache.k, cache.v, cache.lengths, None, None, k, v, True)
     else:
-        op.append(cache.k_pages, cache.v_pages, cache.lengths, cache.block_table, None, k, v, True)
+        append_op(cache.k_pages, cache.v_pages, cache.lengths, cache.block_table, None, k, v, True)
 
 
 def held(cache: KVCache | PagedKVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

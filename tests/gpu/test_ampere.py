@@ -13,11 +13,11 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
-from warploom.attention import ampere
+from warploom.attention.ampere import BACKEND
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(ampere.available() is not None, reason=f"the ampere backend cannot run: {ampere.available()}"),
+    pytest.mark.skipif(BACKEND.available() is not None, reason=f"the ampere backend cannot run: {BACKEND.available()}"),
 ]
 
 HALVES = [torch.float16, torch.bfloat16]

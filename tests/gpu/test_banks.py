@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from warploom.smem.kernels import attention, gemm, ladder, nvrtc
-from warploom.smem.profiler import find
-from warploom.smem.verify import PARTS, report, verify
+from warploom.smem.device.kernels import attention, gemm, ladder, nvrtc
+from warploom.smem.device.profiler import find
+from warploom.smem.device.verify import PARTS, report, verify
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,10 +20,8 @@ from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
 from warploom.attention.hopper.plan import GROUPED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available() is not None, reason=f"the hopper backend cannot run: {hopper.available()}"),
-]
+MISSING = hopper.BACKEND.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}")]
 
 HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")

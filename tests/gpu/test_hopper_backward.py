@@ -17,10 +17,8 @@ from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
 from warploom.attention.hopper import plan, run_backward, schedule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available() is not None, reason=f"the hopper backend cannot run: {hopper.available()}"),
-]
+MISSING = hopper.BACKEND.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}")]
 
 HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")
@@ -43,7 +41,7 @@ def here_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def elsewhere(*_: object, **__: object) -> None:
         raise AssertionError("went to another implementation")
 
-    monkeypatch.setattr(hopper, "_fallback", elsewhere)
+    monkeypatch.setattr(hopper, "_next", elsewhere)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -154,7 +154,7 @@ def test_the_ops_contracts_and_compile() -> None:
     from warploom.linear.ops import flat
 
     call, *_ = Case(seed(), rows=130, heads=2, e=64, m=64, state=True, dtype=torch.bfloat16, device="cuda").call()
-    torch.library.opcheck(torch.ops.warploom.linear_attention.default, (*flat(call, "triton"), True))
+    torch.library.opcheck(torch.ops.warploom.linear_attention.default, flat(call, "triton", True))
     q, k, v = (t.clone().requires_grad_() for t in (call.q, call.k, call.v))
     compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
     want, got = linear_attention(q, k, v), compiled(q, k, v)

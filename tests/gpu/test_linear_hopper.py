@@ -21,7 +21,7 @@ from warploom.runtime import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available() is not None, reason=f"needs the Hopper walks: {hopper.available()}"),
+    pytest.mark.skipif(hopper.BACKEND.available() is not None, reason=f"needs the Hopper walks: {hopper.BACKEND.available()}"),
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"map_q": "identity", "map_k": "identity", "normalize": False, "scale": 0.3},
@@ -46,8 +46,8 @@ def case(kind: str, **shape: Any) -> Case:
 
 
 def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
-    out, norm, *_ = hopper.forward(call, False)
-    dq, dk, dv, *_ = hopper.backward(call, dout, norm, None, None)
+    out, norm, *_ = hopper.BACKEND.forward(call, False)
+    dq, dk, dv, *_ = hopper.BACKEND.backward(call, dout, norm, None, None)
     found = {"out": out, "norm": norm, "dq": dq, "dk": dk, "dv": dv}
     return {name: t for name, t in found.items() if t is not None}
 
@@ -151,7 +151,7 @@ def test_dispatch_compile_and_the_ops_contract(options: dict[str, Any]) -> None:
     tensors = draw(4, 70, 8)
     call = linear_call(*tensors, **{**defaults, **options}, state=None, lengths=None, cu_seqlens=None)
     assert dispatch.choose(call, None, "linear") == "hopper"
-    torch.library.opcheck(torch.ops.warploom.linear_attention.default, (*flat(call, "hopper"), False))
+    torch.library.opcheck(torch.ops.warploom.linear_attention.default, flat(call, "hopper", False))
     compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
     want, got = (f(*tensors, **options) for f in (linear_attention, compiled))
     assert torch.equal(want, got)

@@ -1,6 +1,4 @@
-"""Tiny randomly initialised models of every kind the integration must run, built alike for eager and
-warploom.
-"""
+"""Tiny randomly initialised models of every kind the integration must run, built alike for eager and warploom."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ DECODERS = ("llama", "gemma2", "gemma3", "gpt_oss", "llama4")
 
 
 def build(name: str, seed: int = 0):
-    """(eager, warploom): two models of the same weights in evaluation mode, initialised wide enough to
-    matter.
-    """
+    """(eager, warploom): two models of the same weights in evaluation mode, initialised wide enough to matter."""
     import copy
 
     cls, config = recipe(name)
@@ -104,9 +100,7 @@ def build(name: str, seed: int = 0):
 
 
 def close(result: torch.Tensor, expected: torch.Tensor, what: str = "result", floor: float = 1e-3) -> None:
-    """Equal to fp32 rounding of values as large as the largest, or `floor`; a wrong mask is off by a tenth
-    and more.
-    """
+    """Equal to fp32 rounding of values as large as the largest, or `floor`; a wrong mask is off by a tenth and more."""
     assert result.shape == expected.shape and torch.isfinite(expected).all(), what
     delta, size = (result - expected).abs().max().item(), expected.abs().max().item()
     assert delta <= 3e-5 * max(size, floor), f"{what}: max |delta| {delta:.2e} at size {size:.2e}"

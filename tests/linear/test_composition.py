@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.linear.harness import Case, check, run, upstream
 from warploom import LinearState, linear_attention, linear_attention_step
 from warploom.linear.arguments import linear_call
-from warploom.linear.ops import flat, step_arguments
+from warploom.linear.ops import flat, step_flat
 
 DEFAULTS: dict[str, Any] = {
     **{"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0},
@@ -37,20 +37,20 @@ def small(**changes: Any) -> Case:
 @pytest.mark.parametrize("return_state", [True, False])
 def test_opcheck(case: Case, return_state: bool) -> None:
     call = linear_call(**{**DEFAULTS, **case.draw()})
-    torch.library.opcheck(torch.ops.warploom.linear_attention.default, (*flat(call, "cpu"), return_state))
+    torch.library.opcheck(torch.ops.warploom.linear_attention.default, flat(call, "cpu", return_state))
 
 
 def test_opcheck_of_the_backward_and_of_the_step() -> None:
     case = small(state=True)
     call = linear_call(**{**DEFAULTS, **case.draw()})
-    arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in flat(call, "cpu"))
-    out, norm, s, z = torch.ops.warploom.linear_attention(*arguments, True)
+    arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in flat(call, "cpu", True))
+    out, norm, s, z = torch.ops.warploom.linear_attention(*arguments)
     for dout, ds, dz in ((out, None, None), (None, s, z), (out, s, None)):
-        torch.library.opcheck(torch.ops.warploom.linear_attention_backward.default, (dout, norm, ds, dz, *arguments))
+        torch.library.opcheck(torch.ops.warploom.linear_attention_backward.default, (dout, ds, dz, norm, *arguments))
     one = linear_call(**{**DEFAULTS, **Case(case.seed, seqlen_q=1, state=True).draw()})
     torch.library.opcheck(
         torch.ops.warploom.linear_attention_step.default,
-        tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in step_arguments(one, "cpu")),
+        tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in step_flat(one, "cpu")),
     )
 
 

@@ -102,9 +102,9 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 def computed(call: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None) -> dict[str, Tensor]:
     """Everything that forward and backward return, by the names of `Results`."""
-    assert triton.supports(call) is None, triton.supports(call)
-    out, norm, s, z = triton.forward(call, True)
-    dq, dk, dv, ds0, dz0 = triton.backward(call, dout, norm, ds, dz)
+    assert triton.BACKEND.supports(call) is None, triton.BACKEND.supports(call)
+    out, norm, s, z = triton.BACKEND.forward(call, True)
+    dq, dk, dv, ds0, dz0 = triton.BACKEND.backward(call, dout, norm, ds, dz)
     assert (ds0 is None) == (dz0 is None) == (call.s is None)
     found: dict[str, Any] = dict(zip(Results._fields, (out, norm, s, z, dq, dk, dv, ds0, dz0), strict=True))
     return {name: t for name, t in found.items() if t is not None}

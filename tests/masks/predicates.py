@@ -1,8 +1,6 @@
-"""What each mask shows, element by element, straight from its definition: (batch entry, head, row i, key j)
--> bool.
+"""What each mask shows, element by element, straight from its definition: (batch entry, head, row i, key j) -> bool.
 
-Written without looking at column vectors. p = i + seqlen_k - seqlen_q is the position of row i among the
-keys.
+Written without looking at column vectors. p = i + seqlen_k - seqlen_q is the position of row i among the keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Every builder against its predicate, on random shapes with seqlen_q and seqlen_k apart, batches and ragged
-rows.
-"""
+"""Every builder against its predicate, on random shapes with seqlen_q and seqlen_k apart, batches and ragged rows."""
 
 import random
 

@@ -1,6 +1,4 @@
-"""Masks built from tensors inside a compiled region: one graph, no recompiling from batch to batch, and
-torch.export.
-"""
+"""Masks built from tensors inside a compiled region: one graph, no recompiling from batch to batch, and torch.export."""
 
 import pytest
 import torch

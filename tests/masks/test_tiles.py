@@ -58,9 +58,7 @@ def adversarial(rng, q, k, beyond=2):
 
 
 def check_sound(mask, q, k, block_m, block_n, where):
-    """Classes, counts, segments and edges against the truth; returns (tiles, partial tiles, partial tiles
-    that need not be).
-    """
+    """Classes, counts, segments and edges against the truth; returns (tiles, partial tiles, needlessly partial tiles)."""
     tiles = mask.tiles(block_m, block_n, q, k)
     truth = true_classes(mask.dense(q, k), range_edges(q, block_m), range_edges(k, block_n))
     got = torch.stack([classes for _, _, classes in tiles.rows()], 2).expand_as(truth)

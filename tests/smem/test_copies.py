@@ -13,7 +13,7 @@ from warploom.attention.ampere.traffic import wavefronts as wavefronts_of_forwar
 from warploom.cli import main
 from warploom.smem import Swizzle, Tile
 from warploom.smem.copies import Place, count, ideal, wavefronts
-from warploom.smem.kernels import gemm
+from warploom.smem.device.kernels import gemm
 from warploom.smem.swizzle import design
 
 

@@ -9,14 +9,16 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from warploom.attention import reference, registry  # noqa: F401  (registry fills the dispatch list)
+from warploom.attention import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.ops import attention_op
 from warploom.attention.plan import Plan, plan_of, torch_plan
-from warploom.attention.problem import AttentionArgs, AttentionProblem, scalars
+from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window, checked
-from warploom.runtime.ops import attention_op, unobserved
+from warploom.runtime.op import unobserved
+from warploom.runtime.qkv import scalars
 
 
 @overload
@@ -306,9 +308,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None =
     make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
     args = make(q, k, v, *packed, **keywords)
     plan = plan_of(args, _problem(args), backend)
-    warm = getattr(dispatch.find(plan.implementation).module, "warm", None)
-    if warm is not None:
-        warm(args)
+    dispatch.find(plan.implementation).warm(args)
     return plan
 
 
@@ -321,15 +321,13 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
         chosen = dispatch.choose(_problem(args), backend)
         if key is not None:
             dispatch.settle(key, chosen)
-    if chosen == "reference":
-        # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
-        out, lse = reference.forward(args)
+    implementation = dispatch.find(chosen)
+    if implementation.plain:
+        out, lse = implementation.forward(args)
         return out, lse.float()
-    module = dispatch.find(chosen).module
-    prepare = getattr(module, "prepare", None)
-    result = attention_op((args if prepare is None else prepare(args))._replace(backend=chosen))
-    if call_key is not None and hasattr(module, "bind") and dispatch.settled(key) is not None:
-        dispatch.bind(call_key, partial(module.bind, args))
+    result: tuple[Tensor, Tensor] = attention_op(*implementation.prepare(args)._replace(backend=chosen))
+    if call_key is not None and dispatch.settled(key) is not None:
+        dispatch.bind(call_key, partial(implementation.bind, args))
     return result
 
 

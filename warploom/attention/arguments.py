@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.attention.problem import (
-    AttentionArgs,
-    check_columns,
-    check_contents,
-    check_sink,
-    check_tensors,
-    scalars,
-)
+from warploom.attention.problem import AttentionArgs, check_columns, check_contents
 from warploom.masks import Causal, ColumnMask, Full, Mask, ResolvedMask, SlidingWindow
 from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
+from warploom.runtime.qkv import autocast_inputs, check_sink, check_tensors, last_contiguous, scalars
 
 _warned_layout = False
 
@@ -157,7 +151,7 @@ def _assemble(
 ) -> AttentionArgs:
     scale, softcap, dropout_p = scalars(scale, softcap, dropout_p, q.shape[-1])
     check_sink(sink, q)
-    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = (last_contiguous(t) for t in (q, k, v))
     deterministic = arguments.flag("deterministic", deterministic, optional=True)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -206,19 +200,6 @@ def _seed(dropout_p: float, seed: Tensor | int | None, q: Tensor) -> Tensor | No
     if seed.dtype == torch.uint64 and arguments.readable(seed) and int(seed.item()) > arguments.INT64[1]:
         raise ValueError(f"dropout_seed must fit int64, from -2**63 to 2**63 - 1, got {int(seed.item())}")
     return seed.to(torch.int64) if dropout_p else None
-
-
-def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under torch.autocast, fp32, fp16 and bf16 inputs take the autocast dtype, as torch's own attention's do."""
-    if not isinstance(q, Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-
-    def cast(t: Tensor) -> Tensor:
-        eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(dtype) if eligible else t
-
-    return cast(q), cast(k), cast(v)
 
 
 def _check_mask(mask: object) -> None:

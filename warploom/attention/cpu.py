@@ -21,25 +21,13 @@ from warploom.attention.packing import gradients, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
+from warploom.runtime.backend import Backend
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-TILES = (BLOCK_ROWS, BLOCK_COLS)
 # Columns of one step of the tile arithmetic: its score tile stays within a core's L2.
 _ARITHMETIC_COLS = 512
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(problem: AttentionProblem) -> str | None:
-    if problem.device != "cpu":
-        return f"runs on CPU tensors, not on {problem.device}"
-    if problem.dtype == torch.float64:
-        return "accumulates in fp32; float64 runs on the reference"
-    return None
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -432,3 +420,31 @@ def _arithmetic_backward(
             _add(totals[0], part, heads, tile.rows, dscores @ k)
             _add(totals[1], part, heads_kv, cols, dk)
             _add(totals[2], part, heads_kv, cols, dv)
+
+
+class Cpu(Backend):
+    """Every call on CPU tensors but those in float64."""
+
+    name = "cpu"
+    device = "cpu"
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.device != "cpu":
+            return f"runs on CPU tensors, not on {problem.device}"
+        if problem.dtype == torch.float64:
+            return "accumulates in fp32; float64 runs on the reference"
+        return None
+
+    def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
+        return (BLOCK_ROWS, BLOCK_COLS), BLOCK_COLS
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        return forward(args)
+
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return backward(args, dout, dlse, out, lse)
+
+
+BACKEND = Cpu()

@@ -80,8 +80,11 @@ def gradients(
 ) -> Gradients:
     """dq, dk, dv and dsink (empty without a sink) in their inputs' dtypes, of a dense or packed call.
 
-    dense: the wide gradients of a dense call, whose first batch entry has the number given last: what sequences share, pages
-        and the sink, is summed before it is rounded.
+    What sequences share, pages and the sink, is summed before it is rounded.
+
+    Args:
+        dense: the gradients of a dense call before they are rounded; its last argument is the number of the call's first
+            batch entry.
     """
     if args.cu_seqlens_q is None:
         return _rounded(args, dense(args, dout, dlse, out, lse, 0))

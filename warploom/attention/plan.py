@@ -18,6 +18,7 @@ class Plan:
     implementation: str
     reason: str
     tile: tuple[int, int] | None = None  # queries × keys of the forward pass
+    backward_tiles: tuple[tuple[str, tuple[int, int]], ...] = ()  # the same of each gradient, where its backend tells
     tiles: dict[str, int] | None = None  # counts: hidden, partial, full
     skipped: float | None = None  # fraction of tiles that are skipped, as none of their elements is visible
     refused: tuple[tuple[str, str], ...] = ()  # (implementation, why), in dispatch order
@@ -28,6 +29,7 @@ class Plan:
             "implementation": self.implementation,
             "reason": self.reason,
             "tile": list(self.tile) if self.tile else None,
+            "backward_tiles": {name: list(tile) for name, tile in self.backward_tiles},
             "tiles": self.tiles,
             "skipped": self.skipped,
             "refused": [{"implementation": name, "why": why} for name, why in self.refused],
@@ -35,9 +37,14 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"call      {self.call}", f"runs      {self.implementation}: {self.reason}"]
-        if self.tile is not None and self.tiles is not None and self.skipped is not None:
-            counts = ", ".join(f"{count} {kind}" for kind, count in self.tiles.items())
-            lines.append(f"tiles     {self.tile[0]}×{self.tile[1]}: {counts}; {self.skipped:.1%} skipped")
+        if self.tile is not None:
+            line = f"tiles     {self.tile[0]}×{self.tile[1]}"
+            if self.tiles is not None and self.skipped is not None:
+                counts = ", ".join(f"{count} {kind}" for kind, count in self.tiles.items())
+                line += f": {counts}; {self.skipped:.1%} skipped"
+            lines.append(line)
+        if self.backward_tiles:
+            lines.append("backward  " + ", ".join(f"{name} {m}×{n}" for name, (m, n) in self.backward_tiles))
         lines += [f"refused   {name}: {why}" for name, why in self.refused]
         return "\n".join(lines)
 
@@ -52,20 +59,18 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
             if implementation.name == chosen:
                 break
             refused.append((implementation.name, implementation.refusal(problem) or ""))
-    module = dispatch.find(chosen).module
-    tile: tuple[int, int] | None = getattr(module, "TILES", None)
-    at_once: int | None = None
-    if hasattr(module, "tiles"):  # by the call: dtype, head dims, mask, strides
-        tile, at_once = module.tiles(args)
-    if hasattr(module, "describe"):
-        tile, words = module.describe(problem)
+    found = dispatch.find(chosen)
+    words = found.describe(problem)
+    if words:
         reason = f"{reason}; {words}"
+    tile, at_once = found.tiles(args) or (None, 0)
     counts, skipped = (None, None)
     if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
-        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once or tile[1], args.q.device)
+        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, args.q.device)
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
-    return Plan(problem.describe(), chosen, reason, tile, counts, skipped, tuple(refused))
+    backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
+    return Plan(problem.describe(), chosen, reason, tile, backward, counts, skipped, tuple(refused))
 
 
 def torch_plan(reason: str) -> Plan:

@@ -15,14 +15,7 @@ from warploom.attention import philox
 from warploom.attention.packing import gradients, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.visible import visible
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(problem: AttentionProblem) -> str | None:
-    return None
+from warploom.runtime.backend import Backend
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -191,7 +184,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         or not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     ):
         return a @ b
-    return _Product.apply(a, b)  # type: ignore[no-any-return]
+    return _Product.apply(a, b)
 
 
 class _Product(torch.autograd.Function):
@@ -203,7 +196,28 @@ class _Product(torch.autograd.Function):
         return a @ b
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
             return _product(gradient, b.transpose(-1, -2)), _product(a.transpose(-1, -2), gradient)
+
+
+class Reference(Backend):
+    """Every call."""
+
+    name = "reference"
+    plain = True
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return None
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        return forward(args)
+
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return backward(args, dout, dlse, out, lse)
+
+
+BACKEND = Reference()

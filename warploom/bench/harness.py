@@ -53,7 +53,7 @@ class Case:
 
 
 def against(case: Case, peers: list[str]) -> Case:
-    """The case with our own contenders and, of the others, these."""
+    """The case with our own contenders and, of the others, only these peers."""
 
     def build(device: torch.device) -> Iterator[tuple[str, Comparison]]:
         for measure, found in case.build(device):
@@ -107,9 +107,10 @@ class Timer:
 
 
 def order_of(turn: int, count: int) -> list[int]:
-    """Who is timed when in a round, so that over the rounds each contender follows each other one equally often: a chip
-    that a heavy kernel has just warmed clocks lower for the next (Williams, Experimental designs balanced for the estimation
-    of residual effects of treatments, 1949).
+    """The order in which contenders are timed in a round: over the rounds, each follows each other equally often.
+
+    A chip that a heavy kernel has just warmed clocks lower for the next one (Williams, Experimental designs balanced for
+    the estimation of residual effects of treatments, 1949).
     """
     zigzag = [i // 2 if i % 2 == 0 else count - (i + 1) // 2 for i in range(count)]
     if count % 2 and turn // count % 2:
@@ -118,7 +119,7 @@ def order_of(turn: int, count: int) -> list[int]:
 
 
 def wall(calls: dict[str, Call], count: int = 200, rounds: int = 5) -> dict[str, list[float]]:
-    """Milliseconds a call, calls queued one behind the other: the host's share where the device's is smaller."""
+    """Milliseconds of a call when calls are queued one behind the other: the host's time, where the device takes less."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -134,7 +135,7 @@ def wall(calls: dict[str, Call], count: int = 200, rounds: int = 5) -> dict[str,
 
 
 def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
-    """One row for each of the case's comparisons; what fails is said in the row."""
+    """One row for each of the case's comparisons; a comparison that fails gives a row that says so."""
     try:
         for measure, comparison in case.build(timer.device):
             yield {"suite": case.suite, "case": case.name, "measure": measure, **case.shape, **compare(comparison, timer)}

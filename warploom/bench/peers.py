@@ -42,11 +42,11 @@ def flex(block_mask: Any, options: dict[str, Any] | None = None) -> Attention:
     """FlexAttention, compiled for this very shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)  # type: ignore[attr-defined]
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(*heads_first(q, k, v), block_mask=block_mask, kernel_options=options).transpose(1, 2)  # type: ignore[no-any-return]
+        return compiled(*heads_first(q, k, v), block_mask=block_mask, kernel_options=options).transpose(1, 2)
 
     return attend
 
@@ -77,6 +77,6 @@ def flash_attention_4(
             out = flash_attn_func(q, k, v, **options)
         else:
             out = flash_attn_varlen_func(q, k, v, **packed, **options)
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        return out[0] if isinstance(out, tuple) else out
 
     return attend

@@ -39,7 +39,7 @@ class OneHead:
 
 @dataclass
 class LastDocument(OneHead):
-    """The same of the last of several packed sequences, from ``start``."""
+    """As `OneHead`, for the last of several packed sequences, which begins at ``start``."""
 
     start: int = 0
 

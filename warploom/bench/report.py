@@ -63,7 +63,7 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
 
 
 def mean(ratios: Iterable[float]) -> float:
-    """Geometric."""
+    """The geometric mean."""
     logs = [math.log(r) for r in ratios]
     return math.exp(sum(logs) / len(logs))
 

@@ -37,7 +37,7 @@ class Shape:
     head_dim_v: int | None = None  # head_dim
 
     def flops(self, density: float) -> float:
-        """Of a forward pass: two products over the visible scores."""
+        """FLOPs of a forward pass: two products over the visible scores."""
         dims = self.head_dim + (self.head_dim_v or self.head_dim)
         return 2.0 * self.batch * self.heads * self.seqlen**2 * dims * density
 
@@ -212,8 +212,11 @@ def _build_mask(shape: Shape, name: str, device: torch.device) -> Iterator[tuple
 def _preparation(
     mask: Mask, seqlen: int, device: torch.device, block_mask: Call, refused: dict[str, str], more: dict[str, Any]
 ) -> Comparison:
-    """What a new mask costs: the bounds that every layer shares, with the column vectors there already (in a graph) or made
-    too, against a block mask."""
+    """What a new mask costs, against a block mask.
+
+    Timed are the bounds that every layer shares: once with the column vectors there already, in a CUDA graph, and once
+    with the vectors made too.
+    """
     calls: dict[str, Call] = {}
     refused = dict(refused)
     mask = mask.to(device)
@@ -233,7 +236,7 @@ def _preparation(
 
 
 def _bounds(mask: ResolvedMask, seqlen: int) -> Tensor:
-    return torch.ops.warploom.column_bounds(*mask.vectors, mask.left, mask.right, seqlen)  # type: ignore[no-any-return]
+    return torch.ops.warploom.column_bounds(*mask.vectors, mask.left, mask.right, seqlen)
 
 
 def _compare(
@@ -268,7 +271,7 @@ def _backward(
     flops: float,
     more: dict[str, Any],
 ) -> Comparison:
-    """Gradients of q, k and v; a backward pass counts five products for the forward's two."""
+    """The comparison of gradients of q, k and v; a backward pass counts five products, a forward pass two."""
     calls: dict[str, Call] = {}
     refused = dict(refused)
     for name, attend in contenders.items():

@@ -161,7 +161,7 @@ def _draw(path: str, counts: Sequence[TileCount]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from warploom.smem.verify import PARTS, report, say, verify
+    from warploom.smem.device.verify import PARTS, report, say, verify
 
     if options.size is not None:
         raise ValueError("--size is of the timed kernels, --verify has its own")
@@ -176,7 +176,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _time(options: argparse.Namespace) -> int:
-    from warploom.smem.tester import Trial, report, time_attention, time_gemm, time_ladder, to_dict
+    from warploom.smem.device.tester import Trial, report, time_attention, time_gemm, time_ladder, to_dict
 
     size = 4096 if options.size is None else options.size
     trials: list[Trial] = []

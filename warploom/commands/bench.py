@@ -104,7 +104,7 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
 
 
 def _write(found: dict[str, Any], path: Path | None) -> None:
-    """The whole file at once: a run that is killed leaves the one before, never half of one."""
+    """Write the whole file at once: a run that is killed leaves the file before, never half of one."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

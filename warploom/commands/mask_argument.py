@@ -9,7 +9,7 @@ from warploom import masks
 
 
 def builders() -> dict[str, type]:
-    """The mask builders by name; ColumnMask takes tensors, which a command line has none of."""
+    """The mask builders by name, but for ColumnMask: it takes tensors, which a command line cannot hold."""
     public = [getattr(masks, name) for name in masks.__all__]
     classes = [item for item in public if isinstance(item, type) and issubclass(item, masks.Mask)]
     return {item.__name__: item for item in classes if item not in (masks.Mask, masks.ColumnMask)}

@@ -7,12 +7,14 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from warploom.decode import op, registry, triton  # noqa: F401  (registry fills the dispatch list)
+from warploom.decode import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.decode.ops import decode_op, is_empty
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window, checked
+from warploom.runtime.op import unobserved
 
 
 @overload
@@ -94,9 +96,9 @@ def decode(
     return_lse = arguments.flag("return_lse", return_lse)
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
-    out, lse = op.decode_op(*args) if op.needs_op(q) else op.run(args)
-    if short and chosen == "triton" and args.q is q and not op.is_empty(args) and not checked():
-        run = triton.ready(args)
+    out, lse = decode_op(*args)
+    if short and args.q is q and not is_empty(args) and not checked():
+        run = dispatch.find(chosen, "decode").bind(args)
         if run is not None:
             cache.ready[key] = run
     return (out, lse) if return_lse else out
@@ -115,7 +117,7 @@ def _is_plain(q: object, sink: object, cache: object) -> bool:
 
     The host bounds a step of a small model; what differs between its calls is the contents of q.
     """
-    if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or not q.is_cuda:
         return False
     if type(cache) is KVCache:
         k, v = cache.k, cache.v
@@ -123,14 +125,6 @@ def _is_plain(q: object, sink: object, cache: object) -> bool:
         k, v = cache.k_pages, cache.v_pages
     else:
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if sink is not None and (not isinstance(sink, Tensor) or sink.device != q.device or sink.stride() != (1,)):
         return False
-    if sink is not None and (
-        type(sink) is not Tensor or sink.requires_grad or sink.device != q.device or sink.stride() != (1,)
-    ):
-        return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
-    )
+    return unobserved(q, sink, k, v)

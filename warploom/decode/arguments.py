@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from warploom.attention.problem import check_sink, scalars
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.contents import check_contents
 from warploom.decode.problem import DecodeArgs
 from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
+from warploom.runtime.op import differentiates_forward
+from warploom.runtime.qkv import check_sink, last_contiguous, scalars
 
 MAX_QUERIES = 16
 # More keys than any cache holds, in 32 bits.
@@ -65,9 +66,7 @@ def decode_args(
         sink = sink.contiguous()
     check_contents(k, lengths, block_table)
     left, right = _band(window)
-    if q.stride(-1) != 1 and head_dim > 1:
-        q = q.contiguous()
-    return DecodeArgs(q, k, v, lengths, block_table, sink, left, right, scale, softcap, "")
+    return DecodeArgs(last_contiguous(q), k, v, lengths, block_table, sink, left, right, scale, softcap, "")
 
 
 def _band(window: Window | None) -> tuple[int | None, int]:
@@ -94,7 +93,5 @@ def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> 
         return
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("decode() under a torch.func transform is not supported; use attention()")
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors
-    ):
+    if differentiates_forward(*tensors):
         raise NotImplementedError("forward-mode AD through decode() is not supported; use attention()")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.decode import op
 from warploom.decode.contents import check_append, check_cache
+from warploom.decode.ops import append_op
 from warploom.runtime import arguments
 
 
@@ -167,8 +167,7 @@ def append(
     if isinstance(slot_mapping, Tensor) and slot_mapping.dtype in arguments.INTEGERS and slot_mapping.dtype != torch.int32:
         slot_mapping = arguments.widened(slot_mapping)
     check_append(k_cache, v_cache, lengths, block_table, slot_mapping, k, v)
-    run = op.append_op if op.needs_op(k) else op.append
-    run(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
+    append_op(k_cache, v_cache, lengths, block_table, slot_mapping, k, v, advance)
 
 
 def _keep(cache: KVCache | PagedKVCache, name: str, t: Tensor | None) -> None:

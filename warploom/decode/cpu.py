@@ -5,24 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from warploom.decode.backend import DecodeBackend
 from warploom.decode.gather import keys_and_values
 from warploom.decode.merge import merge
 from warploom.decode.problem import DecodeArgs, DecodeProblem
 
 # Keys of a split: its fp32 copies of K and V and its scores stay within a core's L2 for usual head dims.
 SPLIT = 512
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(problem: DecodeProblem) -> str | None:
-    if problem.device != "cpu":
-        return f"runs on CPU tensors, not on {problem.device}"
-    if problem.dtype == torch.float64:
-        return "accumulates in fp32; float64 runs on the reference"
-    return None
 
 
 def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
@@ -81,3 +70,23 @@ def _tile(room: Tensor, t: Tensor) -> Tensor:
     cache.
     """
     return room[: t.numel()].view(t.shape).copy_(t)
+
+
+class Cpu(DecodeBackend):
+    """Every call on CPU tensors but those in float64."""
+
+    name = "cpu"
+    device = "cpu"
+
+    def supports(self, problem: DecodeProblem) -> str | None:
+        if problem.device != "cpu":
+            return f"runs on CPU tensors, not on {problem.device}"
+        if problem.dtype == torch.float64:
+            return "accumulates in fp32; float64 runs on the reference"
+        return None
+
+    def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
+        return forward(args)
+
+
+BACKEND = Cpu()

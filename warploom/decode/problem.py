@@ -37,6 +37,19 @@ class DecodeArgs(NamedTuple):
         return self.block_table.shape[1] * self.k.shape[1]
 
 
+class AppendArgs(NamedTuple):
+    """New keys and values (batch, T, heads_kv, ·) for a cache, validated; ``advance`` adds them to the lengths."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    block_table: Tensor | None
+    slot_mapping: Tensor | None
+    k: Tensor
+    v: Tensor
+    advance: bool
+
+
 @dataclass(frozen=True)
 class DecodeProblem:
     """Everything dispatch may look at: shapes, dtypes and features, never tensor contents."""

@@ -5,16 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from warploom.decode.backend import DecodeBackend
 from warploom.decode.gather import keys_and_values
 from warploom.decode.problem import DecodeArgs, DecodeProblem
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(problem: DecodeProblem) -> str | None:
-    return None
 
 
 def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
@@ -56,3 +49,19 @@ def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     lse = (top + torch.log(total)).masked_fill(empty, float("-inf")).squeeze(-1)
     out = torch.einsum("htn,tnhd->thd", (weights / total)[..., :length], values)
     return out, lse
+
+
+class Reference(DecodeBackend):
+    """Every call."""
+
+    name = "reference"
+    plain = True
+
+    def supports(self, problem: DecodeProblem) -> str | None:
+        return None
+
+    def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
+        return forward(args)
+
+
+BACKEND = Reference()

@@ -2,11 +2,5 @@
 
 from warploom.decode import cpu, reference, triton
 from warploom.runtime import dispatch
-from warploom.runtime.dispatch import Implementation
 
-dispatch.register(
-    "decode",
-    Implementation("triton", triton),
-    Implementation("cpu", cpu),
-    Implementation("reference", reference),
-)
+dispatch.register("decode", *(module.BACKEND for module in (triton, cpu, reference)))

@@ -80,7 +80,7 @@ def load(device: str, dtype: str, folder: Path | None = None) -> Encoder:
 
 @contextmanager
 def _quiet_transformers():
-    """Without its own progress bars, which would break the demo's."""
+    """Silence transformers' own progress bars, which would break the demo's."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

@@ -15,9 +15,7 @@ _RESET_PEAK = "5"  # proc(5): resets VmHWM to the current resident size
 
 
 class PeakMemory:
-    """Bytes above the starting level at the highest point since `start()`; None where that cannot be
-    measured.
-    """
+    """Bytes above the starting level at the highest point since `start()`; None where that cannot be measured."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device.startswith("cuda")
@@ -45,7 +43,7 @@ class PeakMemory:
 
 
 def _return_freed_memory() -> None:
-    """So that what an earlier pass freed does not hide what this one takes; glibc only."""
+    """Return freed memory to the system, so that it does not hide what the next pass takes; glibc only."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

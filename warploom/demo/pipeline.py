@@ -30,17 +30,19 @@ SECONDS = 70  # of passes, unless their number is given
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Attributes:
-    sentences: how many; None is as many as a device embeds five ways in about a minute.
-    seed: which, and in which order.
-    repeats: timed passes over all sentences, of every route in turn; the median counts. None is up to 3, as
-        long as all are likely to end within 70 s.
-    device: "auto", or a torch device.
-    dtype: "float32", "bfloat16" or "float16".
-    batch_size: sentences in a padded batch.
-    row_tokens: tokens in a packed row.
-    out: folder of the pictures, made if missing; None draws nothing.
-    progress: a progress bar on stderr.
+    """What `run_demo` embeds, on what, and how often.
+
+    Attributes:
+        sentences: how many; None is as many as a device embeds five ways in about a minute.
+        seed: which sentences, and in which order.
+        repeats: timed passes over all sentences, of every route in turn; the median counts. None is up to 3, as long
+            as all are likely to end within 70 s.
+        device: "auto", or a torch device.
+        dtype: "float32", "bfloat16" or "float16".
+        batch_size: sentences in a padded batch.
+        row_tokens: tokens in a packed row.
+        out: folder of the pictures, made if missing; None draws nothing.
+        progress: a progress bar on stderr.
     """
 
     sentences: int | None = None
@@ -171,9 +173,7 @@ def _rounding(model: Any, tokens: Any, plans: Any, embeddings: dict[str, Tensor]
 
 
 def _neighbours(texts: list[str], eager: Tensor, packed: Tensor, shown: int = 3) -> tuple[list[Neighbour], int]:
-    """The closest pairs that are not near-copies of each other, and how many neighbours both embeddings agree
-    on.
-    """
+    """The closest pairs that are no near-copies of each other, and how many neighbours both embeddings agree on."""
     by_eager, by_packed = (_similarities(x) for x in (eager, packed))
     agreed = by_eager.argmax(1) == by_packed.argmax(1)
     best, index = by_packed.max(1)

@@ -77,11 +77,10 @@ def embed(
     plan: Sequence[Sequence[int]],
     step: Callable[[], None],
 ) -> tuple[Tensor, int]:
-    """Mean-pooled, normalised embeddings of every sentence, and how many positions the model computed for
-    them.
+    """Mean-pooled, normalised embeddings of every sentence, and how many positions the model computed.
 
     Returns:
-        fp32 `(sentences, hidden)` in the order of `tokens`, on the model's device.
+        fp32 `(sentences, hidden)` in the order of `tokens`, on the model's device, and the number of positions.
     """
     run = _packed_row if route.layout == "packed" else _padded_batch
     result = torch.empty(len(tokens), model.config.hidden_size, device=model.device)
@@ -107,9 +106,7 @@ def _padded_batch(model: Any, sentences: list[Sequence[int]]) -> tuple[Tensor, i
 
 
 def _packed_row(model: Any, sentences: list[Sequence[int]]) -> tuple[Tensor, int]:
-    """Sentences one after the other in a single row: each sees only itself, at positions that start again
-    from 0.
-    """
+    """Sentences one after the other in a single row: each sees only itself, and its positions start from 0."""
     lengths = torch.tensor([len(s) for s in sentences], device=model.device)
     ids = torch.tensor([[token for s in sentences for token in s]], device=model.device)
     sentence = torch.repeat_interleave(torch.arange(len(sentences), device=model.device), lengths)

@@ -1,6 +1,4 @@
-"""Real English found on every machine: the language reference inside the standard library, split into
-sentences.
-"""
+"""Real English found on every machine: the language reference of the standard library, as sentences."""
 
 from __future__ import annotations
 

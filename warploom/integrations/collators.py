@@ -1,5 +1,4 @@
-"""Column bounds for batches: what a collator knows (padding, packed documents), as the mask a model passes
-through.
+"""Column bounds for batches: what a collator knows of padding and packed documents, as a mask that models pass through.
 
 Models of transformers hand any 4-D `attention_mask` to the attention function untouched, so a batch can carry
 int32 column bounds `(batch, 1, keys, 4)` there, and an encoder that would never look for documents in its
@@ -159,6 +158,6 @@ class BoundsCollator:
 
 
 def _intersect(a: Tensor, b: Tensor) -> Tensor:
-    """Of bounds made here, whose lower intervals end at the last row and upper ones start at the first."""
+    """The intersection of bounds made here: their lower intervals end at the last row, their upper ones start at the first."""
     start, end = torch.maximum(a[..., 3], b[..., 3]), torch.minimum(a[..., 0], b[..., 0])
     return torch.stack([end, a[..., 1].expand_as(end), a[..., 2].expand_as(end), start], -1)

@@ -60,7 +60,7 @@ class Visible:
 
 
 def everything(columns: Tensor) -> Visible:
-    """No key hidden. `columns`, int64 `(batch | 1, keys)`, are the keys' positions, here and below."""
+    """No key is hidden. `columns`, int64 `(batch | 1, keys)`, are the keys' positions, here and below."""
     return Visible(torch.full_like(columns, -FAR), torch.full_like(columns, FAR))
 
 
@@ -84,7 +84,7 @@ def chunked(columns: Tensor, size: int, origin: Tensor) -> Visible:
 
 
 def only(real: Tensor) -> Visible:
-    """Keys where bool `real` `(batch, keys)` is False, padding, are hidden from everyone."""
+    """Padding, the keys where bool `real` `(batch, keys)` is False, is hidden from every query."""
     zeros = torch.zeros(real.shape, dtype=torch.int64, device=real.device)
     return everything(zeros).hide(~real)
 

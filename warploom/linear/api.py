@@ -8,9 +8,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from warploom.linear import ops, reference, registry  # noqa: F401  (registry fills the dispatch list)
+from warploom.linear import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.linear.arguments import linear_call
 from warploom.linear.feature_maps import FeatureMaps
+from warploom.linear.ops import flat, linear_op, step_flat, step_op
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
 from warploom.runtime import arguments, dispatch
@@ -171,8 +172,7 @@ def linear_attention_step(
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (call.q, call.k, call.v, call.s, call.z)]):
         out, last = _run(call, backend, True)
     else:
-        flat = ops.step_arguments(call, dispatch.choose(call, backend, "linear"))
-        out, s, z = (ops.step_op if ops.watched(call.q) else ops.run_step)(*flat)
+        out, s, z = step_op(*step_flat(call, dispatch.choose(call, backend, "linear")))
         out = out.unsqueeze(1)
         last = LinearState(s, z)
     assert last is not None
@@ -183,10 +183,9 @@ def _run(call: LinearCall, backend: str | None, return_state: bool) -> tuple[Ten
     if call.causal and not return_state and call.k.shape[1] > call.q.shape[1]:
         # Keys past the last query reach the state alone: nobody asks for it, so they may hold anything.
         call = replace(call, k=call.k[:, : call.q.shape[1]], v=call.v[:, : call.q.shape[1]])
-    chosen = dispatch.choose(call, backend, "linear")
-    if chosen == "reference":
-        # Inline rather than behind the op: torch then differentiates it to any order and in any mode.
-        out, _, s, z = reference.forward(call, return_state)
+    chosen = dispatch.find(dispatch.choose(call, backend, "linear"), "linear")
+    if chosen.plain:
+        out, _, s, z = chosen.forward(call, return_state)
     else:
-        out, _, s, z = ops.linear_op(call, chosen, return_state)
+        out, _, s, z = linear_op(*flat(call, chosen.name, return_state))
     return out, LinearState(s, z) if return_state and s is not None and z is not None else None

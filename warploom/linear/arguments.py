@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from warploom.attention.arguments import autocast_inputs
-from warploom.attention.problem import check_tensors
 from warploom.linear.feature_maps import FeatureMap, FeatureMaps, resolve
 from warploom.linear.problem import LinearCall
 from warploom.runtime import arguments
+from warploom.runtime.qkv import autocast_inputs, check_starts, check_tensors, finite, last_contiguous
 
 
 def linear_call(
@@ -56,9 +54,7 @@ def linear_call(
 def numbers(eps: Any, scale: Any, normalize: bool) -> tuple[float, float]:
     """eps and scale as floats within their ranges."""
     eps, scale = arguments.number("eps", eps), arguments.number("scale", scale)
-    # Comparisons rather than math.isfinite, which torch.compile cannot trace on a symbolic float.
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    finite("scale", scale)
     if normalize and not 0 < eps < math.inf:
         raise ValueError(f"eps must be a positive finite number, lest a query that sees no key is divided by 0, got {eps}")
     return float(eps), float(scale)
@@ -85,11 +81,6 @@ def checked_state(
     return state[0], state[1]
 
 
-def last_contiguous(t: Tensor) -> Tensor:
-    """t, or a copy where its last dimension is strided."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
 def _check_packing(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens together are not supported: packed sequences have no padding")
@@ -112,14 +103,7 @@ def _check_contents(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Te
         if low < 0 or high > k.shape[1]:
             raise ValueError(f"lengths must be from 0 to the {k.shape[1]} keys of a row, got {low} to {high}")
     if cu_seqlens is not None:
-        values = cu_seqlens.tolist()
-        if values[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0, got {values[0]}")
-        for n, (a, b) in enumerate(pairwise(values)):
-            if b < a:
-                raise ValueError(f"cu_seqlens must not decrease, got {a} then {b} at index {n + 1}")
-        if values[-1] > q.shape[1]:
-            raise ValueError(f"cu_seqlens ends at {values[-1]}, past the {q.shape[1]} packed tokens")
+        check_starts("cu_seqlens", cu_seqlens, q.shape[1])
 
 
 def _mapped(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from warploom.linear.backend import LinearBackend
 from warploom.linear.cpu_block import Block, Scratch, Sums
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
@@ -22,16 +24,6 @@ from warploom.linear.problem import LinearCall
 BLOCK = 2**19
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(call: LinearCall) -> str | None:
-    if call.device != "cpu":
-        return f"runs on CPU tensors, not on {call.device}"
-    return None
 
 
 def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -186,3 +178,29 @@ def _own(t: Tensor, dtype: torch.dtype) -> Tensor:
 def _flat(s: Tensor, z: Tensor) -> Sums:
     """Views with batch and heads as one dimension."""
     return s.flatten(0, 1), z.flatten(0, 1)
+
+
+class Cpu(LinearBackend):
+    """Every call on CPU tensors."""
+
+    name = "cpu"
+    device = "cpu"
+
+    def supports(self, call: LinearCall) -> str | None:
+        if call.device != "cpu":
+            return f"runs on CPU tensors, not on {call.device}"
+        return None
+
+    def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return forward(call, return_state)
+
+    def backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return backward(call, dout, norm, ds, dz)
+
+    def step(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return step(*tensors, **options)
+
+
+BACKEND = Cpu()

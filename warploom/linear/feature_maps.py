@@ -42,7 +42,7 @@ def resolve(feature_map: FeatureMaps) -> tuple[str | FeatureMap, str | FeatureMa
             raise ValueError(f"feature_map is {each!r}; it takes one of {', '.join(NAMED)}, a callable or a pair of these")
         if not isinstance(each, str) and not callable(each):
             raise TypeError(f"feature_map is {feature_map!r}; it takes a name, a callable or a pair of these (queries, keys)")
-    return pair  # type: ignore[return-value]
+    return pair
 
 
 class RandomFeatures(torch.nn.Module):

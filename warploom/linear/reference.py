@@ -12,18 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.linear.backend import LinearBackend
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
 from warploom.linear.problem import LinearCall, one_token
 from warploom.linear.state import LinearState
-
-
-def available() -> str | None:
-    return None
-
-
-def supports(call: LinearCall) -> str | None:
-    return None
 
 
 def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -181,3 +174,27 @@ def cumulative(
         rows.append(row)
     out = torch.stack(rows, 1) if rows else v.new_zeros(batch, 0, heads, v.shape[-1])
     return out, LinearState(s, z)
+
+
+class Reference(LinearBackend):
+    """Every call."""
+
+    name = "reference"
+    plain = True
+
+    def supports(self, call: LinearCall) -> str | None:
+        return None
+
+    def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return forward(call, return_state)
+
+    def backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return backward(call, dout, norm, ds, dz)
+
+    def step(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return step(*tensors, **options)
+
+
+BACKEND = Reference()

@@ -100,8 +100,9 @@ def _integers(name: str, rows: list[list[int]]) -> Tensor:
 
 
 def per_batch_rows(name: str, value: Any, takes: str, *, pad: int = 0, allow_bool: bool = False) -> Tensor:
-    """`value` as an integer tensor (batch|1, n); ragged rows are filled with `pad`. A bool tensor passes if
-    `allow_bool`.
+    """`value` as an integer tensor (batch|1, n); ragged rows are filled with `pad`.
+
+    A bool tensor passes if `allow_bool`.
     """
     tensor = _as_tensor(name, value, takes, pad)
     if tensor.dtype not in INTEGERS and not (allow_bool and tensor.dtype == torch.bool):

@@ -22,12 +22,11 @@ _CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or t
 
 
 class BaseMask:
-    """What every mask is, but for `&`: a description that resolves to a band and column intervals for given sequence
-    lengths.
+    """A description of a mask, which resolves to a band and column intervals once the sequence lengths are known.
 
-    Masks are immutable, hold tensors on any device, are pytree nodes and move with `.to(device)`. Changing a tensor in
-    place that a mask was built from is allowed: the next call sees it. `warploom.masks.intersect.Mask`, the class that
-    builders extend, adds `&`.
+    Masks are immutable, hold tensors on any device, are pytree nodes and move with `.to(device)`. A tensor that a mask
+    was built from may be changed in place: the next call sees the new values. `warploom.masks.intersect.Mask`, the class
+    that builders extend, adds `&`.
     """
 
     _fields: ClassVar[tuple[str, ...]] = ()
@@ -49,11 +48,17 @@ class BaseMask:
     # What every mask has.
 
     def resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> ResolvedMask:
-        """Band and column vectors for one pair of lengths, on `device` (default: where the mask's tensors
-        are).
+        """Band and column vectors for one pair of lengths.
 
-        Never synchronises with the device and has no data-dependent shapes. Kept per sizes, device and tensor
-        versions, except while compiling or capturing a CUDA graph.
+        It never synchronises with the device and has no data-dependent shapes. The result is kept by sizes, device and
+        tensor versions, except while torch compiles or a CUDA graph is captured.
+
+        Args:
+            seqlen_q, seqlen_k: lengths of the call.
+            device: where the vectors go; default: where the mask's tensors are.
+
+        Raises:
+            ValueError: the mask does not fit the lengths, or a capture would have to copy host data.
         """
         if torch.compiler.is_compiling():
             where = self.device if device is None else _device(device)
@@ -91,17 +96,13 @@ class BaseMask:
         return resolved
 
     def dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
-        """The whole matrix: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible. For tests and small
-        masks.
-        """
+        """The whole matrix, for tests and small masks: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible."""
         q, k = self._sizes(seqlen_q, seqlen_k)
         rows, columns = torch.arange(q, device=self.device), torch.arange(k, device=self.device)
         return visible(self.resolve(q, k), rows, columns, k - q)
 
     def density(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> float:
-        """Visible fraction of the matrix over all batch entries and heads, from the intervals, in
-        O(seqlen_k).
-        """
+        """Visible fraction of the matrix over all batch entries and heads, in O(seqlen_k) from the intervals."""
         q, k = self._sizes(seqlen_q, seqlen_k)
         shown = iv.visible_per_column(self.resolve(q, k), q, k, self.device)
         cells = (shown.numel() // k) * q * k if k else 0
@@ -123,8 +124,7 @@ class BaseMask:
         batch: int = 0,
         head: int = 0,
     ) -> None:
-        """Draws the mask's tiles to an .svg or .png file, and its elements too up to 64 x 64. Needs
-        matplotlib.
+        """Draws the mask's tiles to an .svg or .png file, and its elements too up to 64 x 64; needs matplotlib.
 
         Args:
             path: the file; its suffix picks the format.
@@ -156,9 +156,8 @@ class BaseMask:
     def to_startend_row_indices(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> tuple[Tensor, bool]:
         """Paddle's flashmask_attention bounds: int32 (batch|1, heads|1, seqlen_k, n), and its `causal` flag.
 
-        causal: n=1 is LTS, n=2 is LTS, LTE. Not causal: n=2 is LTS, UTE, n=4 all. The smallest n that holds
-            the mask by its
-        structure is taken; a band other than causal is folded into the intervals.
+        With causal, n=1 is LTS and n=2 is LTS, LTE. Without, n=2 is LTS, UTE and n=4 is all four. The result has the
+        smallest n that the mask's structure allows; a band other than causal is folded into the intervals.
 
         Args:
             seqlen_q: rows; defaults to seqlen_k. An interval to the end is written as ending there.

@@ -1,9 +1,8 @@
-"""Column masks: each key column hides at most two intervals of query rows, next to a band around the
-diagonal.
+"""Column masks: each key column hides at most two intervals of query rows, besides a band around the diagonal.
 
-The representation is FlashMask's (arXiv 2410.01359): O(seqlen) memory where a dense mask takes O(seqlen^2),
-and tiles are skipped or left unmasked by comparing a few numbers. Builders of common masks are in
-`warploom.masks.zoo`; all share `Mask` below.
+The representation is FlashMask's (arXiv 2410.01359). It takes O(seqlen) memory where a dense mask takes O(seqlen^2), and
+a few comparisons tell which tiles to skip and which to leave unmasked. Builders of common masks are in
+`warploom.masks.zoo`; all share the base class `Mask`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class ColumnMask(Mask):
         causal: adds the bottom-right aligned causal band, key j <= i + seqlen_k - seqlen_q.
 
     Raises:
-        TypeError, ValueError: a vector of another dtype, rank, length or device, or an interval given by
-            half.
+        TypeError, ValueError: a vector of another dtype, rank, length or device, or one half of an interval.
     """
 
     _fields = ("lts", "lte", "uts", "ute", "left", "right")
@@ -137,7 +135,7 @@ class ColumnMask(Mask):
     def _and(self, other: Mask) -> Mask | None:
         if isinstance(other, Band):
             limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
-            return column_mask(*limits, self.hidden_intervals())
+            return column_mask(*limits, self._hidden_intervals())
         return self._and_columns(other) if isinstance(other, ColumnMask) else None
 
     def _and_columns(self, other: ColumnMask) -> Mask:
@@ -149,7 +147,7 @@ class ColumnMask(Mask):
         vectors = both._tensors()
         check_broadcast(both, vectors)
         limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
-        merged = iv.merge_by_structure(self.hidden_intervals() + other.hidden_intervals())
+        merged = iv.merge_by_structure(self._hidden_intervals() + other._hidden_intervals())
         if len(merged) <= 2:
             return column_mask(*limits, merged)
         if (
@@ -161,7 +159,7 @@ class ColumnMask(Mask):
             united(both, limits, merged, min(length, max(int(v.max()) for v in vectors)), length)
         return both
 
-    def hidden_intervals(self) -> list[iv.Interval]:
+    def _hidden_intervals(self) -> list[iv.Interval]:
         return iv.intervals_of(ResolvedMask(self.left, self.right, self.lts, self.lte, self.uts, self.ute))
 
     def __repr__(self) -> str:

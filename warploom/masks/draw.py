@@ -89,8 +89,10 @@ def draw(
 
 
 def tile_size(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """Queries and keys per tile: a usual size, the smallest that makes at most 8 tiles along the longer side
-    where elements show, else 32; 128 at most, and not more than half of a side.
+    """Queries and keys per tile of a picture.
+
+    The smallest usual size that makes at most 8 tiles along the longer side where elements show, else at most 32. It is
+    128 at most, and no more than half of a side.
     """
     longest = max(seqlen_q, seqlen_k)
     across = 8 if longest <= ELEMENTS_UP_TO else 32

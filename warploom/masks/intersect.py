@@ -1,4 +1,4 @@
-"""Intersecting masks: `Mask`, which adds `&` to `BaseMask`, and what `&` makes where nothing plainer will do."""
+"""Intersecting masks: `Mask`, which adds `&` to `BaseMask`, and what `&` makes where no simpler mask serves."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from warploom.masks.united import united
 
 
 class Mask(BaseMask):
-    """Base of every mask: a description that resolves to a band and column intervals for given sequence
-    lengths.
+    """The base of every mask: a description, which resolves to a band and column intervals once lengths are known.
 
-    Masks are immutable, hold tensors on any device, are pytree nodes, move with `.to(device)` and intersect
-    with `&`. Changing a tensor in place that a mask was built from is allowed: the next call sees it.
+    Masks are immutable, hold tensors on any device, are pytree nodes, move with `.to(device)` and intersect with `&`. A
+    tensor that a mask was built from may be changed in place: the next call sees the new values.
     """
 
     def __and__(self, other: Mask) -> Mask:
-        """What both show. Bands give a band, column intervals unite.
+        """What both masks show; two bands give a band, and column intervals unite.
 
-        Raises ValueError, here or when the lengths are known, where a column would need more than two
-        intervals.
+        Raises:
+            ValueError: a column would need more than two intervals; raised here, or later once the lengths are known.
         """
         if not isinstance(other, Mask):
             if isinstance(other, Tensor):
@@ -38,7 +37,7 @@ class Mask(BaseMask):
         return Intersection(self, other) if plainer is None else plainer
 
     def _and(self, other: Mask) -> Mask | None:
-        """What both show, where this kind of mask can tell without lengths; the order of the two is all one."""
+        """What both masks show, or None where this kind of mask cannot tell without lengths; their order does not matter."""
         return None
 
 

@@ -1,10 +1,9 @@
 """Row intervals hidden per key column: the arithmetic behind column masks.
 
-A mask for one (seqlen_q, seqlen_k) is a band, i.e. a range of p - j with p = i + seqlen_k - seqlen_q, and up
-to two hidden row intervals per key column j. An interval is `(start, end)`, int32 tensors of shape (batch|1,
-heads|1, seqlen_k); a start of None means row 0, an end of None means seqlen_q. Which ends are None is known
-without reading a tensor, so masks living on a device combine without synchronising wherever that alone
-decides.
+A mask for one (seqlen_q, seqlen_k) is a band, a range of p - j with p = i + seqlen_k - seqlen_q, and up to two hidden
+row intervals per key column j. An interval is `(start, end)`, int32 tensors of shape (batch|1, heads|1, seqlen_k). A
+start of None means row 0, an end of None means seqlen_q. Which ends are None is known without reading a tensor, so masks
+on a device combine without synchronising wherever that alone decides.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class ResolvedMask(NamedTuple):
     """What kernels take, for one (seqlen_q, seqlen_k).
 
     Attributes:
-        left, right: the band; key j is visible to query i when -right <= p - j <= left with p = i + seqlen_k
-            - seqlen_q. None is unlimited.
+        left, right: the band; key j is visible to query i when -right <= p - j <= left, with
+            p = i + seqlen_k - seqlen_q. None is unlimited.
         lts, lte: column j hides rows [lts_j, lte_j). lts None: no such interval; lte None: up to seqlen_q.
         uts, ute: column j hides rows [uts_j, ute_j) too. ute None: no such interval; uts None: from row 0.
 
@@ -84,8 +83,9 @@ def intersect_bands(a: tuple[int | None, int | None], b: tuple[int | None, int |
 
 
 def merge_by_structure(intervals: list[Interval]) -> list[Interval]:
-    """Unites what unites whatever the values are: intervals that start at row 0, and intervals that end at
-    seqlen_q. Vectors of key heads are repeated for the query heads of each.
+    """Unites intervals that unite whatever their values: those that start at row 0, and those that end at seqlen_q.
+
+    Vectors of key heads are repeated for the query heads of each.
     """
     to_end: Tensor | None = None
     from_zero: Tensor | None = None
@@ -131,9 +131,7 @@ def pack(left: int | None, right: int | None, intervals: list[Interval]) -> Reso
 
 
 def band_rows(left: int | None, right: int | None, seqlen_q: int, seqlen_k: int, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """First and past-the-last row that the band shows to each of `columns`, int32, within [0, seqlen_q], end
-    >= start.
-    """
+    """First and past-the-last row that the band shows to each of `columns`: int32, 0 <= first <= end <= seqlen_q."""
     reach = seqlen_q + seqlen_k  # beyond it a limit changes nothing, and int32 arithmetic stays in range
     diagonal = columns - (seqlen_k - seqlen_q)
     start = torch.zeros_like(columns)
@@ -158,9 +156,7 @@ def band_as_intervals(left: int | None, right: int | None, seqlen_q: int, seqlen
 
 
 def clip(interval: Interval, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """An interval within rows [start, end) of each column; where nothing is left its end is not above its
-    start.
-    """
+    """An interval cut to rows [start, end) of each column; where nothing is left, its end is at most its start."""
     a = start if interval[0] is None else torch.maximum(interval[0], start)
     b = end if interval[1] is None else torch.minimum(interval[1], end)
     return torch.broadcast_tensors(a, b)
@@ -169,10 +165,10 @@ def clip(interval: Interval, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor
 def merge_by_value(
     mask_band: tuple[int | None, int | None], intervals: list[Interval], seqlen_q: int, seqlen_k: int
 ) -> tuple[list[Interval], Tensor]:
-    """The same rows as two intervals per column, and how many each column needs (int64; more than two:
-    inexpressible).
+    """The same rows as two intervals per column, and how many intervals each column needs, int64.
 
-    Rows hidden by the band do not count: intervals are cut to what the band shows first.
+    A column that needs more than two cannot be expressed. Rows that the band hides do not count: intervals are cut to
+    what the band shows first.
     """
     device = next(t for pair in intervals for t in pair if t is not None).device
     columns = torch.arange(seqlen_k, dtype=torch.int32, device=device).view(1, 1, -1)

@@ -1,18 +1,17 @@
 """Which tiles of a column mask are hidden, partial or full, in O(seqlen_k) memory.
 
-Two steps. `column_bounds` reduces each vector to its minimum and maximum over a block of columns, empty
-intervals put aside first. `classify_row_block` then compares rows [m0, m1) with these eight numbers. With
-lts_max the greatest lower start in the block and so on, a tile is
+There are two steps. `column_bounds` reduces each vector to its minimum and maximum over a block of columns, empty
+intervals put aside first. `classify_row_block` then compares rows [m0, m1) with these eight numbers. With lts_max
+for the greatest lower start in the block and so on, a tile is
 
-- hidden, if one interval covers it in every column, lts_max <= m0 and m1 <= lte_min (the same with uts, ute),
-  or both do together: uts_max <= m0 and ute_min >= lts_max and m1 <= lte_min, or with the pairs swapped; the
+- hidden, if one interval covers it in every column: lts_max <= m0 and m1 <= lte_min, or the same with uts and ute.
+  Or if both cover it together: uts_max <= m0 and ute_min >= lts_max and m1 <= lte_min, or the pairs swapped; the
   middle condition makes the hull of the two sound. Or if the band misses it.
 - full, if no interval touches it, m0 >= end_max or m1 <= start_min, and the band contains it.
 - partial otherwise.
 
-Sound means: a tile called hidden has no visible element and a full one no hidden element. A partial tile may
-    turn out to be
-either. Per-tile lists are never kept: they would be O(seqlen^2 / tile^2).
+This is sound: a tile called hidden has no visible element, and a full one has no hidden element. A partial tile may
+turn out to be either. Lists of tiles are never kept: they would be O(seqlen^2 / tile^2).
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ _CELLS_AT_ONCE = 1 << 18  # tiles classified in one go: some MiB, however long t
 
 
 def block_edges(length: int, block: int | Tensor, device: Any = None) -> Tensor:
-    """Edges of blocks of `block`, the last one cut at `length`: int64 (n_blocks + 1,). A tensor of edges
-    passes through.
+    """Edges of blocks of `block`, the last one cut at `length`: int64 (n_blocks + 1,).
+
+    A tensor of edges passes through.
     """
     if isinstance(block, Tensor):
         return block.to(device=device, dtype=torch.int64)
@@ -77,13 +77,11 @@ def column_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, block_n: int
 
 
 def normalised(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, device: Any = None) -> Tensor:
-    """The vectors in the form whose block minima and maxima say most; together with the band they hide the
-    same.
+    """The vectors in the form whose block minima and maxima say most; with the band they hide the same elements.
 
-    An interval that is absent or empty starts at seqlen_q and ends at 0, so that it neither covers nor
-    touches. One that reaches rows the band hides anyway goes on to the edge, and a column that shows nothing
-    at all is hidden by both intervals, so that it never spoils what the other columns of its block have in
-    common.
+    An interval that is absent or empty starts at seqlen_q and ends at 0, so that it neither covers nor touches a tile.
+    One that reaches rows the band hides anyway goes on to the edge. A column that shows nothing at all is hidden by
+    both intervals, so that it never spoils what the other columns of its block have in common.
 
     Returns:
         int32 (batch|1, heads|1, 4, seqlen_k): lts, lte, uts, ute.
@@ -169,10 +167,9 @@ def row_segments(
     seqlen_k: int,
     block_m: int = 1,
 ) -> Tensor:
-    """For each block of columns, the at most three contiguous runs of row blocks outside of which all tiles
-    are hidden.
+    """For each block of columns, at most three runs of row blocks that hold every tile not hidden.
 
-    The backward pass walks these; they agree with `classify_row_block` tile for tile.
+    The backward pass walks these runs; they agree with `classify_row_block` tile for tile.
 
     Args:
         bounds, edges, left, right, seqlen_q, seqlen_k: as for `classify_row_block`.
@@ -269,9 +266,10 @@ class TileClasses:
         return int(self.hidden.sum()) / total if total else 0.0
 
     def in_tiles(self, block_n: int) -> dict[str, int]:
-        """Tiles of ``block_n`` keys, which divides this one's, by the class of the tile here that holds them.
+        """Tiles of ``block_n`` keys, a divisor of this object's, counted by the class of the wider tile around each.
 
-        So counts a kernel that walks in narrower tiles than it skips by. Over all batch entries and heads of the mask.
+        A kernel that walks in narrower tiles than it skips by counts so. The counts are over all batch entries and heads
+        of the mask.
         """
         each = self.block_n // block_n
         past = self.shape[1] * each - (self.seqlen_k + block_n - 1) // block_n  # of the last block, behind the last key

@@ -36,7 +36,7 @@ def united(
 
 
 def _unreadable(intervals: list[Interval]) -> str | None:
-    """Where nothing can be read back, if here."""
+    """The place in which nothing can be read back, in words, or None outside of such places."""
     if torch.compiler.is_compiling():
         return "a compiled region"
     on_cuda = any(t.is_cuda for interval in intervals for t in interval if isinstance(t, Tensor))

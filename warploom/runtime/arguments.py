@@ -177,7 +177,7 @@ def float_dtype(name: str, value: Any) -> torch.dtype:
     """A dtype argument of numbers that attention computes with."""
     if not isinstance(value, torch.dtype) or value not in FLOATS:
         raise TypeError(f"{name} must be torch.float16, bfloat16, float32 or float64, got {describe(value)}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def strided(name: str, value: Any) -> Tensor:

@@ -61,7 +61,7 @@ def remove(folder: Folder, name: str) -> None:
 
 @contextlib.contextmanager
 def written(folder: Folder, name: str) -> Iterator[None]:
-    """An OSError inside is a CacheError about the file of that name."""
+    """Turn an OSError inside into a CacheError about the file of that name."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def written(folder: Folder, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock(name: str) -> Iterator[None]:
-    """Hold the cache's lock of that name, one process and thread at a time; whoever dies lets go.
+    """Hold the cache's lock of that name, one process and thread at a time; a holder that dies lets it go.
 
     The file is neither truncated nor written, and nobody else can open it, which is all that holding it takes.
     """
@@ -160,7 +160,7 @@ def scratch(folder: Folder) -> Iterator[str]:
 
 
 def sweep(folder: Folder) -> None:
-    """Remove what builders left that were killed: scratch folders whose lock nobody holds."""
+    """Remove what killed builders left: scratch folders whose lock nobody holds."""
     for name in folder.names():
         if not name.startswith(_SCRATCH):
             continue

@@ -13,7 +13,7 @@ _SIZED = 0x04  # EIFMT_SVAL: a 16-bit size follows
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel, per thread but for ``shared``, the static bytes a block."""
+    """What one kernel takes: registers and stack of a thread, ``shared`` static bytes of a block."""
 
     kernel: str
     registers: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device: make that the tensor's; nothing to do where it is, or on a CPU."""
+    """Make the tensor's device the current one, to which launches go; does nothing where it is already, and on a CPU."""
     if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(t.device)
     return nullcontext()

@@ -4,47 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from warploom.runtime.arguments import flag
+from warploom.runtime.backend import Backend
 
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to compute a family's problems.
-
-    The module defines ``available() -> str | None`` (None: can run on this machine, else why not) and
-    ``supports(problem) -> str | None`` (None: takes the problem, else the refusal in words). One that runs here, but that is
-    meant for other machines, says so by ``declines() -> str | None`` and runs when it is asked for by name. It imports
-    optional dependencies only when it runs.
-    """
-
-    name: str
-    module: ModuleType
-    # Made for some problems: those that it refuses are no slower elsewhere, so that nothing is said about them.
-    special: bool = False
-
-    def available(self) -> str | None:
-        reason: str | None = self.module.available()
-        return reason
-
-    def supports(self, problem: Any) -> str | None:
-        reason: str | None = self.module.supports(problem)
-        return reason
-
-    def declines(self) -> str | None:
-        declines = getattr(self.module, "declines", None)
-        reason: str | None = declines() if declines is not None else None
-        return reason
-
-    def refusal(self, problem: Any, by_name: bool = False) -> str | None:
-        """Why this implementation does not run the problem, unasked or ``by_name``, or None."""
-        return self.available() or (None if by_name else self.declines()) or self.supports(problem)
-
-
-_families: dict[str, tuple[Implementation, ...]] = {}
+_families: dict[str, tuple[Backend, ...]] = {}
 
 # Choices by a key of the caller's that holds all that a problem does, and launchers by one that holds strides too.
 _settled: dict[Any, str] = {}
@@ -61,7 +26,7 @@ def strict(enabled: bool = True) -> None:
     _forget()
 
 
-def register(family: str, *ordered: Implementation) -> None:
+def register(family: str, *ordered: Backend) -> None:
     """Set a family's dispatch list, fastest first: the first that does not refuse runs."""
     _families[family] = ordered
     _forget()
@@ -72,12 +37,12 @@ def _forget() -> None:
     _bound.clear()
 
 
-def implementations(family: str = "attention") -> tuple[Implementation, ...]:
+def implementations(family: str = "attention") -> tuple[Backend, ...]:
     """The ordered dispatch list of a family."""
     return _families[family]
 
 
-def find(name: str, family: str = "attention") -> Implementation:
+def find(name: str, family: str = "attention") -> Backend:
     """The implementation called ``name``; ValueError, or TypeError for no name, lists those there are."""
     if isinstance(name, str):
         for implementation in _families[family]:
@@ -107,18 +72,26 @@ def choose(problem: Any, backend: str | None = None, family: str = "attention") 
         reason = unavailable or implementation.supports(problem)
         if reason is None:
             if problem.device != "cpu":
-                _report_fallback(implementation.name, refusals)
+                _report_fallback(implementation, refusals)
             return implementation.name
-        if unavailable is None and not implementation.special:
+        if unavailable is None and not implementation.special and implementation.device in (None, problem.device):
             refusals.append((implementation.name, reason))
     raise ValueError("no implementation takes this call: " + "; ".join(f"{n}: {r}" for n, r in refusals))
 
 
-def following(name: str, problem: Any, family: str = "attention") -> Implementation | None:
+def following(name: str, problem: Any, family: str = "attention") -> Backend | None:
     """The first implementation after ``name`` that takes the problem."""
     ordered = _families[family]
     after = [i.name for i in ordered].index(name) + 1
     return next((i for i in ordered[after:] if i.refusal(problem) is None), None)
+
+
+def delegate(name: str, problem: Any, family: str = "attention") -> Backend:
+    """As ``following``, for what the implementation has no kernel for; NotImplementedError where there is none."""
+    found = following(name, problem, family)
+    if found is None:
+        raise NotImplementedError(f"{name} has no kernel for this call, and no other implementation takes it")
+    return found
 
 
 def settled(key: Any) -> str | None:
@@ -132,7 +105,7 @@ def settle(key: Any, name: str, family: str = "attention") -> None:
         if implementation.name == name:
             _keep(_settled, key, name)
             return
-        if implementation.name != "cpu" and implementation.available() is None:
+        if implementation.device != "cpu" and implementation.available() is None:
             return
 
 
@@ -155,13 +128,12 @@ def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
 
 
-def _report_fallback(chosen: str, refusals: list[tuple[str, str]]) -> None:
-    slower = [(name, reason) for name, reason in refusals if name != "cpu"]
-    if not slower and chosen != "reference":
+def _report_fallback(chosen: Backend, refusals: list[tuple[str, str]]) -> None:
+    if not refusals and not chosen.plain:
         return
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in slower) or "no GPU implementation is available here"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "no GPU implementation is available here"
     if _strict:
-        raise RuntimeError(f"warploom.strict(): this call would fall to the slower {chosen!r} ({reasons})")
-    if (chosen, reasons) not in _warned:
-        _warned.add((chosen, reasons))
-        warnings.warn(f"warploom runs the slower {chosen!r} here ({reasons})", stacklevel=4)
+        raise RuntimeError(f"warploom.strict(): this call would fall to the slower {chosen.name!r} ({reasons})")
+    if (chosen.name, reasons) not in _warned:
+        _warned.add((chosen.name, reasons))
+        warnings.warn(f"warploom runs the slower {chosen.name!r} here ({reasons})", stacklevel=4)

@@ -1,4 +1,4 @@
-"""Object files into shared libraries, with whatever linker there is."""
+"""Linking object files into shared libraries, with whatever linker there is."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _is_current(folder: Path) -> bool:
 
 
 def _environment(arch: str, scratch: Path) -> dict[str, str]:
-    """Ours, with the paths that are relative to the current folder gone or absolute, and all temporary files in ``scratch``.
+    """Our environment, its relative paths gone or made absolute, and all temporary files in ``scratch``.
 
     An empty entry of PYTHONPATH is the current folder. The DSL keeps what it has parsed in a folder of /tmp that others
     could make first, unless it is told another.

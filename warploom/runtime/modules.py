@@ -109,7 +109,7 @@ def cannot_build() -> str | None:
 
 
 class Missing(RuntimeError):
-    """The cache has no module that may be run, which building one would mend; ``rank`` is higher the nearer one has come."""
+    """The cache has no module that may be run, and building one would help; ``rank`` is higher the nearer one has come."""
 
     def __init__(self, words: str, rank: int = 0) -> None:
         super().__init__(words)

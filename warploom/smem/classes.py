@@ -205,7 +205,7 @@ Phases = TypeVar("Phases", Places, PhaseClasses)
 
 
 def joined(parts: Sequence[Phases]) -> list[Phases]:
-    """Those of one unit as one."""
+    """Classes of one unit, joined into one object."""
     names = [field.name for field in fields(parts[0]) if field.name != "unit"]
     found = []
     for unit in dict.fromkeys(one.unit for one in parts):

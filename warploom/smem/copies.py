@@ -29,7 +29,7 @@ Place = tuple[int, int] | None  # byte addresses in global and in shared memory;
 
 
 def wavefronts(places: Sequence[Place]) -> int:
-    """Of one instruction."""
+    """Wavefronts of one instruction."""
     # By lines: for each move of a sector, which of its halves go to which.
     halves: dict[tuple[int, int], dict[tuple[int, int], set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))
     for place in places:
@@ -60,7 +60,7 @@ def _orders(moves: frozenset[tuple[int, int]]) -> int:
 
 
 def ideal(places: Sequence[Place]) -> int:
-    """Of as many bytes: whole lines."""
+    """Wavefronts that as many bytes take at the least, in whole lines."""
     active = sum(place is not None for place in places)
     return -(-active * WIDTH // LINE)
 

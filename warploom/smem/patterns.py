@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from warploom.smem.access import ACCESSES, WARP, Access, access, parse_pattern
 from warploom.smem.copies import Place
-from warploom.smem.kernels.single import SHARED_BYTES
 from warploom.smem.layout import Tile, parse_swizzles
 from warploom.smem.walk import lane_addresses
+
+SHARED_BYTES = 48 * 1024  # what a kernel may use without asking for more
 
 Lanes = list[int | None]
 

@@ -73,17 +73,17 @@ def test_tile_dims(dims: tuple[int, int], tile: int) -> None:
     ],
 )
 def test_refusals(changes: dict[str, Any], words: str) -> None:
-    assert words in (ampere.supports(problem(**changes)) or "")
+    assert words in (ampere.BACKEND.supports(problem(**changes)) or "")
 
 
 def test_what_is_built_or_can_be_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
     monkeypatch.setattr(ampere, "_capabilities", lambda: ((8, 0),))
     monkeypatch.setattr(modules, "cannot_build", lambda: "the DSL is gone")
-    words = ampere.supports(problem())
+    words = ampere.BACKEND.supports(problem())
     assert words is not None and "is not built in" in words and "the DSL is gone" in words
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
-    assert ampere.supports(problem()) is None
+    assert ampere.BACKEND.supports(problem()) is None
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(modules, "driver_version", lambda: 12080)
     monkeypatch.setattr(ampere, "_capabilities", lambda: ((8, 0),))
-    assert "12.8" in (ampere.available() or "")
+    assert "12.8" in (ampere.BACKEND.available() or "")

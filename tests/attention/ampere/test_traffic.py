@@ -10,7 +10,7 @@ import pytest
 
 from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.traffic import wavefronts
-from warploom.smem.residual import Instruction, access_of, by_access, corrected, parse_source, residuals
+from warploom.smem.device.residual import Instruction, access_of, by_access, corrected, parse_source, residuals
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "banks_attention.json").read_text())
 KERNELS = {kernel["layout"]: kernel for kernel in MEASURED["kernels"]}

@@ -12,14 +12,15 @@ import torch
 
 from tests.sources import imported
 from warploom.attention import hopper
+from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import plan
 from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES
 from warploom.attention.hopper.plan import backward_set, config, config_for, grouped, named_set, tile_dims
 from warploom.attention.problem import AttentionProblem
-from warploom.attention.views import aligned, seen
 from warploom.masks import SlidingWindow
 from warploom.runtime import dispatch, modules
+from warploom.runtime.alignment import aligned
 
 SHARED = 227 * 1024  # bytes a block of sm_90 has
 OVERHEAD = 512 + 1024  # barriers, the tile ring, alignment
@@ -101,16 +102,16 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
     ],
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:
-    assert words in (hopper.supports(problem(**changes)) or "")
+    assert words in (hopper.BACKEND.supports(problem(**changes)) or "")
 
 
 def test_missing_module_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
     monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
-    words = hopper.supports(problem())
+    words = hopper.BACKEND.supports(problem())
     assert words is not None and "not built" in words and "DSL" in words
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
-    assert hopper.supports(problem()) is None
+    assert hopper.BACKEND.supports(problem()) is None
 
 
 def test_calls_with_used_keys_were_refused_for_another_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_calls_with_used_keys_were_refused_for_another_module(monkeypatch: pytes
     monkeypatch.setattr(hopper, "_found", set())
     for seqused in (False, True):
         described = problem(layout="varlen", seqused=seqused)
-        assert hopper.supports(described) is None and asked.pop() == config_for(described).name
+        assert hopper.BACKEND.supports(described) is None and asked.pop() == config_for(described).name
         assert ("_used" in config_for(described).name) == seqused
 
 
@@ -169,7 +170,7 @@ def test_available_in_words(monkeypatch: pytest.MonkeyPatch, capability: object,
     monkeypatch.setattr(modules, "driver_version", lambda: driver)
     monkeypatch.setattr(modules, "cannot_load", lambda: None)
     modules.cannot_run.cache_clear()
-    found = hopper.available()
+    found = hopper.BACKEND.available()
     modules.cannot_run.cache_clear()
     assert found is None if words is None else words in (found or "")
 

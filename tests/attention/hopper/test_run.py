@@ -13,10 +13,10 @@ import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
 from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.band import seen
 from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
-from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 

@@ -14,11 +14,11 @@ from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper, reference
 from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.band import seen
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.problem import AttentionProblem
-from warploom.attention.views import seen
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
@@ -183,12 +183,12 @@ def test_what_the_kernel_does_not_take_goes_on(monkeypatch: pytest.MonkeyPatch) 
     def elsewhere(*_: object, **__: object) -> None:
         raise Elsewhere
 
-    monkeypatch.setattr(hopper, "_fallback", elsewhere)
+    monkeypatch.setattr(hopper, "_next", elsewhere)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
 
     def dense(dim: int, dlse: bool = False, **options: Any) -> None:
         q, lse = torch.zeros(1, 20, 2, dim, dtype=torch.float16), torch.zeros(1, 2, 20)
-        hopper.backward(dense_args(q, q, q, **options), q, lse if dlse else None, q, lse)
+        hopper.BACKEND.backward(dense_args(q, q, q, **options), q, lse if dlse else None, q, lse)
 
     for options in ({"scale": -1.0}, {"scale": 0.0}):
         with pytest.raises(Elsewhere):
@@ -199,10 +199,10 @@ def test_what_the_kernel_does_not_take_goes_on(monkeypatch: pytest.MonkeyPatch) 
     ):  # fmt: skip
         dense(dim, **options)  # type: ignore[arg-type]
     q, cu = torch.zeros(20, 2, 64, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
-    hopper.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
+    hopper.BACKEND.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
     monkeypatch.setattr(hopper, "MOST_KEYS", 19)
     with pytest.raises(Elsewhere):
-        hopper.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
+        hopper.BACKEND.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
 
 
 @pytest.mark.parametrize("name", VARLEN)

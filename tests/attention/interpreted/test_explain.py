@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,16 +21,37 @@ SHAPE = (1, 150, 2)  # batch, seqlen, heads
 DOCUMENTS = masks.Document([40, 90, 20])
 
 
+@dataclass
+class Launched:
+    """The tilings of the calls' launches, the last of each kind."""
+
+    forward: Tiling | None = None
+    gradients: dict[str, Tiling] = field(default_factory=dict)
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
-    """The tilings that calls launch, which then compute nothing."""
-    found: list[Tiling] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What calls launch, which then compute nothing."""
+    found = Launched()
 
-    def launch(variant: Any, tiling: Tiling) -> Any:
-        found.append(tiling)
-        return lambda *arguments: None
+    def nothing(*arguments: Any) -> None: ...
 
-    monkeypatch.setattr(run, "_forward_launch", launch)
+    def forward(variant: Any, tiling: Tiling) -> Any:
+        found.forward = tiling
+        return nothing
+
+    def dkdv(variant: Any, tiling: Tiling, part: str, edges: bool) -> Any:
+        found.gradients |= {f"d{letter}": tiling for letter in part}
+        return nothing
+
+    def dq(variant: Any, tiling: Tiling, row_tile: int) -> Any:
+        found.gradients["dq"] = tiling
+        return nothing
+
+    monkeypatch.setattr(run, "_forward_launch", forward)
+    monkeypatch.setattr(run, "_rows_launch", lambda *arguments: nothing)
+    monkeypatch.setattr(run, "_dkdv_launch", dkdv)
+    monkeypatch.setattr(run, "_dq_launch", dq)
     return found
 
 
@@ -51,9 +73,10 @@ def test_explain_told_64x64_tiles_whatever_ran(
     layout: str,
     mask: masks.Mask | None,
     capability: int,
-    launched: list[Tiling],
+    launched: Launched,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And nothing at all of packed calls' tiles and of the backward's."""
     monkeypatch.setattr(call, "_capability", lambda device: capability)
     q, k, v = inputs(dtype, *dims, layout)
     options: dict[str, Any] = {"mask": mask, "causal": mask is None, "backend": "triton"}
@@ -64,11 +87,21 @@ def test_explain_told_64x64_tiles_whatever_ran(
         options["mask"] = mask and masks.ColumnMask(torch.full((1, 1, 150), 90, dtype=torch.int32))
     plan = warploom.explain(q, k, v, **options)
     attention(q, k, v, **options)
-    assert plan.tile == (launched[-1].m, launched[-1].n)
+    assert launched.forward is not None and plan.tile == (launched.forward.m, launched.forward.n)
     assert (plan.tiles is None) == (layout == "packed")
+    assert f"tiles     {launched.forward.m}×{launched.forward.n}" in str(plan) and "backward  " not in str(plan)
+
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    plan = warploom.explain(*leaves, **options)
+    out = attention(*leaves, **options)
+    torch.autograd.grad(out, leaves, torch.zeros_like(out))
+    assert dict(plan.backward_tiles) == {name: (tiling.m, tiling.n) for name, tiling in launched.gradients.items()}
+    dq, dk, dv = (launched.gradients[name] for name in ("dq", "dk", "dv"))
+    assert f"backward  dq {dq.m}×{dq.n}, dk {dk.m}×{dk.n}, dv {dv.m}×{dv.n}" in str(plan).splitlines()
+    assert plan.to_dict()["backward_tiles"] == {"dq": [dq.m, dq.n], "dk": [dk.m, dk.n], "dv": [dv.m, dv.n]}
 
 
-def test_all_kinds_of_tiles_were_met(launched: list[Tiling], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kinds_of_tiles_were_met(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strides, dtypes, head dims and devices make a difference; else the test above would see none."""
     ways: dict[str, dict[str, Any]] = {"plain": {}, "odd": {"layout": "odd strides"}, "single": {"dtype": SINGLE}}
     ways |= {"columns": {"mask": DOCUMENTS}, "wide": {"dim": 256}, "old": {"capability": 80}}
@@ -77,9 +110,12 @@ def test_all_kinds_of_tiles_were_met(launched: list[Tiling], monkeypatch: pytest
         monkeypatch.setattr(call, "_capability", lambda device, way=way: way.get("capability", 90))
         dim = way.get("dim", 64)
         q, k, v = inputs(way.get("dtype", HALF), dim, dim, way.get("layout", "contiguous"))
-        found[name] = warploom.explain(q, k, v, mask=way.get("mask"), causal="mask" not in way, backend="triton").tile
-    assert len({found[way] for way in ("plain", "odd", "single")}) == 3, found
-    assert found["plain"] != found["wide"] and found["plain"] != found["old"], found
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        plan = warploom.explain(*leaves, mask=way.get("mask"), causal="mask" not in way, backend="triton")
+        found[name] = (plan.tile, plan.backward_tiles)
+    for part in range(2):
+        assert len({found[way][part] for way in ("plain", "odd", "single")}) == 3, found
+        assert found["plain"][part] != found["wide"][part] and found["plain"][part] != found["old"][part], found
 
 
 def visited(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

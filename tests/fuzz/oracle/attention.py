@@ -198,8 +198,9 @@ def _jittered(t: Tensor, dtype: torch.dtype, turn: float, halves: float = 1.0) -
 
 
 def model(oracle: SimpleNamespace, tensors: dict[str, Any], dtype: torch.dtype, turn: int, **options: Any) -> dict[str, Tensor]:
-    """What a correct low-precision kernel gives; each `turn` sums in another order and rounds P at another scale;
-    every other one rounds it after dropout's factor.
+    """What a correct low-precision kernel gives.
+
+    Each `turn` sums in another order and rounds P at another scale; every other one rounds it after dropout's factor.
 
     tensors: q, k, v and dout as `attend` takes them.
     """

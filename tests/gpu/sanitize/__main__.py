@@ -24,7 +24,7 @@ import torch
 from tests.fuzz.runner import commit, device_name
 from tests.gpu.sanitize.problems import Options, names
 from tests.gpu.sanitize.stage import Stage, command, run
-from warploom.smem.profiler import find
+from warploom.smem.device.profiler import find
 
 TOOL = "compute-sanitizer"
 EXAMPLES = """examples:

@@ -89,5 +89,5 @@ def _linear(
 
     q, k, v, dout = (torch.rand(batch, tokens, heads, dim, device=device, dtype=HALF) for dim in (e, e, m, m))
     call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
-    out, norm, *_ = hopper.forward(call, False)
-    return [out, *hopper.backward(call, dout, norm, None, None)[:3]]
+    out, norm, *_ = hopper.BACKEND.forward(call, False)
+    return [out, *hopper.BACKEND.backward(call, dout, norm, None, None)[:3]]

@@ -13,8 +13,11 @@ LOWEST = -1e30  # of a float mask: anything lower hides
 def zeroing(
     module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **kwargs: Any
 ):
-    """Eager attention but for two things: a query that sees no key gets 0, where eager averages all values, and True in a
-    boolean mask is visible, where eager adds it to the scores as 1."""
+    """Eager attention but for two things.
+
+    A query that sees no key gets 0, where eager averages all values. True in a boolean mask is visible, where eager adds
+    it to the scores as 1.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)

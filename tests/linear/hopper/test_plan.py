@@ -79,15 +79,15 @@ def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: 
 
 
 def test_a_cpu_tensor_is_refused() -> None:
-    assert hopper.supports(call()) == "runs on CUDA tensors, not on cpu"
+    assert hopper.BACKEND.supports(call()) == "runs on CUDA tensors, not on cpu"
 
 
 def test_what_it_refuses_goes_on_quietly(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton is not the slower one where the walks were not made for: neither a warning nor an error of strict()."""
     from warploom.linear import triton
 
-    monkeypatch.setattr(triton, "available", lambda: None)
-    monkeypatch.setattr(triton, "supports", lambda call: None)
+    monkeypatch.setattr(triton.BACKEND, "available", lambda: None)
+    monkeypatch.setattr(triton.BACKEND, "supports", lambda call: None)
     dispatch.strict()
     try:
         with warnings.catch_warnings():
@@ -112,12 +112,12 @@ def test_modules_that_cannot_come(normalize: bool, machine: None, monkeypatch: p
         return spec.library(), {}
 
     monkeypatch.setattr(modules, "find", find)
-    found = hopper.supports(call(normalize=normalize))
+    found = hopper.BACKEND.supports(call(normalize=normalize))
     assert found == f"its module {last.name} is not built in {tmp_path / 'modules'}, and the CuTe DSL is not installed"
     there.add(last.spec)
-    assert hopper.supports(call(normalize=normalize)) is None
+    assert hopper.BACKEND.supports(call(normalize=normalize)) is None
     there.clear()
-    assert hopper.supports(call(normalize=normalize)) is None, "what was found is not looked at again"
+    assert hopper.BACKEND.supports(call(normalize=normalize)) is None, "what was found is not looked at again"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

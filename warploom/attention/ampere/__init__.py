@@ -12,22 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.attention.ampere.plan import ARCHS, config_for
-from warploom.attention.fallback import fallback
+from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.runtime import dispatch, modules
+from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
-
-    from warploom.attention.problem import AttentionArgs, AttentionProblem
 
 NAME = "ampere"
 MEANT_FOR = ((8, 0), (8, 6), (8, 7), (8, 9))
-
-
-def available() -> str | None:
-    return _examine()
 
 
 def _examine() -> str | None:
@@ -42,10 +35,6 @@ def _device_refusal() -> str | None:
     if strangers:
         return f"is for compute capability 8.0 to 8.9, this machine has {_words(strangers)}"
     return modules.driver_refusal()
-
-
-def declines() -> str | None:
-    return _others()
 
 
 def _others() -> str | None:
@@ -70,45 +59,57 @@ for _function in (_examine, _others):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def supports(problem: AttentionProblem) -> str | None:
-    if problem.device != "cuda":
-        return f"runs on CUDA tensors, not on {problem.device}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 or bfloat16, not {problem.dtype}"
-    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not 8 <= dim <= 128 or dim % 8:
-            return f"takes {name} from 8 to 128 in steps of 8, not {dim}"
-    if problem.layout != "dense":
-        return "takes no packed sequences" if problem.layout == "varlen" else "takes no pages"
-    if problem.columns:
-        return "has no column masks"
-    if problem.dropout:
-        return "has no dropout"
-    if problem.backward and dispatch.following(NAME, problem) is None:
-        return "has no backward pass of its own, and no other implementation takes this one"
-    if modules.cannot_build() is not None:
-        # Devices of one machine may differ; what their modules need does not, but for the tiling.
-        spec = config_for(problem, _capabilities()[0]).spec
-        return None if modules.loaded(spec) is not None else modules.absence(spec)
-    return None
+def _next(args: AttentionArgs, backward: bool) -> Backend:
+    return dispatch.delegate(NAME, AttentionProblem.from_args(args, backward))
 
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""
-    if args.scale <= 0.0:
-        # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
-        return _fallback(args, backward=False).forward(args)  # type: ignore[no-any-return]
-    from warploom.attention.ampere.run import forward as run
+class Ampere(Backend):
+    """The forward pass of dense calls without column masks or dropout."""
 
-    return run(args)
+    name = NAME
+
+    def available(self) -> str | None:
+        return _examine()
+
+    def declines(self) -> str | None:
+        return _others()
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.device != "cuda":
+            return f"runs on CUDA tensors, not on {problem.device}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"takes float16 or bfloat16, not {problem.dtype}"
+        for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if not 8 <= dim <= 128 or dim % 8:
+                return f"takes {name} from 8 to 128 in steps of 8, not {dim}"
+        if problem.layout != "dense":
+            return "takes no packed sequences" if problem.layout == "varlen" else "takes no pages"
+        if problem.columns:
+            return "has no column masks"
+        if problem.dropout:
+            return "has no dropout"
+        if problem.backward and dispatch.following(NAME, problem) is None:
+            return "has no backward pass of its own, and no other implementation takes this one"
+        if modules.cannot_build() is not None:
+            # Devices of one machine may differ; what their modules need does not, but for the tiling.
+            spec = config_for(problem, _capabilities()[0]).spec
+            return None if modules.loaded(spec) is not None else modules.absence(spec)
+        return None
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""
+        if args.scale <= 0.0:
+            # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
+            return _next(args, False).forward(args)
+        from warploom.attention.ampere.run import forward as run
+
+        return run(args)
+
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv and dsink by the next implementation that takes the call."""
+        return _next(args, True).backward(args, dout, dlse, out, lse)
 
 
-def backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink by the next implementation that takes the call."""
-    return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
-
-
-def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:
-    return fallback(NAME, args, backward)
+BACKEND = Ampere()

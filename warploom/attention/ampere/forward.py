@@ -288,7 +288,7 @@ class AmpereForward:
             flips, offset = self.places.split(row, column)
             if flips not in bases:
                 bases[flips] = base ^ flips if flips else base
-            return ldmatrix_x4(bases[flips], offset, trans)  # type: ignore[no-any-return]
+            return ldmatrix_x4(bases[flips], offset, trans)
 
         return read
 

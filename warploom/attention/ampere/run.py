@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from warploom.attention.ampere.plan import config
+from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.fallback import fallback
 from warploom.attention.features import Features
 from warploom.attention.hopper.plan import (
     LONG,
@@ -22,51 +21,24 @@ from warploom.attention.hopper.plan import (
     is_short,
     workspace,
 )
+from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.runtime import dispatch, modules
+from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from torch import Tensor
 
-    from warploom.attention.problem import AttentionArgs, AttentionProblem
+    from warploom.attention.hopper.config import ForwardConfig
 
 NAME = "hopper"
 MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
 
-def available() -> str | None:
-    return _examine()
-
-
 def _examine() -> str | None:
     """Why this machine cannot run it, found out once."""
     return modules.cannot_run()
-
-
-def supports(problem: AttentionProblem) -> str | None:
-    if problem.device != "cuda":
-        return f"runs on CUDA tensors, not on {problem.device}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 or bfloat16, not {problem.dtype}"
-    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not 8 <= dim <= 256 or dim % 8:
-            return f"takes {name} from 8 to 256 in steps of 8, not {dim}"
-    if problem.layout == "paged":
-        return "takes no pages"
-    if problem.columns:
-        return "has no column masks yet"
-    if problem.dropout:
-        return "has no dropout"
-    if problem.backward and dispatch.following(NAME, problem) is None:
-        refused = _no_backward(problem)
-        if refused is not None:
-            return f"its backward pass {refused}, and no other implementation takes this one"
-    long = False
-    if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
-        long = True
-    return _module_refusal(Features.of(problem), long)
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -100,64 +72,6 @@ for _function in (_examine, _module_refusal):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
-    """Queries × keys of a tile, and the state of the module, for explain()."""
-    variant = config_for(problem)
-    if variant.grouped and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
-        variant = replace(variant, grouped=0)
-    words = f"module {variant.name} ({modules.outlook(variant.spec)})"
-    if problem.backward and _no_backward(problem) is None:
-        words += f"; backward {backward_config_for(problem).name}"
-        if problem.layout == "dense":
-            words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
-    return (variant.queries, variant.tile_n), words
-
-
-def warm(args: AttentionArgs) -> None:
-    """Load or build the call's modules and run them once on a token, so that a capturing stream finds them ready.
-
-    The backward's too, where a tensor of the call requires a gradient.
-    """
-    from warploom.attention.hopper import run, run_backward
-
-    run.warm(args)
-    if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, False):
-        run_backward.warm(args)
-
-
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-    if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS:
-        # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
-        return _fallback(args, backward=False).forward(args)  # type: ignore[no-any-return]
-    from warploom.attention.hopper.run import forward as run
-
-    return run(args)
-
-
-def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
-
-    Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k).
-    """
-    if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
-        return None
-    from warploom.attention.hopper.run import bind as run
-
-    return run(args)
-
-
-def backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
-    if _takes_backward(args, dlse is not None):
-        from warploom.attention.hopper.run_backward import backward as run
-
-        return run(args, dout, dlse, out, lse)
-    return _fallback(args, backward=True).backward(args, dout, dlse, out, lse)  # type: ignore[no-any-return]
-
-
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     from warploom.attention.hopper.run_backward import described
 
@@ -167,5 +81,103 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     return _module_refusal(*described(args, dlse), backward=True) is None
 
 
-def _fallback(args: AttentionArgs, backward: bool) -> ModuleType:
-    return fallback(NAME, args, backward)
+def _next(args: AttentionArgs, backward: bool) -> Backend:
+    return dispatch.delegate(NAME, AttentionProblem.from_args(args, backward))
+
+
+def _variant(problem: AttentionProblem) -> ForwardConfig:
+    """What runs a problem here and now: tiles of several heads only where their module can come."""
+    variant = config_for(problem)
+    if variant.grouped and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
+        return replace(variant, grouped=0)
+    return variant
+
+
+class Hopper(Backend):
+    """Dense and packed calls in 16 bits, up to 256 dims a head, without column masks or dropout."""
+
+    name = NAME
+
+    def available(self) -> str | None:
+        return _examine()
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.device != "cuda":
+            return f"runs on CUDA tensors, not on {problem.device}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"takes float16 or bfloat16, not {problem.dtype}"
+        for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if not 8 <= dim <= 256 or dim % 8:
+                return f"takes {name} from 8 to 256 in steps of 8, not {dim}"
+        if problem.layout == "paged":
+            return "takes no pages"
+        if problem.columns:
+            return "has no column masks yet"
+        if problem.dropout:
+            return "has no dropout"
+        if problem.backward and dispatch.following(NAME, problem) is None:
+            refused = _no_backward(problem)
+            if refused is not None:
+                return f"its backward pass {refused}, and no other implementation takes this one"
+        long = False
+        if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
+            long = True
+        return _module_refusal(Features.of(problem), long)
+
+    def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
+        variant = _variant(AttentionProblem.from_args(args, False))
+        return (variant.queries, variant.tile_n), variant.tile_n
+
+    def describe(self, problem: AttentionProblem) -> str:
+        """The module, its state, and the backward's."""
+        variant = _variant(problem)
+        words = f"module {variant.name} ({modules.outlook(variant.spec)})"
+        if problem.backward and _no_backward(problem) is None:
+            words += f"; backward {backward_config_for(problem).name}"
+            if problem.layout == "dense":
+                words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
+        return words
+
+    def warm(self, args: AttentionArgs) -> None:
+        """Load or build the call's modules and run them once on a token, so that a capturing stream finds them ready.
+
+        The backward's too, where a tensor of the call requires a gradient.
+        """
+        from warploom.attention.hopper import run, run_backward
+
+        run.warm(args)
+        if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, False):
+            run_backward.warm(args)
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS:
+            # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
+            return _next(args, False).forward(args)
+        from warploom.attention.hopper.run import forward as run
+
+        return run(args)
+
+    def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
+
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k).
+        """
+        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
+            return None
+        from warploom.attention.hopper.run import bind as run
+
+        return run(args)
+
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
+        if _takes_backward(args, dlse is not None):
+            from warploom.attention.hopper.run_backward import backward as run
+
+            return run(args, dout, dlse, out, lse)
+        return _next(args, True).backward(args, dout, dlse, out, lse)
+
+
+BACKEND = Hopper()

@@ -31,7 +31,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles by the kind of call; docs/lab-notes.md has the measurements. None: as ``dense``."""
+    """Tiles by the kind of call; docs/lab-notes/attention-hopper-forward.md has the measurements. None: as ``dense``."""
 
     dense: Tile
     short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen, stepped
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
 
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import filled, processors
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.views import aligned, reach, seen
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.device import on_device
 

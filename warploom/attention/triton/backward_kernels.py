@@ -14,16 +14,18 @@ import triton.language as tl
 
 from warploom.attention.triton.device import (
     EDGE,
-    LOG2E,
     OUT_UNIT,
     Band,
     Columns,
     Dropout,
+    Extrema,
+    Heads,
+    Lengths,
+    Mask,
+    Pages,
+    Queries,
     Softmax,
     block_extrema,
-    clamp,
-    dot,
-    find_tile,
     kept,
     live_columns,
     load_columns,
@@ -34,13 +36,15 @@ from warploom.attention.triton.device import (
     readable_columns,
     score_factor,
     scores,
-    segment,
+    shifted,
     store_rows,
     tile_visible,
     used_keys,
     visible,
 )
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
+from warploom.kernels.triton.numerics import LOG2E, clamp, dot
+from warploom.kernels.triton.packed import find_tile, span
 
 _ROWS_PLAIN = [
     "lse_ptr", "dlse_ptr", "edges_ptr", "cu_q_ptr", "sink_ptr", "stride_qb", "stride_qs", "stride_qh",
@@ -168,6 +172,28 @@ class Runs(NamedTuple):
 
 
 @triton.jit
+def _extrema(lts, lte, uts, ute):
+    """Of columns themselves."""
+    lts_min, lts_max, lte_min, lte_max = tl.min(lts, 0), tl.max(lts, 0), tl.min(lte, 0), tl.max(lte, 0)
+    return Extrema(lts_min, lts_max, lte_min, lte_max, tl.min(uts, 0), tl.max(uts, 0), tl.min(ute, 0), tl.max(ute, 0))
+
+
+@triton.jit
+def _visible_runs(extrema, begin, end, count, len_q, M: tl.constexpr):
+    """What is left of row tiles [begin, end) where every column hides rows: two runs, or one where the intervals meet."""
+    lts_max, lte_min, uts_max, ute_min = extrema.lts_max, extrema.lte_min, extrema.uts_max, extrema.ute_min
+    meet = (ute_min >= lts_max) & (lte_min >= uts_max)
+    start0 = tl.where(meet, tl.minimum(lts_max, uts_max), uts_max)
+    stop0 = tl.where(meet, tl.maximum(lte_min, ute_min), ute_min)
+    a0, b0 = _hidden_run(start0, stop0, begin, end, count, len_q, M)
+    a1, b1 = _hidden_run(lts_max, tl.where(meet, 0, lte_min), begin, end, count, len_q, M)
+    swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
+    a0, a1 = tl.where(swap, a1, a0), tl.where(swap, a0, a1)
+    b0, b1 = tl.where(swap, b1, b0), tl.where(swap, b0, b1)
+    return Runs(begin, a0, b0, a1, b1, end)
+
+
+@triton.jit
 def _run(runs, part):
     """The first and past-the-last tile of a run."""
     a = tl.where(part == 0, runs.begin, tl.where(part == 1, runs.b0, runs.b1))
@@ -175,25 +201,69 @@ def _run(runs, part):
     return a, b
 
 
+class Rows(NamedTuple):
+    """Queries or dO of one sequence and head, a tile of M rows at a time."""
+
+    first: Any  # pointer to the first row, or a descriptor of the whole tensor
+    stride: Any  # elements
+    dims: Any
+    live: Any
+
+
+class Block(NamedTuple):
+    """A block of keys: what rows meet."""
+
+    k: Any
+    v: Any
+    n0: Any
+    cols: Any
+    vectors: Any
+    columns: Any
+    band: Any
+
+
+@triton.jit
+def _load_tile(rows, batch, m0, m, head, inside, BOXES: tl.constexpr, MASKED: tl.constexpr):
+    """Rows m0 + m of q or dO, (M, dims)."""
+    if BOXES:
+        return tl.reshape(rows.first.load([batch, m0, head, 0]), (m.shape[0], rows.dims.shape[0]))
+    else:
+        pointers = rows.first + tl.cast(m0, tl.int64) * rows.stride + (m[:, None] * rows.stride + rows.dims[None, :])
+        return load_rows(pointers, inside, rows.live, MASKED)
+
+
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_base, g_base, rows_base, stride_q, stride_g, head, m, m0, dims, dims_v, live, live_v, n0, cols,
-    vectors, columns, band, softmax, dropout, batch, len_q, len_k, shift, test,
-    KIND: tl.constexpr, TAIL: tl.constexpr, BOXES: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
-):  # fmt: skip
+    sums,
+    block,
+    q_rows,
+    dout_rows,
+    rows_base,
+    m,
+    m0,
+    head,
+    lengths,
+    softmax,
+    dropout,
+    test,
+    KIND: tl.constexpr,
+    TAIL: tl.constexpr,
+    BOXES: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+):
     """One tile of rows for a block of keys; everything transposed, (N, M), so that P and dS stay in registers."""
+    dk, dv = sums
+    k, v = block.k, block.v
+    batch = lengths.batch
     MASKED: tl.constexpr = KIND == EDGE or TAIL
     # Tile m0 / M of (tiles, 2, M).
     lse2 = tl.load(rows_base + 2 * m0 + tl.arange(0, m.shape[0]))
     if KIND == EDGE:
         inside = lse2 < float("inf")
     else:
-        inside = m < len_q - m0
-    if BOXES:
-        q = tl.reshape(q_base.load([batch, m0, head, 0]), (m.shape[0], dims.shape[0]))
-    else:
-        q_ptrs = q_base + tl.cast(m0, tl.int64) * stride_q + (m[:, None] * stride_q + dims[None, :])
-        q = load_rows(q_ptrs, inside, live, MASKED)
+        inside = m < lengths.q - m0
+    q = _load_tile(q_rows, batch, m0, m, head, inside, BOXES, MASKED)
     # Accumulators that start at -lse and -delta spare the registers that would hold these until the products are done.
     FOLD: tl.constexpr = BOXES and softmax.softcap is None and softmax.descending is None
     if FOLD:
@@ -201,11 +271,7 @@ def _dkdv_step(
         s, bent = dot(k, tl.trans(q), start), 0.0
     else:
         s, bent = scores(dot(k, tl.trans(q), None), softmax)
-    if BOXES:
-        dout = tl.reshape(g_base.load([batch, m0, head, 0]), (m.shape[0], dims_v.shape[0]))
-    else:
-        g_ptrs = g_base + tl.cast(m0, tl.int64) * stride_g + (m[:, None] * stride_g + dims_v[None, :])
-        dout = load_rows(g_ptrs, inside, live_v, MASKED)
+    dout = _load_tile(dout_rows, batch, m0, m, head, inside, BOXES, MASKED)
     if WITH_DK:
         delta_ptrs = rows_base + 2 * m0 + m.shape[0] + tl.arange(0, m.shape[0])
         if BOXES and dropout.seed is None:
@@ -218,10 +284,11 @@ def _dkdv_step(
         p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
     if test:
         rows = m0 + tl.arange(0, m.shape[0])
-        seen = visible(rows[None, :], cols[:, None], vectors, columns, band, shift, len_k)
+        shift = lengths.k - lengths.q
+        seen = visible(rows[None, :], block.cols[:, None], block.vectors, block.columns, block.band, shift, lengths.k)
         p = tl.where(seen, p, 0.0)
     if dropout.seed is not None:
-        keep = kept(dropout, batch, m0, n0, p.shape[1], p.shape[0], True)
+        keep = kept(dropout, batch, m0, block.n0, p.shape[1], p.shape[0], True)
     if WITH_DV:
         kept_p = p
         if dropout.seed is not None:
@@ -336,7 +403,7 @@ def dkdv_kernel(
         first_tile = 0
     else:
         sequence, n0, first_k, stored = find_tile(tile, cu_q_ptr if cu_k_ptr is None else cu_k_ptr, batches, seqlen_k, N)
-        first_q, len_q = segment(sequence, cu_q_ptr, batches, seqlen_q)
+        first_q, len_q = span(sequence, cu_q_ptr, batches, seqlen_q)
         len_k = used_keys(sequence, stored, used_ptr, batches)
         first_tile = first_q // M + sequence
     if (n0 < 0) | (n0 >= stored):
@@ -355,6 +422,7 @@ def dkdv_kernel(
         else:
             if found != 0:
                 return
+    lengths = Lengths(sequence, len_q, len_k, first_q, first_k)
     shift = len_k - len_q
     band = Band(left, right)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
@@ -400,10 +468,10 @@ def dkdv_kernel(
         head64 = tl.cast(head, tl.int64)
         mask_at = batch * stride_mb + tl.cast(head // mask_group, tl.int64) * stride_mh + first_k
         columns = Columns(
-            None if lts_ptr is None else lts_ptr + mask_at,
-            None if lte_ptr is None else lte_ptr + mask_at,
-            None if uts_ptr is None else uts_ptr + mask_at,
-            None if ute_ptr is None else ute_ptr + mask_at,
+            shifted(lts_ptr, mask_at),
+            shifted(lte_ptr, mask_at),
+            shifted(uts_ptr, mask_at),
+            shifted(ute_ptr, mask_at),
         )
         lts, lte, uts, ute = load_columns(columns, tl.minimum(cols, tl.maximum(len_k - 1, 0)))
         vectors = (lts[:, None], lte[:, None], uts[:, None], ute[:, None])
@@ -413,35 +481,27 @@ def dkdv_kernel(
             readable = readable & (dead == 0)
             if bounds_ptr is None:
                 # Columns past the end repeat the last one, which changes no extremum.
-                lts_min, lts_max, lte_min, lte_max = tl.min(lts, 0), tl.max(lts, 0), tl.min(lte, 0), tl.max(lte, 0)
-                uts_min, uts_max, ute_min, ute_max = tl.min(uts, 0), tl.max(uts, 0), tl.min(ute, 0), tl.max(ute, 0)
+                extrema = _extrema(lts, lte, uts, ute)
             else:
                 at = bounds_ptr + batch * stride_bb + tl.cast(head // mask_group, tl.int64) * stride_bh
-                lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max = block_extrema(at, n0, len_k, N)
-            # The rows hidden in every column: two runs, or one where the intervals meet from both sides.
-            meet = (ute_min >= lts_max) & (lte_min >= uts_max)
-            start0 = tl.where(meet, tl.minimum(lts_max, uts_max), uts_max)
-            stop0 = tl.where(meet, tl.maximum(lte_min, ute_min), ute_min)
-            a0, b0 = _hidden_run(start0, stop0, begin, end, count, len_q, M)
-            a1, b1 = _hidden_run(lts_max, tl.where(meet, 0, lte_min), begin, end, count, len_q, M)
-            swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
-            a0, a1 = tl.where(swap, a1, a0), tl.where(swap, a0, a1)
-            b0, b1 = tl.where(swap, b1, b0), tl.where(swap, b0, b1)
+                extrema = block_extrema(at, n0, len_k, N)
+            runs = _visible_runs(extrema, begin, end, count, len_q, M)
+        else:
+            runs = Runs(begin, end, end, end, end, end)
         k = load_rows(k_ptrs, readable, live, True)
         if WITH_DK:
             v = load_rows(v_ptrs, readable, live_v, True)
         else:
             v = k
 
-        if BOXES:
-            q_base, g_base = q_ptr, dout_ptr
-        else:
-            q_base = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
-            g_base = dout_ptr + (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
+        q_at = (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
+        dout_at = (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
+        q_rows = Rows(q_ptr if BOXES else q_ptr + q_at, stride_qs * UNIT, dims, live)
+        dout_rows = Rows(dout_ptr if BOXES else dout_ptr + dout_at, stride_gs * UNIT, dims_v, live_v)
         edges_at = tile_at + g * row_tiles
         rows_base = rows_ptr + edges_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale)
-        runs = Runs(begin, a0, b0, a1, b1, end) if HAS_COLUMNS else Runs(begin, end, end, end, end, end)
+        block = Block(k, v, n0, cols, vectors, columns, band)
         if EDGES:
             first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
         for part in range(PARTS):
@@ -457,9 +517,8 @@ def dkdv_kernel(
                     edge_a = edge_b
                 for m0 in tl.range(edge_a * M, edge_b * M, M):
                     dk, dv = _dkdv_step(
-                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, head, m, m0, dims, dims_v,
-                        live, live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, True,
-                        EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
+                        (dk, dv), block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
+                        True, EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
             else:
                 a, b = _run(runs, part)
@@ -474,13 +533,12 @@ def dkdv_kernel(
                     if left is not None:
                         test = test | (m0 > all_until)
                     if lts_ptr is not None:
-                        test = test | ((m0 < lte_max) & (m0 + M > lts_min))
+                        test = test | ((m0 < extrema.lte_max) & (m0 + M > extrema.lts_min))
                     if ute_ptr is not None or lts_ptr is not None:
-                        test = test | ((m0 < ute_max) & (m0 + M > uts_min))
+                        test = test | ((m0 < extrema.ute_max) & (m0 + M > extrema.uts_min))
                     dk, dv = _dkdv_step(
-                        dk, dv, k, v, q_base, g_base, rows_base, stride_qs * UNIT, stride_gs * UNIT, head, m, m0, dims, dims_v,
-                        live, live_v, n0, cols, vectors, columns, band, softmax, dropout, sequence, len_q, len_k, shift, test,
-                        MIXED, TAIL, BOXES, WITH_DK, WITH_DV,
+                        (dk, dv), block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
+                        test, MIXED, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
 
     if seed_ptr is not None:
@@ -516,22 +574,19 @@ def _edge_tiles(edges_ptr, begin, end):
 def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     """One tile of keys for a tile of rows."""
     (dq,) = state
+    queries = tile.queries
     cols = n0 + tl.arange(0, tile.n.shape[0])
     readable = readable_columns(tile, cols, KIND)
     MASKED: tl.constexpr = KIND == EDGE or tile.has_columns is None
-    k = load_keys(
-        tile.k_boxes, tile.k, tile, n0, tile.dims, tile.live, tile.stride_k, tile.page_k, readable, KIND == EDGE, MASKED
-    )  # fmt: skip
-    s, bent = scores(dot(tile.q, tl.trans(k), None), tile.softmax)
-    v = load_keys(
-        tile.v_boxes, tile.v, tile, n0, tile.dims_v, tile.live_v, tile.stride_v, tile.page_v, readable, KIND == EDGE, MASKED
-    )  # fmt: skip
-    dp = dot(tile.dout, tl.trans(v), None)
-    p = tl.exp2(s * score_factor(tile.softmax) - tile.lse[:, None])
+    k = load_keys(tile.k, tile, n0, readable, KIND == EDGE, MASKED)
+    s, bent = scores(dot(queries.q, tl.trans(k), None), tile.softmax)
+    v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
+    dp = dot(queries.dout, tl.trans(v), None)
+    p = tl.exp2(s * score_factor(tile.softmax) - queries.lse[:, None])
     if tile.dropout.seed is not None:
-        keep = kept(tile.dropout, tile.lengths.batch, tile.m0, n0, p.shape[0], p.shape[1], False)
+        keep = kept(tile.dropout, tile.lengths.batch, queries.m0, n0, p.shape[0], p.shape[1], False)
         dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
-    ds = p * (dp - tile.delta[:, None])
+    ds = p * (dp - queries.delta[:, None])
     if tile.softmax.softcap is not None:
         ds = ds * (1.0 - bent * bent)
     if test:
@@ -644,55 +699,27 @@ def dq_kernel(
     (dq,) = attend(
         _dq_step,
         state,
-        q,
-        dout,
-        lse2,
-        delta,
-        m0,
-        rows,
-        head,
+        Queries(q, dout, lse2, delta, m0, rows, head),
         lengths,
-        k_ptr,
-        v_ptr,
-        lts_ptr,
-        lte_ptr,
-        uts_ptr,
-        ute_ptr,
-        bounds_ptr,
-        seed_ptr,
-        None,
-        k_boxes,
-        v_boxes,
-        stride_kb,
-        stride_ks,
-        stride_kh,
-        stride_vb,
-        stride_vs,
-        stride_vh,
-        stride_mb,
-        stride_mh,
-        stride_bb,
-        stride_bh,
-        0,
+        Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
+        Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
+        Mask(
+            Band(left, right),
+            Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr),
+            stride_mb,
+            stride_mh,
+            bounds_ptr,
+            stride_bb,
+            stride_bh,
+            mask_group,
+        ),
+        Pages(None, 0, 1, 1, None),
+        Softmax(scale, softcap, 1 if DESCENDING else None),
+        Dropout(seed_ptr, threshold, head, keep_scale),
         group,
-        mask_group,
-        1,
-        1,
-        left,
-        right,
-        scale,
-        softcap,
-        threshold,
-        keep_scale,
-        DIM,
-        DIM_V,
-        D,
-        DV,
         N,
         UNIT,
         WIDE,
-        DESCENDING,
-        False,
         False,
     )
     dq_base = dq_ptr + (batch * stride_dqb + head64 * stride_dqh) * OUT_UNIT

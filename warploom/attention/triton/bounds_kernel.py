@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.attention.triton.device import BOUND_BLOCK, Band, Columns, load_columns, normalised
+from warploom.attention.triton.device import BOUND_BLOCK, Band, Columns, load_columns, normalised, shifted
 
 
 @triton.jit(do_not_specialize=["lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "blocks", "seqlen_q", "seqlen_k", "left", "right"])
@@ -17,10 +17,10 @@ def bounds_kernel(lts_ptr, lte_ptr, uts_ptr, ute_ptr, bounds_ptr, blocks, seqlen
     cols = tl.minimum(pid % blocks * BOUND_BLOCK + tl.arange(0, BOUND_BLOCK), seqlen_k - 1)
     at = row * seqlen_k
     columns = Columns(
-        None if lts_ptr is None else lts_ptr + at,
-        None if lte_ptr is None else lte_ptr + at,
-        None if uts_ptr is None else uts_ptr + at,
-        None if ute_ptr is None else ute_ptr + at,
+        shifted(lts_ptr, at),
+        shifted(lte_ptr, at),
+        shifted(uts_ptr, at),
+        shifted(ute_ptr, at),
     )
     vectors = load_columns(columns, cols)
     lts, lte, uts, ute, _ = normalised(vectors, columns, cols, Band(left, right), seqlen_q, seqlen_k)

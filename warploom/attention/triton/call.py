@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
+from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.triton.config import Config, config
-from warploom.attention.views import seen
 from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.arguments import keeps_nothing
 

@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels: one table, no search at run time. Times in docs/lab-notes.md, "Triton attention"."""
+"""Tiles of the attention kernels: one table, no search at run time. Times are in docs/lab-notes/attention-triton.md."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from warploom.kernels.triton.numerics import LOG2E, capped, clamp
+from warploom.kernels.triton.packed import find_tile, span
 
 # Columns of a block of `bounds`: the widest tile that forward and dQ visit. One unit of skipping.
 BOUND_BLOCK = tl.constexpr(64)
@@ -61,10 +61,60 @@ class Lengths(NamedTuple):
     first_k: Any
 
 
+class Heads(NamedTuple):
+    """k or v as a kernel gets it, and a row of its tiles: `dims`, of which `live` (None: all) are the head's."""
+
+    pointer: Any
+    boxes: Any  # descriptor of the (batch, seqlen, heads, head_dim) tensor, or None
+    stride_b: Any  # in units of UNIT elements; of a page where there is a block table
+    stride_s: Any
+    stride_h: Any
+    dims: Any
+    live: Any
+
+
+class Keys(NamedTuple):
+    """The keys or values of one sequence and head."""
+
+    boxes: Any
+    first: Any  # pointer to the first one's row
+    stride: Any  # elements
+    page: Any  # elements between pages
+    dims: Any
+    live: Any
+
+
+class Mask(NamedTuple):
+    """What hides keys: a band, and column vectors with their `bounds`; strides of both by batch and mask head."""
+
+    band: Any
+    columns: Any
+    stride_b: Any
+    stride_h: Any
+    bounds: Any
+    bounds_stride_b: Any
+    bounds_stride_h: Any
+    group: Any  # query heads of a mask head
+
+
+class Extrema(NamedTuple):
+    """Minimum and maximum of each column vector over some columns."""
+
+    lts_min: Any
+    lts_max: Any
+    lte_min: Any
+    lte_max: Any
+    uts_min: Any
+    uts_max: Any
+    ute_min: Any
+    ute_max: Any
+
+
 class Pages(NamedTuple):
-    """A sequence's row of the block table; `scattered` is None where a tile of keys lies within one page."""
+    """The block table, or a sequence's row of it; `scattered` is None where a tile of keys lies within one page."""
 
     table: Any
+    stride: Any  # of the table's rows
     count: Any
     size: Any
     scattered: Any
@@ -87,8 +137,8 @@ class Dropout(NamedTuple):
     scale: Any
 
 
-class Tile(NamedTuple):
-    """A query tile and what it meets: the first key and value of its head, their strides, and the mask."""
+class Queries(NamedTuple):
+    """A tile of one head's queries."""
 
     q: Any
     dout: Any  # with lse (in log2 units) and delta: None in the forward pass
@@ -96,20 +146,18 @@ class Tile(NamedTuple):
     delta: Any
     m0: Any
     rows: Any
-    k_boxes: Any  # descriptors of the (batch, seqlen, heads, head_dim) tensors, or None
-    v_boxes: Any
+    head: Any
+
+
+class Tile(NamedTuple):
+    """A query tile and what it meets: the keys and values of its head, and the mask."""
+
+    queries: Any
+    lengths: Any
     head_kv: Any
     k: Any
     v: Any
-    stride_k: Any
-    stride_v: Any
-    page_k: Any
-    page_v: Any
     n: Any  # 0 … N-1, int64 where N rows pass 32 bits
-    dims: Any
-    dims_v: Any
-    live: Any  # dims < head_dim, None where head_dim is a power of two
-    live_v: Any
     first: Any  # columns [first, last) that the band shows to some row of the sequence
     last: Any
     pages: Any
@@ -118,49 +166,6 @@ class Tile(NamedTuple):
     band: Any
     softmax: Any
     dropout: Any
-    lengths: Any
-
-
-@triton.jit
-def clamp(x, low, high):
-    return tl.minimum(tl.maximum(x, low), high)
-
-
-@triton.jit
-def dot(a, b, acc):
-    """a @ b + acc in fp32; fp32 operands as three TF32 products, which keep their 24 bits."""
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def find_tile(slot, cu_ptr, batches, total, M: tl.constexpr):
-    """Sequence and first local row of a slot of M packed tokens: (sequence, m0, first token, length).
-
-    Slots of sequence i begin at cu[i] // M + i, enough for its tiles whatever its alignment, and need no scan. The
-    tokens past the last sequence are number `batches`.
-    """
-    started = 0
-    for first in range(0, batches + 1, 256):
-        i = first + tl.arange(0, 256)
-        cu = clamp(tl.load(cu_ptr + i, mask=i <= batches, other=0), 0, total)
-        started += tl.sum(((i <= batches) & (cu // M + i <= slot)).to(tl.int32), 0)
-    sequence = tl.maximum(started - 1, 0)
-    start = clamp(tl.load(cu_ptr + sequence), 0, total)
-    stop = clamp(tl.load(cu_ptr + tl.minimum(sequence + 1, batches)), 0, total)
-    stop = tl.where(sequence < batches, stop, total)
-    return sequence, (slot - start // M - sequence) * M, start, tl.maximum(stop - start, 0)
-
-
-@triton.jit
-def segment(sequence, cu_ptr, batches, total):
-    """First token and length of a sequence; past the last one, length 0."""
-    inside = sequence < batches
-    start = clamp(tl.load(cu_ptr + tl.minimum(sequence, batches)), 0, total)
-    stop = clamp(tl.load(cu_ptr + tl.minimum(sequence + 1, batches)), 0, total)
-    return start, tl.where(inside, tl.maximum(stop - start, 0), 0)
 
 
 @triton.jit
@@ -188,7 +193,7 @@ def packed_query_tile(tile, batch, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batc
             first_k = 0
             len_k = tl.where(sequence < batches, seqlen_k, 0)
         elif cu_k_ptr is not None:
-            first_k, len_k = segment(sequence, cu_k_ptr, batches, seqlen_k)
+            first_k, len_k = span(sequence, cu_k_ptr, batches, seqlen_k)
         else:
             first_k = first_q
             len_k = tl.where(sequence < batches, len_q, 0)
@@ -210,24 +215,11 @@ def readable_columns(tile, cols, KIND: tl.constexpr):
 def tile_visible(tile, cols, KIND: tl.constexpr):
     """The element test of a tile, (M, N) or what broadcasts to it."""
     shift = tile.lengths.k - tile.lengths.q
-    rows, keys = tile.rows[:, None], cols[None, :]
+    rows, keys = tile.queries.rows[:, None], cols[None, :]
     at = tl.minimum(cols, tile.lengths.k - 1) if KIND == EDGE else cols
     lts, lte, uts, ute = load_columns(tile.columns, at)
     vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
     return visible(rows, keys, vectors, tile.columns, tile.band, shift, tile.lengths.k)
-
-
-@triton.jit
-def tanh(x):
-    """An odd polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
-    square = x * x
-    p = 2.06390887954e-2 - 5.70498872745e-3 * square
-    p = p * square - 5.37397155531e-2
-    p = p * square + 1.33314422036e-1
-    p = p * square - 3.33332819422e-1
-    near = x + x * square * p
-    far = 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * tl.abs(x)) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -243,8 +235,7 @@ def score_factor(softmax):
 def scores(products, softmax):
     """Scores in log2 units over `score_factor`, and tanh of the capped ones for the derivative (else unused)."""
     if softmax.softcap is not None:
-        bent = tanh(products * (softmax.scale / softmax.softcap))
-        return bent * (softmax.softcap * LOG2E), bent
+        return capped(products, softmax.scale, softmax.softcap)
     elif softmax.descending is not None:
         return products * (softmax.scale * LOG2E), products
     else:
@@ -277,29 +268,38 @@ def store_rows(pointers, values, inside, live):
 
 
 @triton.jit
-def key_pointers(base, n0, n, dims, stride, stride_page, pages, len_k):
+def key_pointers(keys, n0, n, pages, len_k):
     """Pointers to keys n0 + n of a sequence; `n` is int64 where N rows pass 32 bits."""
     if pages.table is None:
-        return base + tl.cast(n0, tl.int64) * stride + (n[:, None] * stride + dims[None, :])
+        return keys.first + tl.cast(n0, tl.int64) * keys.stride + (n[:, None] * keys.stride + keys.dims[None, :])
     elif pages.scattered is None:
         page = clamp(tl.load(pages.table + n0 // pages.size), 0, pages.count - 1).to(tl.int64)
-        start = page * stride_page + tl.cast(n0 % pages.size, tl.int64) * stride
-        return base + start + (n[:, None] * stride + dims[None, :])
+        start = page * keys.page + tl.cast(n0 % pages.size, tl.int64) * keys.stride
+        return keys.first + start + (n[:, None] * keys.stride + keys.dims[None, :])
     else:
         rows = n0 + n
         page = tl.load(pages.table + rows // pages.size, mask=rows < len_k, other=0)
         page = clamp(page, 0, pages.count - 1).to(tl.int64)
-        return base + (page * stride_page + (rows % pages.size).to(tl.int64) * stride)[:, None] + dims[None, :]
+        start = page * keys.page + (rows % pages.size).to(tl.int64) * keys.stride
+        return keys.first + start[:, None] + keys.dims[None, :]
 
 
 @triton.jit
-def load_keys(boxes, base, tile, n0, dims, live, stride, stride_page, readable, EDGES: tl.constexpr, MASKED: tl.constexpr):
+def load_keys(keys, tile, n0, readable, EDGES: tl.constexpr, MASKED: tl.constexpr):
     """N keys or values from n0 on, (N, dims), zeros past the end; of EDGES only the readable ones."""
-    if boxes is not None and not EDGES:
-        return tl.reshape(boxes.load([tile.lengths.batch, n0, tile.head_kv, 0]), (tile.n.shape[0], dims.shape[0]))
+    if keys.boxes is not None and not EDGES:
+        box = keys.boxes.load([tile.lengths.batch, n0, tile.head_kv, 0])
+        return tl.reshape(box, (tile.n.shape[0], keys.dims.shape[0]))
     else:
-        pointers = key_pointers(base, n0, tile.n, dims, stride, stride_page, tile.pages, tile.lengths.k)
-        return load_rows(pointers, readable, live, MASKED)
+        pointers = key_pointers(keys, n0, tile.n, tile.pages, tile.lengths.k)
+        return load_rows(pointers, readable, keys.live, MASKED)
+
+
+@triton.jit
+def shifted(pointer, by):
+    """pointer + by; nothing where there is no pointer."""
+    if pointer is not None:
+        return pointer + by
 
 
 @triton.jit
@@ -429,7 +429,7 @@ def block_extrema(bounds_ptr, n0, len_k, N: tl.constexpr):
         lte_min, lte_max = tl.minimum(lte_min, tl.load(at + 2)), tl.maximum(lte_max, tl.load(at + 3))
         uts_min, uts_max = tl.minimum(uts_min, tl.load(at + 4)), tl.maximum(uts_max, tl.load(at + 5))
         ute_min, ute_max = tl.minimum(ute_min, tl.load(at + 6)), tl.maximum(ute_max, tl.load(at + 7))
-    return lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max
+    return Extrema(lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max)
 
 
 @triton.jit

@@ -12,11 +12,16 @@ import triton.language as tl
 from warploom.attention.triton.device import (
     EDGE,
     FULL,
-    LN2,
-    LOG2E,
     OUT_UNIT,
     PARTIAL,
-    dot,
+    Band,
+    Columns,
+    Dropout,
+    Heads,
+    Mask,
+    Pages,
+    Queries,
+    Softmax,
     kept,
     load_keys,
     load_rows,
@@ -28,6 +33,8 @@ from warploom.attention.triton.device import (
     tile_visible,
 )
 from warploom.attention.triton.walk import attend
+from warploom.kernels.triton.numerics import LN2, LOG2E, dot
+from warploom.kernels.triton.softmax import add_sink, divisor, finite, log_sum
 
 
 @triton.jit
@@ -38,10 +45,8 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     readable = readable_columns(tile, cols, KIND)
     # Only a column mask's edges are tiles of their own; a band's lie among the partial ones.
     MASKED: tl.constexpr = KIND == EDGE or (KIND == PARTIAL and tile.has_columns is None)
-    k = load_keys(
-        tile.k_boxes, tile.k, tile, n0, tile.dims, tile.live, tile.stride_k, tile.page_k, readable, KIND == EDGE, MASKED
-    )  # fmt: skip
-    s, _ = scores(dot(tile.q, tl.trans(k), None), tile.softmax)
+    k = load_keys(tile.k, tile, n0, readable, KIND == EDGE, MASKED)
+    s, _ = scores(dot(tile.queries.q, tl.trans(k), None), tile.softmax)
     factor = score_factor(tile.softmax)
     if KIND == FULL:
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
@@ -49,17 +54,15 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     else:
         s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        safe = finite(new_top)
     p = tl.exp2(s * factor - safe[:, None])
     shrink = tl.exp2(top - safe)
     total = total * shrink + tl.sum(p, 1)
     if tile.dropout.seed is not None:
-        keep = kept(tile.dropout, tile.lengths.batch, tile.m0, n0, p.shape[0], p.shape[1], False)
+        keep = kept(tile.dropout, tile.lengths.batch, tile.queries.m0, n0, p.shape[0], p.shape[1], False)
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
-    v = load_keys(
-        tile.v_boxes, tile.v, tile, n0, tile.dims_v, tile.live_v, tile.stride_v, tile.page_v, readable, KIND == EDGE, MASKED
-    )  # fmt: skip
+    v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
     acc = dot(p.to(v.dtype), v, acc)
     return acc, total, new_top
 
@@ -162,64 +165,38 @@ def forward_kernel(
     dims_v = tl.arange(0, DV)
     q_base = q_ptr + (batch * stride_qb + tl.cast(head, tl.int64) * stride_qh) * UNIT
     q_ptrs = q_base + (row * (stride_qs * UNIT))[:, None] + dims[None, :]
-    q = load_rows(q_ptrs, inside, None if DIM == D else dims < DIM, True)
+    live = None if DIM == D else dims < DIM
+    q = load_rows(q_ptrs, inside, live, True)
     state = (
         tl.zeros([M, DV], tl.float32),
         tl.zeros([M], tl.float32),
         tl.full([M], float("-inf"), tl.float32),
     )
+    live_v = None if DIM_V == DV else dims_v < DIM_V
     acc, total, top = attend(
         _step,
         state,
-        q,
-        None,
-        None,
-        None,
-        m0,
-        rows,
-        head,
+        Queries(q, None, None, None, m0, rows, head),
         lengths,
-        k_ptr,
-        v_ptr,
-        lts_ptr,
-        lte_ptr,
-        uts_ptr,
-        ute_ptr,
-        bounds_ptr,
-        seed_ptr,
-        table_ptr,
-        k_boxes,
-        v_boxes,
-        stride_kb,
-        stride_ks,
-        stride_kh,
-        stride_vb,
-        stride_vs,
-        stride_vh,
-        stride_mb,
-        stride_mh,
-        stride_bb,
-        stride_bh,
-        stride_table,
+        Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
+        Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
+        Mask(
+            Band(left, right),
+            Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr),
+            stride_mb,
+            stride_mh,
+            bounds_ptr,
+            stride_bb,
+            stride_bh,
+            mask_group,
+        ),
+        Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None),
+        Softmax(scale, softcap, 1 if DESCENDING else None),
+        Dropout(seed_ptr, threshold, head, keep_scale),
         group,
-        mask_group,
-        pages,
-        page_size,
-        left,
-        right,
-        scale,
-        softcap,
-        threshold,
-        keep_scale,
-        DIM,
-        DIM_V,
-        D,
-        DV,
         N,
         UNIT,
         WIDE,
-        DESCENDING,
-        SCATTERED,
         True,
     )
 
@@ -228,22 +205,15 @@ def forward_kernel(
         # Tokens past the last sequence belong to no row of the softmax.
         logit = tl.load(sink_ptr + head).to(tl.float32)
         logit = tl.where(lengths.batch < batches, logit, float("-inf"))
-        sink = logit * LOG2E
-        new_top = tl.maximum(top, sink)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.exp2(sink - safe)
-        acc = acc * shrink[:, None]
-        top = new_top
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
+        acc, total, top = add_sink(acc, total, top, logit * LOG2E)
+    weight = divisor(total)
     if seed_ptr is not None:
         acc = acc * keep_scale
-    out = acc / divisor[:, None]
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN2)
+    out = acc / weight[:, None]
+    lse = log_sum(total, top, LN2)
     if sink_ptr is not None:
         lse = tl.where(unseeing, logit, lse)
     tl.store(lse_ptr + batch * stride_lb + tl.cast(head, tl.int64) * stride_lh + row, lse, mask=inside)
     out_base = out_ptr + (batch * stride_ob + tl.cast(head, tl.int64) * stride_oh) * OUT_UNIT
     out_ptrs = out_base + (row * (stride_os * OUT_UNIT))[:, None] + dims_v[None, :]
-    store_rows(out_ptrs, out, inside, None if DIM_V == DV else dims_v < DIM_V)
+    store_rows(out_ptrs, out, inside, live_v)

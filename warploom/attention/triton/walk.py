@@ -15,17 +15,16 @@ from warploom.attention.triton.device import (
     EDGE,
     FULL,
     PARTIAL,
-    Band,
     Columns,
-    Dropout,
+    Keys,
     Pages,
-    Softmax,
     Tile,
     band_columns,
-    clamp,
     classify,
     live_columns,
+    shifted,
 )
+from warploom.kernels.triton.numerics import clamp
 
 MIXED = tl.constexpr(4)
 
@@ -38,113 +37,65 @@ WORD = tl.constexpr(64)
 def attend(
     step,
     state,
-    q,
-    dout,
-    lse,
-    delta,
-    m0,
-    rows,
-    head,
+    queries,
     lengths,
-    k_ptr,
-    v_ptr,
-    lts_ptr,
-    lte_ptr,
-    uts_ptr,
-    ute_ptr,
-    bounds_ptr,
-    seed_ptr,
-    table_ptr,
-    k_boxes,
-    v_boxes,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_mb,
-    stride_mh,
-    stride_bb,
-    stride_bh,
-    stride_table,
-    group,
-    mask_group,
+    k,
+    v,
+    mask,
     pages,
-    page_size,
-    left,
-    right,
-    scale,
-    softcap,
-    threshold,
-    keep_scale,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    softmax,
+    dropout,
+    group,
     N: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
-    DESCENDING: tl.constexpr,
-    SCATTERED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Gather what a query tile meets and walk along it; the arguments are the kernels'."""
+    """Gather what a query tile meets and walk along it.
+
+    Args:
+        step, state: see `walk`.
+        queries, lengths: the tile, and the sequence it is of.
+        k, v: `Heads`, which `group` query heads share.
+        mask, pages, softmax, dropout: those of the call.
+        N: keys of a tile; UNIT, WIDE: see the kernels.
+    """
     batch = tl.cast(lengths.batch, tl.int64)
-    head_kv = tl.cast(head // group, tl.int64)
+    head_kv = tl.cast(queries.head // group, tl.int64)
     # Packed calls have batch strides of 0. In paged ones that of k and v is a page's: the table finds the batch.
-    k_batch = batch if table_ptr is None else 0
+    k_batch = batch if pages.table is None else 0
     first_k = tl.cast(lengths.first_k, tl.int64)
-    mask_head = tl.cast(head // mask_group, tl.int64)
-    mask_at = batch * stride_mb + mask_head * stride_mh + first_k
-    band = Band(left, right)
-    first, last = live_columns(lengths.k - lengths.q, band, lengths.k)
+    mask_head = tl.cast(queries.head // mask.group, tl.int64)
+    mask_at = batch * mask.stride_b + mask_head * mask.stride_h + first_k
+    first, last = live_columns(lengths.k - lengths.q, mask.band, lengths.k)
     n = tl.arange(0, N)
-    dims = tl.arange(0, D)
-    dims_v = tl.arange(0, DV)
+    k_first = k.pointer + (k_batch * k.stride_b + head_kv * k.stride_h + first_k * k.stride_s) * UNIT
+    v_first = v.pointer + (k_batch * v.stride_b + head_kv * v.stride_h + first_k * v.stride_s) * UNIT
+    k_stride, v_stride = k.stride_s * UNIT, v.stride_s * UNIT
+    columns = mask.columns
     tile = Tile(
-        q=q,
-        dout=dout,
-        lse=lse,
-        delta=delta,
-        m0=m0,
-        rows=rows,
-        k_boxes=k_boxes,
-        v_boxes=v_boxes,
-        head_kv=head // group,
-        k=k_ptr + (k_batch * stride_kb + head_kv * stride_kh + first_k * stride_ks) * UNIT,
-        v=v_ptr + (k_batch * stride_vb + head_kv * stride_vh + first_k * stride_vs) * UNIT,
-        stride_k=stride_ks * UNIT,
-        stride_v=stride_vs * UNIT,
-        page_k=stride_kb * UNIT,
-        page_v=stride_vb * UNIT,
+        queries=queries,
+        lengths=lengths,
+        head_kv=queries.head // group,
+        k=Keys(k.boxes, k_first, k_stride, k.stride_b * UNIT, k.dims, k.live),
+        v=Keys(v.boxes, v_first, v_stride, v.stride_b * UNIT, v.dims, v.live),
         n=n.to(tl.int64) if WIDE else n,
-        dims=dims,
-        dims_v=dims_v,
-        live=None if DIM == D else dims < DIM,
-        live_v=None if DIM_V == DV else dims_v < DIM_V,
         first=first,
         last=last,
-        pages=Pages(
-            None if table_ptr is None else table_ptr + batch * stride_table,
-            pages,
-            page_size,
-            1 if SCATTERED else None,
-        ),
+        pages=Pages(shifted(pages.table, batch * pages.stride), None, pages.count, pages.size, pages.scattered),
         columns=Columns(
-            None if lts_ptr is None else lts_ptr + mask_at,
-            None if lte_ptr is None else lte_ptr + mask_at,
-            None if uts_ptr is None else uts_ptr + mask_at,
-            None if ute_ptr is None else ute_ptr + mask_at,
+            shifted(columns.lts, mask_at),
+            shifted(columns.lte, mask_at),
+            shifted(columns.uts, mask_at),
+            shifted(columns.ute, mask_at),
         ),
-        has_columns=None if lts_ptr is None and ute_ptr is None else 1,
-        band=band,
-        softmax=Softmax(scale, softcap, 1 if DESCENDING else None),
-        dropout=Dropout(seed_ptr, threshold, head, keep_scale),
-        lengths=lengths,
+        has_columns=None if columns.lts is None and columns.ute is None else 1,
+        band=mask.band,
+        softmax=softmax,
+        dropout=dropout,
     )
-    bounds = None if bounds_ptr is None else bounds_ptr + batch * stride_bb + mask_head * stride_bh
-    return walk(step, state, tile, m0, tl.minimum(m0 + q.shape[0], lengths.q), bounds, N, SPLIT)
+    bounds = shifted(mask.bounds, batch * mask.bounds_stride_b + mask_head * mask.bounds_stride_h)
+    return walk(step, state, tile, queries.m0, tl.minimum(queries.m0 + queries.q.shape[0], lengths.q), bounds, N, SPLIT)
 
 
 @triton.jit
@@ -169,7 +120,7 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
         first = low // N
         # Both are right, as no key is readable where the band is empty. By the first, ptxas makes the forward pass of head_dim
         # 128 under a causal mask 4 to 8 % faster, and that of 256 a quarter slower.
-        if tile.dims.shape[0] < 256:
+        if tile.k.dims.shape[0] < 256:
             last = tl.where(low < high, tl.cdiv(high, N), first)
         else:
             last = tl.maximum(tl.cdiv(high, N), first)
@@ -234,7 +185,7 @@ def _blocks(step, state, tile, base, bits, tested, N: tl.constexpr, KIND: tl.con
     TILES: tl.constexpr = BOUND_BLOCK // N
     tl.static_assert(TILES > 0)
     # The test's vectors are staged too: with a stage less, what both need lets two programs share a multiprocessor.
-    SHORT: tl.constexpr = KIND == PARTIAL and tile.k_boxes is not None
+    SHORT: tl.constexpr = KIND == PARTIAL and tile.k.boxes is not None
     for i in tl.range(0, _count(bits) * TILES, num_stages=1 if KIND == EDGE else (2 if SHORT else None)):
         low = bits & -bits
         n0 = (base + _exponent(low)) * BOUND_BLOCK

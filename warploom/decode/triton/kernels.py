@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp, dot
+from warploom.kernels.triton.softmax import add_sink, by_row, divisor, finite, log_sum
 
 # Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
 # or key by key in any page.
@@ -70,53 +70,19 @@ def _fold(acc, total, top, part, part_lse):
     no choice of what to contract.
     """
     new_top = tl.maximum(top, part_lse)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    base = finite(new_top)
     old = tl.exp2(top - base)
     new = tl.exp2(part_lse - base)
-    return _fma_rows(acc, old, part, new), tl.fma(total, old, new), new_top
-
-
-@triton.jit
-def _fma_rows(acc, old, part, new):
-    """acc · old + part · new, with old and new per row where acc has rows and columns."""
-    if len(acc.shape) == 2:
-        old = tl.broadcast_to(old[:, None], acc.shape)
-        new = tl.broadcast_to(new[:, None], acc.shape)
-    else:
-        old = tl.broadcast_to(old, acc.shape)
-        new = tl.broadcast_to(new, acc.shape)
-    return tl.fma(acc, old, part * new)
+    old_values = tl.broadcast_to(by_row(old, acc), acc.shape)
+    new_values = tl.broadcast_to(by_row(new, acc), acc.shape)
+    return tl.fma(acc, old_values, part * new_values), tl.fma(total, old, new), new_top
 
 
 @triton.jit
 def _settle(acc, total, top):
     """A running merge or softmax as a normalised part and its lse; 0 and -inf where it holds nothing."""
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float("-inf"), top + tl.log2(divisor))
-    if len(acc.shape) == 2:
-        divisor = divisor[:, None]
-    return acc / divisor, lse
-
-
-@triton.jit
-def _add_sink(acc, total, top, sink):
-    """The sink joins a running merge as a part of lse ``sink`` and no value."""
-    return _fold(acc, total, top, tl.zeros_like(acc), sink)
-
-
-@triton.jit
-def _tanh(x):
-    """Odd polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
-    square = x * x
-    p = -5.70498872745e-3
-    p = p * square + 2.06390887954e-2
-    p = p * square - 5.37397155531e-2
-    p = p * square + 1.33314422036e-1
-    p = p * square - 3.33332819422e-1
-    near = x + x * square * p
-    far = 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * tl.abs(x)) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+    lse = log_sum(total, top, 1.0)
+    return acc / by_row(divisor(total), acc), lse
 
 
 # Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
@@ -176,7 +142,6 @@ def split_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     FINAL: tl.constexpr,
-    PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -213,7 +178,7 @@ def split_kernel(
     q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
 
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
+    length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = _key_range(length, left, right, T, HAS_LEFT)
     start, size, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     position = length - T + t
@@ -227,7 +192,7 @@ def split_kernel(
         v_ptr += batch * stride_vb * UNIT
     elif PAGES == ONE_PAGE:
         page = tl.load(table_ptr)
-        inside = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
+        inside = clamp(page, 0, pages - 1).to(tl.int64)
         k_ptr += inside * stride_kb * UNIT
         v_ptr += inside * stride_vb * UNIT
 
@@ -261,7 +226,7 @@ def split_kernel(
             k_offset = slot.to(tl.int64) * stride_kn * UNIT
             v_offset = slot.to(tl.int64) * stride_vn * UNIT
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
-                inside = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
+                inside = clamp(page, 0, pages - 1).to(tl.int64)
                 k_offset += inside * stride_kb * UNIT
                 v_offset += inside * stride_vb * UNIT
                 if PAGES == TILE_IN_PAGE:
@@ -274,9 +239,9 @@ def split_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = dot(q, tl.trans(k), None)
             if SOFTCAP:
-                s = _tanh(s * (scale / softcap)) * (softcap * LOG2E)
+                s, _ = capped(s, scale, softcap)
             else:
                 s = s * (scale * LOG2E)
             seen = live[None, :] & row_live[:, None]
@@ -286,7 +251,7 @@ def split_kernel(
                 seen = seen & (cols[None, :] >= position[:, None] - left)
             s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            base = finite(new_top)
             p = tl.exp2(s - base[:, None])
             rescale = tl.exp2(top - base)
             total = total * rescale + tl.sum(p, 1)
@@ -296,7 +261,7 @@ def split_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+            acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
             top = new_top
             if tile + N >= tl.minimum(edge, end):
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
@@ -319,7 +284,7 @@ def split_kernel(
             acc, total, top = _fold(tl.zeros_like(acc), tl.zeros_like(total), nothing, part, part_lse)
             if SINK:
                 sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-                acc, total, top = _add_sink(acc, total, top, sink)
+                acc, total, top = add_sink(acc, total, top, sink)
             part, part_lse = _settle(acc, total, top)
             place = (batch * T + t) * (HEADS_KV * GROUP) + head_q
             part_lse = part_lse * LN2
@@ -372,7 +337,7 @@ def merge_kernel(
     dv_live = dv < HEAD_DIM_V
 
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
+    length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = _key_range(length, left, right, T, HAS_LEFT)
     _, _, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
@@ -408,7 +373,7 @@ def merge_kernel(
             acc, total, top = _fold(acc, total, top, part, lse)
     if SINK:
         sink = tl.load(sink_ptr + head + one).to(tl.float32) * LOG2E
-        acc, total, top = _add_sink(acc, total, top, sink)
+        acc, total, top = add_sink(acc, total, top, sink)
     out, lse = _settle(acc, total, top)
     out_row = (batch.to(tl.int64) * T + t) * heads_q + head
     tl.store(out_ptr + out_row * HEAD_DIM_V + dv, out.to(out_ptr.dtype.element_ty), mask=dv_live)
@@ -468,7 +433,7 @@ def append_kernel(
         gdc_wait()
         gdc_launch_dependents()
     batch = tl.program_id(0).to(tl.int64)
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), capacity)
+    length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     kept = 0
     first = tl.program_id(1).to(tl.int64) * TOKENS
     for t in range(first, tl.minimum(first + TOKENS, tokens)):

@@ -127,7 +127,6 @@ def _constants(
         "PAGES": pages,
         "SOFTCAP": s.softcap,
         "FINAL": final,
-        "PRECISION": "tf32x3" if s.dtype == torch.float32 else "ieee",
         "UNIT": UNIT if s.aligned else 1,
         "num_warps": c.warps,
         # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.

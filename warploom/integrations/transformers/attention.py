@@ -179,7 +179,7 @@ def _from_bounds(bounds: Tensor, causal: bool, seqlen_k: int, cu_q: Tensor | Non
 
 
 def _build(bounds: Tensor, causal: bool, cu: Tensor | None) -> Any:
-    """Made of copies: a kept mask that held on to its own key would never be let go."""
+    """A mask made of copies: a kept mask that refers to its own key would never be freed."""
     open_ended, bounds = is_open_ended(bounds), plain(bounds)
     if bounds.stride(0) == 0:
         bounds = bounds[:1]
@@ -193,7 +193,7 @@ def _build(bounds: Tensor, causal: bool, cu: Tensor | None) -> Any:
 
 
 def _may_keep(*tensors: Tensor | None) -> bool:
-    """Whether a mask made of these may be kept for the next layer: versions are known, no graph records."""
+    """Whether a mask made of these may be kept for the next layer: versions are known and no graph is being recorded."""
     given = [t for t in tensors if t is not None]
     if torch.compiler.is_compiling() or any(type(t) not in (Tensor, Bounds) or t.is_inference() for t in given):
         return False
@@ -219,7 +219,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dic
 
 
 def _dense_as_columns(mask: Tensor) -> Any:
-    """A dense mask as columns, exactly, once a tensor: torch's SDPA takes neither a softcap nor sinks."""
+    """A dense mask as columns, exactly, made once for each tensor: torch's SDPA takes neither a softcap nor sinks."""
     keep = _may_keep(mask)
     kept = _made.setdefault(mask, {}) if keep else {}
     tag = ("dense", mask._version if keep else 0)

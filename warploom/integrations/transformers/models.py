@@ -51,7 +51,7 @@ def _without_interface(module: Any, config_class: type) -> bool:
 
 
 def watch(name: str) -> None:
-    """Have every model that is given this name, when it is built or later, prepared.
+    """Prepare every model that is given this name, when it is built or later.
 
     Transformers asks each model, and each part that is a model, which implementation it will really use. There is no
     other place where the model itself is known before its layers are built.

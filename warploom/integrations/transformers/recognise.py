@@ -18,7 +18,7 @@ HOME = "transformers.masking_utils"
 
 
 def recognise(function: Callable, columns: Tensor) -> Visible | None:
-    """The ranges of queries that a mask function shows each key to, or None: not one that is known.
+    """The ranges of queries that a mask function shows each key to, or None where the function is not known.
 
     Args:
         function: `f(batch, head, query position, key position) -> visible`.

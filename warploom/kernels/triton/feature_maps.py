@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-LOG2E = tl.constexpr(1.4426950408889634)
+from warploom.kernels.triton.numerics import exp
 
 IDENTITY = tl.constexpr(0)
 ELU_PLUS_ONE = tl.constexpr(1)
 RELU = tl.constexpr(2)
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2}  # by the names of warploom.linear.feature_maps
-
-
-@triton.jit
-def exp(x):
-    """e^x, 0 where it is subnormal: keeping those would take three instructions more."""
-    if INTERPRETED:
-        return tl.exp(x)
-    else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], tl.float32, True, 1)
 
 
 @triton.jit
@@ -35,6 +23,46 @@ def phi(x, MAP: tl.constexpr):
         # Not a maximum: that would turn a NaN into 0.
         y = tl.where(y < 0.0, 0.0, y)
     return y
+
+
+@triton.jit
+def phi_pairs(x):
+    """elu(x) + 1 of bf16 numbers in bf16, two at a time: max(x + 1, min(e^x, 1)), also once rounded."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high, one, grown;
+            .reg .f32 a, b;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xFFFF0000;
+            mov.b32 a, low;
+            mov.b32 b, high;
+            mul.f32 a, a, 0f3FB8AA3B;
+            mul.f32 b, b, 0f3FB8AA3B;
+            ex2.approx.ftz.f32 a, a;
+            ex2.approx.ftz.f32 b, b;
+            cvt.rn.bf16x2.f32 $0, b, a;
+            mov.b32 one, 0x3F803F80;
+            fma.rn.bf16x2 grown, $1, one, one;
+            min.NaN.bf16x2 $0, $0, one;
+            max.NaN.bf16x2 $0, $0, grown;
+        }
+        """,
+        "=&r,r",
+        [x],
+        tl.bfloat16,
+        True,
+        2,
+    )
+
+
+@triton.jit
+def only(fx, inside, MAP: tl.constexpr):
+    """phi(x) inside, 0 elsewhere, where x was read as 0: only elu + 1 makes something else of it."""
+    if MAP == ELU_PLUS_ONE:
+        return tl.where(inside, fx, 0.0)
+    else:
+        return fx
 
 
 @triton.jit

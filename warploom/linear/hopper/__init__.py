@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from warploom.linear.backend import LinearBackend
 from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, WIDTHS, blocks, configs, width
 from warploom.runtime import dispatch, modules
+from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,47 +26,11 @@ if TYPE_CHECKING:
 NAME = "hopper"
 
 
-def available() -> str | None:
-    return _examine()
-
-
 def _examine() -> str | None:
     """Why this machine cannot run it."""
     if find_spec("triton") is None:
         return "its passes over rows are Triton's, and the triton package is not installed (pip install 'warploom[triton]')"
     return modules.cannot_run()
-
-
-def supports(call: LinearCall) -> str | None:
-    if call.device != "cuda":
-        return f"runs on CUDA tensors, not on {call.device}"
-    for t in (call.q, call.k, call.v):
-        if t.dtype != torch.bfloat16:
-            return f"takes bfloat16, not {t.dtype}"
-    batch, seqlen, heads, head_dim = call.q.shape
-    head_dim_v = call.v.shape[3]
-    for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
-        if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
-            return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
-    if head_dim < NARROWEST and head_dim_v < NARROWEST:
-        return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
-    if not call.causal:
-        return "is causal only"
-    if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
-        return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
-    if call.s is not None:
-        return "takes no initial state"
-    if call.lengths is not None or call.cu_seqlens is not None:
-        return "takes neither lengths nor packed sequences"
-    if call.k.shape[1] != seqlen:
-        return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
-    if call.k.shape[2] != heads:
-        return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
-    if seqlen > LONGEST:
-        return f"takes up to {LONGEST} tokens, not {seqlen}"
-    if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
-        return f"needs more sequences and heads to fill the device than {batch} and {heads}"
-    return _module_refusal(width(head_dim, head_dim_v), call.normalize)
 
 
 def _module_refusal(width: int, normalize: bool) -> str | None:
@@ -98,29 +64,68 @@ for _function in (_examine, _module_refusal, _processors):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def forward(call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Out, norm, s and z; see `warploom.linear.problem`."""
-    if return_state:
-        return _beside(call).forward(call, return_state)  # type: ignore[no-any-return]
-    from warploom.linear.hopper.run import forward as run
-
-    return *run(call), None, None
-
-
-def backward(
-    call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk and dv; no state came in, so none has a gradient."""
-    if ds is not None or dz is not None:
-        return _beside(call).backward(call, dout, norm, ds, dz)  # type: ignore[no-any-return]
-    from warploom.linear.hopper.run import backward as run
-
-    return *run(call, dout, norm), None, None
-
-
-def _beside(call: LinearCall) -> Any:
+def _beside(call: LinearCall) -> Backend:
     """The next implementation that takes the call."""
-    found = dispatch.following(NAME, call, "linear")
-    if found is None:
-        raise NotImplementedError("no other implementation takes this call")
-    return found.module
+    return dispatch.delegate(NAME, call, "linear")
+
+
+class Hopper(LinearBackend):
+    """Causal calls in bfloat16 whose head dims pass 128, without states, lengths or packed sequences."""
+
+    name = NAME
+    special = True
+
+    def available(self) -> str | None:
+        return _examine()
+
+    def supports(self, call: LinearCall) -> str | None:
+        if call.device != "cuda":
+            return f"runs on CUDA tensors, not on {call.device}"
+        for t in (call.q, call.k, call.v):
+            if t.dtype != torch.bfloat16:
+                return f"takes bfloat16, not {t.dtype}"
+        batch, seqlen, heads, head_dim = call.q.shape
+        head_dim_v = call.v.shape[3]
+        for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
+            if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
+                return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
+        if head_dim < NARROWEST and head_dim_v < NARROWEST:
+            return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
+        if not call.causal:
+            return "is causal only"
+        if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
+            return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
+        if call.s is not None:
+            return "takes no initial state"
+        if call.lengths is not None or call.cu_seqlens is not None:
+            return "takes neither lengths nor packed sequences"
+        if call.k.shape[1] != seqlen:
+            return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
+        if call.k.shape[2] != heads:
+            return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
+        if seqlen > LONGEST:
+            return f"takes up to {LONGEST} tokens, not {seqlen}"
+        if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
+            return f"needs more sequences and heads to fill the device than {batch} and {heads}"
+        return _module_refusal(width(head_dim, head_dim_v), call.normalize)
+
+    def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Out, norm, s and z; see `warploom.linear.problem`."""
+        if return_state:
+            return _beside(call).forward(call, return_state)
+        from warploom.linear.hopper.run import forward as run
+
+        return *run(call), None, None
+
+    def backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """dq, dk and dv; no state came in, so none has a gradient."""
+        if ds is not None or dz is not None:
+            return _beside(call).backward(call, dout, norm, ds, dz)
+        from warploom.linear.hopper.run import backward as run
+
+        return *run(call, dout, norm), None, None
+
+
+BACKEND = Hopper()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.feature_maps import ELU_PLUS_ONE, IDENTITY, phi, through_map
+from warploom.kernels.triton.feature_maps import IDENTITY, only, phi, through_map
 
 UNIT = tl.constexpr(8)  # 16 bytes: walks ask that of strides too
 MOST = tl.constexpr(16)  # segments whose sums are read at a time
@@ -46,10 +46,7 @@ def _mapped(x, inside, MAP: tl.constexpr):
     """phi(x), rounded as x is; 0 outside."""
     if MAP == IDENTITY:
         return x
-    y = phi(x, MAP)
-    if MAP == ELU_PLUS_ONE:
-        y = tl.where(inside, y, 0.0)
-    return y.to(x.dtype)
+    return only(phi(x, MAP), inside, MAP).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["sums_ptr", "stride_b", "stride_s", "stride_h", "seqlen", "heads", "segments"])

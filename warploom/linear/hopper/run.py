@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from warploom.attention.views import aligned
 from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
+from warploom.runtime.alignment import aligned
 from warploom.runtime.device import on_device
 
 if TYPE_CHECKING:

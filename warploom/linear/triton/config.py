@@ -1,4 +1,4 @@
-"""Tiles of the linear attention kernels, and when a sequence is cut. Times in docs/lab-notes.md, "Linear attention"."""
+"""Tiles of the linear attention kernels, and when a sequence is cut. Times are in docs/lab-notes/linear-triton.md."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _same(t: Tiling, together: bool) -> Config:
     return Config(t, t, t, t if together else None, t, t)
 
 
-# Measured on an H100, bf16, us; forward and backward of each were held against fp64 there. See the lab notes.
+# Measured on an H100, bf16, us; forward and backward of each were held against fp64 there. See docs/lab-notes/linear-triton.md.
 def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
     if width == 64:
         # A fourth chunk in flight: 45 against 48 at 8 × 16 heads of 2048 tokens, with a denominator 48 against 52. A map takes

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.feature_maps import ELU_PLUS_ONE, INTERPRETED, phi
+from warploom.kernels.triton import numerics
+from warploom.kernels.triton.feature_maps import ELU_PLUS_ONE, only, phi, phi_pairs
+from warploom.kernels.triton.numerics import INTERPRETED, clamp
+from warploom.kernels.triton.packed import find_tile
 
 # Terms of one sum on tensor cores where operands are fp32: each step of eight or fewer rounds towards zero.
 DEPTH = tl.constexpr(32)
@@ -41,32 +44,13 @@ def place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seq
         first = slot % segments * segment
         len_k = seqlen_k
         if lengths_ptr is not None:
-            len_k = tl.minimum(tl.maximum(tl.load(lengths_ptr + sequence), 0), seqlen_k)
+            len_k = clamp(tl.load(lengths_ptr + sequence), 0, seqlen_k)
         zero = tl.zeros([], tl.int64)
         return Place(sequence, sequence.to(tl.int64), zero, first, seqlen_q, seqlen_k, seqlen_q, len_k)
     else:
-        started = 0
-        for i0 in range(0, sequences + 1, 256):
-            i = i0 + tl.arange(0, 256)
-            cu = tl.load(cu_ptr + i, mask=i <= sequences, other=0)
-            cu = tl.minimum(tl.maximum(cu, 0), seqlen_q)
-            started += tl.sum(((i <= sequences) & (cu // segment + i <= slot)).to(tl.int32), 0)
-        sequence = tl.maximum(started - 1, 0)
-        start, stop = bounds(sequence, cu_ptr, sequences, seqlen_q)
-        rows = tl.maximum(stop - start, 0)
+        sequence, first, start, rows = find_tile(slot, cu_ptr, sequences, seqlen_q, segment)
         live = tl.where(sequence < sequences, rows, 0)
-        first = (slot - start // segment - sequence) * segment
         return Place(sequence, tl.zeros([], tl.int64), start.to(tl.int64), first, rows, rows, live, live)
-
-
-@triton.jit
-def bounds(sequence, cu_ptr, sequences, total):
-    """First and past-the-last row of a packed sequence; of number `sequences`, the rest of the rows."""
-    start = tl.load(cu_ptr + sequence)
-    stop = tl.load(cu_ptr + tl.minimum(sequence + 1, sequences))
-    start = tl.minimum(tl.maximum(start, 0), total)
-    stop = tl.where(sequence < sequences, tl.minimum(tl.maximum(stop, 0), total), total)
-    return start, stop
 
 
 @triton.jit
@@ -104,58 +88,16 @@ def row_base(pointer, at, head, heads, seqlen):
 
 
 @triton.jit
-def mapped(x, dims, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
-    """phi(x) in fp32; 0 past DIM."""
-    y = phi(x, MAP)
-    if MAP == ELU_PLUS_ONE and not WHOLE:
-        y = tl.where((dims < DIM)[None, :], y, 0.0)
-    return y
-
-
-@triton.jit
 def load_queries(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
-    """phi of rows t + n in fp32."""
-    return mapped(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE), dims, DIM, WHOLE, MAP)
+    """phi of rows t + n in fp32; 0 past DIM."""
+    fx = phi(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE), MAP)
+    return fx if WHOLE else only(fx, (dims < DIM)[None, :], MAP)
 
 
 @triton.jit
 def load_keys(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
-    """phi of rows t + n in fp32; 0 past `length` too, where phi of the zeros that were read may not be."""
-    fk = load_queries(base, t, n, length, dims, stride, DIM, WHOLE, MAP)
-    if MAP == ELU_PLUS_ONE:
-        fk = tl.where((t + n < length)[:, None], fk, 0.0)
-    return fk
-
-
-@triton.jit
-def elu_plus_one_pairs(x):
-    """phi of bf16 numbers in bf16, two at a time: elu(x) + 1 = max(x + 1, min(e^x, 1)), also once rounded."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 low, high, one, grown;
-            .reg .f32 a, b;
-            shl.b32 low, $1, 16;
-            and.b32 high, $1, 0xFFFF0000;
-            mov.b32 a, low;
-            mov.b32 b, high;
-            mul.f32 a, a, 0f3FB8AA3B;
-            mul.f32 b, b, 0f3FB8AA3B;
-            ex2.approx.ftz.f32 a, a;
-            ex2.approx.ftz.f32 b, b;
-            cvt.rn.bf16x2.f32 $0, b, a;
-            mov.b32 one, 0x3F803F80;
-            fma.rn.bf16x2 grown, $1, one, one;
-            min.NaN.bf16x2 $0, $0, one;
-            max.NaN.bf16x2 $0, $0, grown;
-        }
-        """,
-        "=&r,r",
-        [x],
-        tl.bfloat16,
-        True,
-        2,
-    )
+    """phi of rows t + n in fp32; 0 past `length` too."""
+    return only(load_queries(base, t, n, length, dims, stride, DIM, WHOLE, MAP), (t + n < length)[:, None], MAP)
 
 
 @triton.jit
@@ -173,7 +115,7 @@ def load_operand(
     """phi of rows t + n in their dtype, as a product's operand; of KEYS 0 past `length`."""
     dtype = base.dtype.element_ty
     if MAP == ELU_PLUS_ONE and dtype == tl.bfloat16 and WHOLE and not INTERPRETED:
-        fx = elu_plus_one_pairs(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE))
+        fx = phi_pairs(load_chunk(base, t, n, dims, stride, length, DIM, WHOLE))
         return kept(fx, t + n < length) if KEYS else fx
     elif KEYS:
         return load_keys(base, t, n, length, dims, stride, DIM, WHOLE, MAP).to(dtype)
@@ -188,15 +130,13 @@ def dot(a, b, acc):
     Tensor cores truncate each sum of a few terms, always downwards where all are positive: of fp32 operands no more than
     DEPTH terms are summed so, and those sums by fp32 additions.
     """
-    if a.dtype != tl.float32:
-        return tl.dot(a, b, acc)
-    elif a.shape[1] <= DEPTH:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
+    if a.dtype != tl.float32 or a.shape[1] <= DEPTH:
+        return numerics.dot(a, b, acc)
     else:
         parts: tl.constexpr = a.shape[1] // DEPTH
         left = tl.permute(tl.reshape(a, (a.shape[0], parts, DEPTH)), (1, 0, 2))
         right = tl.reshape(b, (parts, DEPTH, b.shape[1]))
-        product = tl.sum(tl.dot(left, right, input_precision="tf32x3"), 0)
+        product = tl.sum(numerics.dot(left, right, None), 0)
         return product if acc is None else acc + product
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.feature_maps import INTERPRETED
+from warploom.kernels.triton.numerics import INTERPRETED
 from warploom.linear.triton.device import dot, load_chunk, load_operand
 
 # Segments of a group. Longer ones add more states, shorter ones wait for each other more often.

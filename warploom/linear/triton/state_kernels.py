@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
-    bounds,
     dot,
     head_base,
     load_chunk,
@@ -174,9 +174,9 @@ def scan_kernel(
         slot = sequence * segments
         count = segments
     else:
-        start, stop = bounds(sequence, cu_ptr, sequences, total)
+        start, length = span(sequence, cu_ptr, sequences, total)
         slot = start // segment + sequence
-        count = tl.cdiv(tl.maximum(stop - start, 0), segment)
+        count = tl.cdiv(length, segment)
     if block < blocks_s:
         _scan(s_ptr, s_first_ptr, s_total_ptr, block, slot, count, sequence, head, heads_kv, E * M, BLOCK, REVERSE, STAGES)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.linear.triton.device import mapped
+from warploom.kernels.triton.feature_maps import phi
 
 
 @triton.jit(
@@ -59,7 +59,7 @@ def step_kernel(
     z = tl.load(z_ptr + index * E + e, mask=live_e, other=0.0)
     k = tl.load(k_ptr + batch * stride_kb + head_kv * stride_kh + e, mask=live_e, other=0.0)
     v = tl.load(v_ptr + batch * stride_vb + head_kv * stride_vh + m, mask=live_m, other=0.0)
-    fk = tl.where(live_e, mapped(k, e, E, True, MAP_K), 0.0)
+    fk = tl.where(live_e, phi(k, MAP_K), 0.0)
     s += fk[:, None] * v.to(tl.float32)[None, :]
     z += fk
     tl.store(s_out_ptr + offsets, s, mask=live)
@@ -67,7 +67,7 @@ def step_kernel(
     for g in range(GROUP):
         head = head_kv * GROUP + g
         q = tl.load(q_ptr + batch * stride_qb + head * stride_qh + e, mask=live_e, other=0.0)
-        fq = mapped(q, e, E, True, MAP_Q) * scale
+        fq = phi(q, MAP_Q) * scale
         out = tl.sum(fq[:, None] * s, 0)
         if NORMALIZE:
             out = out / (tl.sum(fq * z, 0) + eps)

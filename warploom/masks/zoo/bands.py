@@ -68,7 +68,7 @@ def band(left: int | None, right: int | None) -> Band:
     """The plainest mask with this band."""
     if left is None and right in (None, 0):
         return Full() if right is None else Causal()
-    return rebuild(SlidingWindow, {"left": left, "right": right})  # type: ignore[no-any-return]
+    return rebuild(SlidingWindow, {"left": left, "right": right})
 
 
 class Chunked(Mask):
@@ -89,8 +89,7 @@ class Chunked(Mask):
 
 
 class Padding(Mask):
-    """Hides padded keys from every query; padded queries still see the real keys, as in torch SDPA's key
-    padding.
+    """Hides padded keys from every query; padded queries still see the real keys, as with SDPA's key padding.
 
     Args:
         mask_2d_or_lengths: a mask (batch, seqlen_k), bool or numeric, nonzero = real token, on any side

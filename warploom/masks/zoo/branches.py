@@ -14,10 +14,9 @@ from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_o
 
 
 class SharedQuestion(Mask):
-    """One question followed by several answers; an answer sees the question and itself, causally (DPO, GRPO,
-    reward models).
+    """One question followed by several answers; an answer sees the question and itself, causally.
 
-    Positions after the last answer are padding, which sees and is seen by nothing.
+    It serves DPO, GRPO and reward models. Positions after the last answer are padding, which sees and is seen by nothing.
 
     Args:
         question: tokens of the question, one int, or one per batch entry.
@@ -56,8 +55,7 @@ class SharedQuestion(Mask):
 
 
 class CausalBlockwise(Mask):
-    """Demonstration blocks that see only themselves, and a last block that sees everything before it; all
-    causally.
+    """Demonstration blocks that see only themselves, and a last block that sees all before it; all are causal.
 
     Positions after the last block are padding, which sees and is seen by nothing.
 
@@ -92,8 +90,9 @@ class CausalBlockwise(Mask):
 
 
 class Tree(Mask):
-    """A tree of tokens in preorder: a node sees its ancestors and itself (speculative decoding, prefix trees
-    of rollouts).
+    """A tree of tokens in preorder: a node sees its ancestors and itself.
+
+    It serves speculative decoding and prefix trees of rollouts.
 
     Args:
         parents: parent of each node, (n,) or (batch, n) or ragged lists; -1 is a root, below -1 padding at

@@ -40,9 +40,7 @@ class Document(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> Document:
-        """From cumulative lengths (n + 1,) or (batch, n + 1), as flash-attn's varlen functions take;
-        non-decreasing.
-        """
+        """From cumulative lengths (n + 1,) or (batch, n + 1), as flash-attn's varlen functions take; they never decrease."""
         cu = per_batch_rows("cu_seqlens", cu_seqlens, "cumulative lengths (n + 1,) or (batch, n + 1)")
         if cu.shape[1] < 1:
             raise ValueError(f"cu_seqlens holds at least its leading 0, got {describe(cu)}")
@@ -56,8 +54,9 @@ class Document(Mask):
 
     @classmethod
     def from_segment_ids(cls, ids: Any, causal: bool = True) -> Document:
-        """From one id per key, (seqlen_k,) or (batch, seqlen_k): a run of equal ids is a document, negative
-        ids are padding.
+        """From one id per key, (seqlen_k,) or (batch, seqlen_k).
+
+        A run of equal ids is a document; negative ids are padding.
         """
         rows = per_batch_rows("segment_ids", ids, "segment ids (seqlen_k,) or (batch, seqlen_k)")
         if readable(rows):
@@ -66,9 +65,7 @@ class Document(Mask):
 
     @classmethod
     def from_position_ids(cls, ids: Any, causal: bool = True) -> Document:
-        """From position ids (seqlen_k,) or (batch, seqlen_k): a document begins wherever they do not go up by
-        one.
-        """
+        """From position ids (seqlen_k,) or (batch, seqlen_k); a document begins wherever they do not rise by one."""
         rows = per_batch_rows("position_ids", ids, "position ids (seqlen_k,) or (batch, seqlen_k)")
         return rebuild(cls, {"bounds": None, "ids": rows, "kind": "position_ids", "causal": boolean("causal", causal)})
 
@@ -112,8 +109,9 @@ class Document(Mask):
 
 
 class PrefixDocument(Mask):
-    """Packed documents, each with a prefix that all of its tokens see: key j is visible to p in the same
-    document when j <= p or j lies in the document's prefix.
+    """Packed documents, each with a prefix that all of its tokens see.
+
+    Key j is visible to a query at p of the same document when j <= p, or when j lies in the document's prefix.
 
     Args:
         lengths: tokens of each document, as for `Document`.

@@ -1,5 +1,6 @@
-"""From key positions to rows. Builders work in key coordinates, where query i sits at p = i + seqlen_k -
-seqlen_q.
+"""From key positions to rows.
+
+Builders work in key coordinates, where query i sits at p = i + seqlen_k - seqlen_q.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ def columns(seqlen_k: int, device: torch.device) -> Tensor:
 
 
 def rows_of(position: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The row whose query sits at `position` (batch|1, seqlen_k), clamped to [0, seqlen_q]: int32 (batch|1,
-    1, seqlen_k).
-    """
+    """The row whose query sits at `position` (batch|1, seqlen_k), within [0, seqlen_q]: int32 (batch|1, 1, seqlen_k)."""
     return (position - (seqlen_k - seqlen_q)).clamp(0, seqlen_q).to(torch.int32).unsqueeze(1)
 
 
 def scalar_or_column(value: Any, device: torch.device) -> Any:
-    """An int within int32; a per-batch tensor (batch, 1) as int32 on `device`. Past its limits no position lies."""
+    """An int within int32, or a per-batch tensor (batch, 1) as int32 on `device`; no position lies past these limits."""
     if isinstance(value, Tensor):
         return saturated(value.to(device))
     return min(value, 2**31 - 1) if type(value) is int else value

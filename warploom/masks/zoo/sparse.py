@@ -63,11 +63,10 @@ class GlobalWindow(Mask):
 
 
 class QKSparse(Mask):
-    """Causal attention in which spans of tokens are dropped: a dropped key is hidden from its own position to
-    its span's end.
+    """Causal attention with dropped spans of tokens: a dropped key is hidden from its own position to its span's end.
 
-    A span is a run of adjacent dropped keys; its queries see nothing of it, later ones do (as in FlashMask's
-    QK-sparse mask).
+    A span is a run of adjacent dropped keys. Its own queries see nothing of it, later ones do, as in FlashMask's
+    QK-sparse mask.
 
     Args:
         dropped: bool (seqlen_k,) or (batch, seqlen_k), True = dropped; or the dropped positions, ints (n,) or
@@ -132,11 +131,10 @@ class RandomEviction(Mask):
 
 
 class BlockDiffusion(Mask):
-    """Block diffusion training (BD3-LM, arXiv 2503.09573): noisy tokens, then the same tokens clean, 2 *
-    length keys.
+    """Block diffusion training (BD3-LM, arXiv 2503.09573): noisy tokens, then the same tokens clean.
 
-    A noisy block sees itself, in both directions, and the clean blocks before it; a clean block sees the
-    clean blocks up to and with itself.
+    There are 2 * length keys. A noisy block sees itself, in both directions, and the clean blocks before it. A clean
+    block sees the clean blocks before it and itself.
 
     Args:
         length: tokens of the sequence; seqlen_k is 2 * length.

@@ -1,6 +1,6 @@
 """What `verify` runs under Nsight Compute: every kernel of one kind once, in a fixed order, its result checked.
 
-    python -m warploom.smem.program single TABLE | copies TABLE | ladder | gemm SIZE | attention SEQLEN
+    python -m warploom.smem.device.program single TABLE | copies TABLE | ladder | gemm SIZE | attention SEQLEN
 
 TABLE has a line for each instruction: its number in ACCESSES and the 32 lane addresses, −1 for a lane that is off; of copies
 the 32 places in shared and the 32 in global memory.
@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from warploom.smem.access import ACCESSES
-from warploom.smem.kernels import attention, gemm, ladder, single
-from warploom.smem.kernels.nvrtc import Kernels
+from warploom.smem.device.kernels import attention, gemm, ladder, single
+from warploom.smem.device.kernels.nvrtc import Kernels
+from warploom.smem.patterns import SHARED_BYTES
 
 
 def _read(path: str) -> torch.Tensor:
@@ -28,7 +29,7 @@ def run_single(path: str) -> None:
     kernels, names = Kernels(single.source()), [single.kernel_name(access) for access in ACCESSES.values()]
     addresses, out = table[:, 1:].int().contiguous().cuda(), torch.empty(32, dtype=torch.int32, device="cuda")
     for which, lanes in zip(table[:, 0].tolist(), addresses, strict=True):
-        kernels.launch(names[which], 1, 32, [lanes, out], single.SHARED_BYTES)
+        kernels.launch(names[which], 1, 32, [lanes, out], SHARED_BYTES)
     torch.cuda.synchronize()
 
 
@@ -39,7 +40,7 @@ def run_copies(path: str) -> None:
     source = torch.zeros(int(table[:, 32:].max()) + 16, dtype=torch.uint8, device="cuda")
     out = torch.empty(32, dtype=torch.int32, device="cuda")
     for line in lines:
-        kernels.launch(single.COPY, 1, 32, [line, source, out], single.SHARED_BYTES)
+        kernels.launch(single.COPY, 1, 32, [line, source, out], SHARED_BYTES)
     torch.cuda.synchronize()
 
 

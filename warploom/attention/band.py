@@ -1,9 +1,6 @@
-"""What a compiled kernel is given of a call's tensors: views that it can read, and only the keys that some query sees."""
+"""What a compiled kernel is given of a call's band: numbers that it can hold, and only the keys that some query sees."""
 
 from __future__ import annotations
-
-import torch
-from torch import Tensor
 
 from warploom.runtime.arguments import keeps_nothing
 
@@ -24,14 +21,3 @@ def seen(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> t
 def reach(distance: int | None) -> int:
     """One side of a band as a 32-bit number; 0 where a kernel has no such side."""
     return 0 if distance is None else max(-FAR, min(distance, FAR))
-
-
-def aligned(t: Tensor) -> Tensor:
-    """``t``, or a copy where it cannot be read by 16 bytes: rows of contiguous elements, every one from a 16-byte boundary."""
-    return t if stepped(t) and not t.data_ptr() & 15 else t.clone(memory_format=torch.contiguous_format)
-
-
-def stepped(t: Tensor) -> bool:
-    """Whether every row of ``t`` starts by a multiple of 16 bytes after its first and holds contiguous elements."""
-    stride = t.stride()
-    return not (stride[0] | stride[1] | stride[-2]) & 7 and stride[-1] == 1

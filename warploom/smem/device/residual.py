@@ -82,7 +82,7 @@ def parse_source(text: str) -> list[list[Instruction]]:
 
 
 def _kernel(lines: list[str]) -> list[Instruction]:
-    """One kernel's: a header, its instructions in the order of their addresses, and whatever ncu says after them."""
+    """The instructions of one kernel, from a header, a line for each by address, and whatever ncu says after them."""
     rows = csv.DictReader(lines)
     absent = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if absent:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warploom.bench.harness import Comparison, Timer, WrongResult, compare, environment
 from warploom.runtime.table import table
-from warploom.smem.kernels import attention, gemm, ladder, nvrtc
+from warploom.smem.device.kernels import attention, gemm, ladder, nvrtc
 
 Call = Callable[[], Tensor]
 ATTENTION_TOKENS = 16384  # in all sequences together

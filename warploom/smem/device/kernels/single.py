@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from warploom.smem.access import ACCESSES, Access
 
-SHARED_BYTES = 48 * 1024  # what a kernel may use without asking for more
-
 
 def kernel_name(access: Access) -> str:
     return access.name.replace(".", "_")

@@ -16,12 +16,12 @@ from tests.smem.oracle import simulate
 from warploom.cli import main
 from warploom.smem import copies as copy_rule
 from warploom.smem.access import ACCESSES
-from warploom.smem.kernels import attention, gemm, ladder, single
+from warploom.smem.device.kernels import attention, gemm, ladder, single
+from warploom.smem.device.profiler import CONFLICTS, COPIED, LOADS, METRICS, STORES, Launch, parse, run
+from warploom.smem.device.residual import Instruction
+from warploom.smem.device.verify import GEMM_SIZE, RULE_SETS, SEQLEN, Large, agreement, single_rows
 from warploom.smem.model import RULES, Rules, predict
 from warploom.smem.patterns import Measured, copies, generate
-from warploom.smem.profiler import CONFLICTS, COPIED, LOADS, METRICS, STORES, Launch, parse, run
-from warploom.smem.residual import Instruction
-from warploom.smem.verify import GEMM_SIZE, RULE_SETS, SEQLEN, Large, agreement, single_rows
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
@@ -181,7 +181,7 @@ def stand_in_for_ncu(arguments: list[str], wrong: bool) -> None:
                 wavefronts += ideal // 50 * (wrong and kernel == "hgemm_padded" and access == "ldmatrix.x4")
                 print(f'"0x{place:x}0","    {SASS[access]}","{ideal // 4}","{wavefronts}","{ideal}"')
         return
-    program = arguments[arguments.index("warploom.smem.program") + 1 :]
+    program = arguments[arguments.index("warploom.smem.device.program") + 1 :]
     assert arguments[arguments.index("--metrics") + 1] == ",".join(COPIED if program[0] == "copies" else METRICS)
     if "--export" in arguments:
         Path(arguments[arguments.index("--export") + 1]).write_text(program[0])
@@ -218,10 +218,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
             stand_in_for_ncu(command[1:], wrong=request.param)
         return printed.getvalue()
 
-    monkeypatch.setattr("warploom.smem.profiler.run", run)
-    monkeypatch.setattr("warploom.smem.verify.find", lambda name: name)
-    monkeypatch.setattr("warploom.smem.kernels.nvrtc.refusal", lambda: None)
-    monkeypatch.setattr("warploom.smem.kernels.attention.refusal", lambda: None)
+    monkeypatch.setattr("warploom.smem.device.profiler.run", run)
+    monkeypatch.setattr("warploom.smem.device.verify.find", lambda name: name)
+    monkeypatch.setattr("warploom.smem.device.kernels.nvrtc.refusal", lambda: None)
+    monkeypatch.setattr("warploom.smem.device.kernels.attention.refusal", lambda: None)
     monkeypatch.setattr("warploom.runtime.modules.load", lambda spec: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
@@ -266,7 +266,7 @@ def test_the_command_runs_the_named_parts(
     assert main(["banks", "--verify", "--gemm", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["rows"], result["kernels"], result["left_out"]) == ([], 3, {})
-    monkeypatch.setattr("warploom.smem.kernels.attention.refusal", lambda: "has no DSL")
+    monkeypatch.setattr("warploom.smem.device.kernels.attention.refusal", lambda: "has no DSL")
     assert main(["banks", "--verify", "--ladder", "--attention"]) == 0
     text = capsys.readouterr().out
     assert "attention left out: has no DSL" in text and "6 of 6 kernels predicted exactly in" in text
@@ -314,11 +314,11 @@ def test_finds_tools_in_the_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for options in (["--verify"], ["--ladder"], ["--gemm"], ["--attention"]):
-        monkeypatch.setattr("warploom.smem.kernels.nvrtc.refusal", lambda: "no CUDA device is visible")
+        monkeypatch.setattr("warploom.smem.device.kernels.nvrtc.refusal", lambda: "no CUDA device is visible")
         assert main(["banks", *options]) == 2
         assert capsys.readouterr().err == f"warploom banks: {options[0]}: no CUDA device is visible\n"
-    monkeypatch.setattr("warploom.smem.kernels.nvrtc.refusal", lambda: None)
-    monkeypatch.setattr("warploom.smem.verify.find", lambda name: None)
+    monkeypatch.setattr("warploom.smem.device.kernels.nvrtc.refusal", lambda: None)
+    monkeypatch.setattr("warploom.smem.device.verify.find", lambda name: None)
     assert main(["banks", "--verify"]) == 2
     assert "Nsight Compute's ncu is not on the PATH" in capsys.readouterr().err
     assert main(["banks", "--verify", "--size", "512"]) == 2

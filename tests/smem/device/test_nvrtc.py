@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from warploom.smem.kernels import nvrtc
+from warploom.smem.device.kernels import nvrtc
 
 
 class Core(ModuleType):

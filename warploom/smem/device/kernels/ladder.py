@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from warploom.smem.access import parse_pattern
-from warploom.smem.kernels.nvrtc import Kernels
+from warploom.smem.device.kernels.nvrtc import Kernels
 from warploom.smem.layout import Tile, parse_swizzles
 from warploom.smem.walk import count
 
@@ -60,7 +60,7 @@ RUNGS = (
 
 
 def rungs() -> list[Rung]:
-    """Those that this device can run: stmatrix is Hopper's."""
+    """The rungs that this device can run: stmatrix needs compute capability 9.0."""
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     return [rung for rung in RUNGS if hopper or rung.name != "mma_stmatrix"]
 

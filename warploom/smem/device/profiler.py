@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from warploom.smem.residual import Instruction, parse_source
+from warploom.smem.device.residual import Instruction, parse_source
 
 LOADS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum"
 STORES = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum"
@@ -56,7 +56,7 @@ def run(command: Sequence[str], seconds: float) -> str:
 
 
 def _program(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "warploom.smem.program", *arguments]
+    return [sys.executable, "-m", "warploom.smem.device.program", *arguments]
 
 
 def measure(kernels: str, arguments: Sequence[str], metrics: Sequence[str] = METRICS) -> list[Launch]:

@@ -21,7 +21,7 @@ def refusal() -> str | None:
     """Why the forward cannot run here, or None."""
     from warploom.attention import ampere
 
-    return ampere.available() or modules.cannot_build()
+    return ampere.BACKEND.available() or modules.cannot_build()
 
 
 def layouts() -> dict[str, ForwardConfig]:

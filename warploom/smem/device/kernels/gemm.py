@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from warploom.smem import copies
-from warploom.smem.kernels.nvrtc import Kernels
+from warploom.smem.device.kernels.nvrtc import Kernels
 from warploom.smem.layout import Swizzle, Tile
 from warploom.smem.swizzle import design
 from warploom.smem.walk import count

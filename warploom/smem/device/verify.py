@@ -22,11 +22,11 @@ import torch
 from warploom.runtime.table import table
 from warploom.smem import copies, patterns
 from warploom.smem.access import ACCESSES
-from warploom.smem.kernels import attention, gemm, ladder, nvrtc, single
+from warploom.smem.device.kernels import attention, gemm, ladder, nvrtc, single
+from warploom.smem.device.profiler import CONFLICTS, COPIED, LOADS, METRICS, STORES, Launch, find, measure, measure_instructions
+from warploom.smem.device.residual import Instruction, by_access, corrected, residuals
 from warploom.smem.model import RULES, Rules, predict
 from warploom.smem.patterns import Copy, Measured
-from warploom.smem.profiler import CONFLICTS, COPIED, LOADS, METRICS, STORES, Launch, find, measure, measure_instructions
-from warploom.smem.residual import Instruction, by_access, corrected, residuals
 
 PARTS = ("single", "copies", "ladder", "gemm", "attention")
 GEMM_SIZE = 4096

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from warploom.smem.kernels import gemm
-from warploom.smem.kernels.gemm import GemmConfig
-from warploom.smem.tester import Trial, report
+from warploom.smem.device.kernels import gemm
+from warploom.smem.device.kernels.gemm import GemmConfig
+from warploom.smem.device.tester import Trial, report
 
 SHAPES = [{}, {"block_n": 256, "blocks": 1}, {"block_k": 32, "stages": 4}]
 

@@ -1,0 +1,79 @@
+"""The op of exact attention: its results where there is nothing to compute, shapes for tracers, its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.attention.problem import AttentionArgs
+from warploom.runtime import dispatch
+from warploom.runtime.op import DifferentiableOp, schema, settled_dtypes
+
+
+class AttentionOp(DifferentiableOp):
+    """out, lse = attention(*AttentionArgs), differentiable in q, k, v and sink."""
+
+    name, public = "attention", "warploom.attention"
+    arguments, names = schema(AttentionArgs), AttentionArgs._fields
+    results, upstream, kept = 2, (0, 1), (0, 1)
+    gradients = ("q", "k", "v", "sink")
+
+    def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
+        args = AttentionArgs(*flat)
+        if _is_empty(args):
+            return args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1])), _only_sinks(args)
+        with settled_dtypes(args.q):
+            return dispatch.find(args.backend).forward(args)
+
+    def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
+        args, (dout, dlse), (out, lse) = AttentionArgs(*flat), upstream, kept
+        if _is_empty(args):
+            dsink = args.q.new_zeros(0) if args.sink is None else torch.zeros_like(args.sink)
+            if args.sink is not None and dlse is not None:
+                # Where lse is -inf it is not the sink: a token of no sequence.
+                dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+                dsink += dlse.sum(dim=[d for d in range(dlse.ndim) if d != dlse.ndim - 2]).to(dsink.dtype)
+            dq, dk, dv = (t.new_zeros(t.shape) for t in (args.q, args.k, args.v))
+            return dq, dk, dv, dsink
+        if dout is None:
+            dout = torch.zeros_like(out)
+        with settled_dtypes(args.q):
+            return dispatch.find(args.backend).backward(args, dout, dlse, out, lse)
+
+    def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
+        args = AttentionArgs(*flat)
+        out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
+        return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
+
+    def fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
+        args = AttentionArgs(*flat)
+        dsink = args.q.new_empty(0) if args.sink is None else args.sink.new_empty(args.sink.shape)
+        return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink)
+
+
+def _lse_shape(args: AttentionArgs) -> tuple[int, ...]:
+    q = args.q
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+
+
+def _is_empty(args: AttentionArgs) -> bool:
+    """Whether there is no query or no key: no implementation sees such a call."""
+    return args.q.numel() == 0 or args.k.numel() == 0
+
+
+def _only_sinks(args: AttentionArgs) -> Tensor:
+    """The lse of a call without keys: the sink, or -inf without one and of packed tokens past the last sequence."""
+    lse = args.q.new_full(_lse_shape(args), float("-inf"), dtype=torch.float32)
+    if args.sink is None:
+        return lse
+    lse.copy_(args.sink[:, None].expand(lse.shape))
+    if args.cu_seqlens_q is not None:
+        nobody = torch.arange(args.q.shape[0], device=args.q.device) >= args.cu_seqlens_q[-1]
+        lse.masked_fill_(nobody, float("-inf"))
+    return lse
+
+
+attention_op = AttentionOp()

@@ -1,0 +1,20 @@
+"""What a backend of decode does beside the others of `warploom.runtime.backend`."""
+
+from __future__ import annotations
+
+from warploom.decode.problem import AppendArgs
+from warploom.runtime.backend import Backend
+
+
+class DecodeBackend(Backend):
+    """One way to compute decode: ``forward(args)`` returns out (batch, T, heads_q, head_dim_v) and lse (batch, heads_q, T)."""
+
+    def appends(self, device: str) -> bool:
+        """Whether ``append`` takes tensors on this type of device."""
+        return True
+
+    def append(self, args: AppendArgs) -> None:
+        """Write new keys and values into a cache, in place; here in torch ops."""
+        from warploom.decode.append import append
+
+        append(*args)

@@ -1,0 +1,69 @@
+"""What a backend is: one way to compute a family's calls, as dispatch and the family's door see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Backend(Protocol):
+    """One way to compute a family's calls. Subclass it, give it a name, write ``supports`` and ``forward``.
+
+    ``problem`` is the family's description of a call (shapes, dtypes and features, never contents), ``args`` are the validated
+    arguments of its op. A backend imports optional dependencies when it runs, not when it is imported.
+    `warploom.runtime.dispatch.register` puts it into a family's list.
+    """
+
+    name: str
+    special: bool = False  # made for some problems: what it refuses is no slower elsewhere, so nothing is said about it
+    device: str | None = None  # the one type of device whose tensors it takes; None: ``supports`` says
+    plain: bool = False  # plain torch ops, which torch differentiates and transforms itself: no op is put around them
+
+    def available(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+        return None
+
+    def declines(self) -> str | None:
+        """Why it does not run unasked here, though it could; None: it does."""
+        return None
+
+    def supports(self, problem: Any) -> str | None:
+        """What of a problem it refuses, in words that follow its name, or None."""
+        ...
+
+    def describe(self, problem: Any) -> str:
+        """What it would run, for explain(); "": nothing to say."""
+        return ""
+
+    def tiles(self, args: Any) -> tuple[tuple[int, int], int] | None:
+        """Queries × keys of a call's forward tiles and how many keys are skipped at once, for explain(); None: no tiles."""
+        return None
+
+    def backward_tiles(self, args: Any) -> dict[str, tuple[int, int]]:
+        """Queries × keys of the tiles from which each gradient is summed, by its name, for explain(); {}: nothing to say."""
+        return {}
+
+    def prepare(self, args: Any) -> Any:
+        """The arguments that the op is given: with what is computed once for many calls."""
+        return args
+
+    def forward(self, args: Any, *options: Any) -> Any:
+        """The family's results."""
+        ...
+
+    def backward(self, args: Any, *gradients: Any) -> Any:
+        """The family's gradients."""
+        refused = f"{self.name} has no backward pass"
+        raise NotImplementedError(refused)
+
+    def bind(self, args: Any) -> Callable[..., Any] | None:
+        """What launches further calls that differ from this one, which has run, in contents alone; None: nothing quicker."""
+        return None
+
+    def warm(self, args: Any) -> None:
+        """Make ready what the call would run, so that a capturing stream finds it."""
+        return None
+
+    def refusal(self, problem: Any, by_name: bool = False) -> str | None:
+        """Why it does not run the problem, unasked or ``by_name``, or None."""
+        return self.available() or (None if by_name else self.declines()) or self.supports(problem)

@@ -1,0 +1,271 @@
+"""The torch.library boundary that all families share: what may see a call, ops, their autograd, refusals in words.
+
+An op is opaque to compilers; its autograd formula is an autograd.Function that calls the backward op. Where nothing would see
+the op (plain tensors, no mode, transform, trace or profiler) a call goes straight to the implementation: the dispatcher takes
+longer than a kernel's launch.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_library = torch.library.Library("warploom", "DEF")
+_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
+_grad_enabled, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracing, torch.autograd._profiler_enabled
+
+
+def plain(*values: object) -> bool:
+    """Whether nothing would see an op on these: plain tensors and numbers; no mode, transform, trace or profiler."""
+    return (
+        _PLAIN.issuperset(map(type, values))
+        and not _modes()
+        and not _function_modes()
+        and not _transforms()
+        and forward_ad._current_level < 0
+        and not _tracing()
+        and not _profiling()
+    )
+
+
+def recorded(*values: object) -> bool:
+    """Whether a gradient may be asked for of one of these."""
+    return _grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in values])
+
+
+def unobserved(*values: object) -> bool:
+    """As ``plain``, and no gradient is recorded."""
+    return plain(*values) and not recorded(*values)
+
+
+def settled_dtypes(t: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast leaves an implementation's own arithmetic alone: the call's dtypes are settled."""
+    device = t.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def differentiates_forward(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode AD goes through one of these, by torch.func.jvp or by dual numbers."""
+    if _transforms() and torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
+        return True
+    return forward_ad._current_level >= 0 and any(
+        [t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors]
+    )
+
+
+def schema(arguments: type) -> str:
+    """The arguments of an op whose fields a NamedTuple or dataclass declares."""
+    return ", ".join(f"{_schema_type(t)} {n}" for n, t in typing.get_type_hints(arguments).items())
+
+
+def _schema_type(annotation: Any) -> str:
+    if isinstance(annotation, types.UnionType):
+        inner = next(a for a in typing.get_args(annotation) if a is not type(None))
+        return _schema_type(inner) + "?"
+    return _SCHEMA_TYPES[annotation]
+
+
+class Op(ABC):
+    """One op of the library, called with flat arguments: straight where nothing sees it."""
+
+    name: str
+    signature: str  # of arguments and results, as torch.library has it
+
+    def __init__(self) -> None:
+        self.op = _define(self.name, self.signature, self.forward, self.fake, self._recorded)
+
+    @abstractmethod
+    def forward(self, *flat: Any) -> Any:
+        """Compute."""
+
+    @abstractmethod
+    def fake(self, *flat: Any) -> Any:
+        """New tensors of the results' shapes and dtypes."""
+
+    def differentiated(self, *flat: Any) -> Any:
+        """What a call on tensors that require gradients is: here one whose results require none."""
+        return _below_autograd(self.op, flat)
+
+    def __call__(self, *flat: Any) -> Any:
+        if not torch.compiler.is_compiling() and unobserved(*flat):
+            return self.forward(*flat)
+        return self.op(*flat)
+
+    def _recorded(self, *flat: Any) -> Any:
+        return self.differentiated(*flat) if recorded(*flat) else _below_autograd(self.op, flat)
+
+
+class DifferentiableOp(ABC):
+    """An op, the op of its backward pass, and what autograd and torch.func do with both.
+
+    The results are tensors. The backward op takes the gradients of ``results[i] for i in upstream``, None where there is none,
+    then ``results[i] for i in kept``, then the op's arguments. It returns a gradient for each name of ``gradients``; that of an
+    argument which is None is dropped.
+    """
+
+    name: str  # of the op; the backward's is name_backward
+    public: str  # the function of the user's, in words
+    arguments: str  # the schema
+    names: tuple[str, ...]  # of the arguments, in order
+    results: int
+    upstream: tuple[int, ...]
+    kept: tuple[int, ...]
+    gradients: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self._wanted = [self.names.index(name) for name in self.gradients]
+        upstream = [f"Tensor? d{i}" for i in self.upstream] + [f"Tensor result{i}" for i in self.kept]
+        count = len(self.gradients)
+        tensors = ", ".join(["Tensor"] * self.results), ", ".join(["Tensor"] * count)
+        self.op = _define(self.name, f"({self.arguments}) -> ({tensors[0]})", self.forward, self.fake, self._recorded_forward)
+        self.backward_op = _define(
+            f"{self.name}_backward",
+            f"({', '.join(upstream)}, {self.arguments}) -> ({tensors[1]})",
+            self._backward,
+            self._fake_backward,
+            self._recorded_backward,
+        )
+        self._function, self._transformed, self._second = _functions(self)
+
+    @abstractmethod
+    def forward(self, *flat: Any) -> tuple[Tensor, ...]:
+        """The results."""
+
+    @abstractmethod
+    def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The gradients."""
+
+    @abstractmethod
+    def fake(self, *flat: Any) -> tuple[Tensor, ...]:
+        """New tensors of the results' shapes and dtypes."""
+
+    @abstractmethod
+    def fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
+        """New tensors of the gradients' shapes and dtypes."""
+
+    def constant(self, flat: Sequence[Any]) -> tuple[int, ...]:
+        """Which results no gradient goes through."""
+        return tuple(i for i in range(self.results) if i not in self.upstream)
+
+    def __call__(self, *flat: Any) -> Any:
+        """Run the op on validated arguments; refuses forward AD in words, where torch would name an internal class."""
+        if torch.compiler.is_compiling():
+            return self.op(*flat)
+        if plain(*flat):
+            return self._function.apply(*flat) if recorded(*flat) else self.forward(*flat)
+        if differentiates_forward(*[flat[i] for i in self._wanted]):
+            raise NotImplementedError(self.refused("forward-mode AD through"))
+        return self._transformed.apply(*flat) if _transforms() else self.op(*flat)
+
+    def refused(self, what: str) -> str:
+        return f"{what} {self.public} is not supported by this backend; backend='reference' supports it"
+
+    def _backward(self, *flat: Any) -> tuple[Tensor, ...]:
+        first, second = len(self.upstream), len(self.upstream) + len(self.kept)
+        return self.backward(flat[:first], flat[first:second], flat[second:])
+
+    def _fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
+        return self.fake_backward(*flat[len(self.upstream) + len(self.kept) :])
+
+    def _recorded_forward(self, *flat: Any) -> Any:
+        return self._function.apply(*flat) if recorded(*flat) else _below_autograd(self.op, flat)
+
+    def _recorded_backward(self, *flat: Any) -> Any:
+        return self._second.apply(*flat) if recorded(*flat) else _below_autograd(self.backward_op, flat)
+
+
+def _define(name: str, signature: str, run: Any, fake: Any, recorded: Any) -> Any:
+    _library.define(name + signature)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    _library.impl(name, recorded, "Autograd")
+    torch.library.register_fake(f"warploom::{name}", fake, lib=_library)
+    return getattr(torch.ops.warploom, name).default
+
+
+def _below_autograd(op: Any, flat: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*flat)
+
+
+def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
+    """The autograd.Function of an op, the same in the form that torch.func needs, and that of its backward op."""
+
+    def save(ctx: Any, flat: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.constant = op.constant(flat)
+        ctx.mark_non_differentiable(*[output[i] for i in ctx.constant])
+        ctx.save_for_backward(*[output[i] for i in op.kept], *[a for a in flat if isinstance(a, Tensor)])
+        ctx.others = [None if isinstance(a, Tensor) else (a,) for a in flat]
+
+    def refuse_vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        raise NotImplementedError(op.refused("torch.vmap over"))
+
+    class Call(torch.autograd.Function):
+        """The op, differentiable."""
+
+        @staticmethod
+        def forward(ctx: Any, *flat: Any) -> Any:
+            output = op.forward(*flat) if unobserved(*flat) else _below_autograd(op.op, flat)
+            save(ctx, flat, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *found: Tensor | None) -> Any:
+            upstream = [None if i in ctx.constant else found[i] for i in op.upstream]
+            gradients: list[Tensor | None] = [None] * len(op.names)
+            if all([t is None for t in upstream]):
+                return tuple(gradients)
+            saved = ctx.saved_tensors
+            kept, tensors = saved[: len(op.kept)], iter(saved[len(op.kept) :])
+            flat = [next(tensors) if other is None else other[0] for other in ctx.others]
+            if unobserved(*upstream, *kept, *flat):
+                results = op.backward(upstream, kept, flat)
+            else:
+                results = (op._second.apply if _transforms() else op.backward_op)(*upstream, *kept, *flat)
+            for at, gradient in zip(op._wanted, results, strict=True):
+                gradients[at] = None if flat[at] is None else gradient
+            return tuple(gradients)
+
+    class Transformed(Call):
+        """The same in the form that torch.func needs, which torch takes 50 us longer to call."""
+
+        @staticmethod
+        def forward(*flat: Any) -> Any:
+            return _below_autograd(op.op, flat)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            save(ctx, inputs, output)
+
+        vmap = staticmethod(refuse_vmap)
+
+    class Second(torch.autograd.Function):
+        """The backward op, whose own derivative is refused in words rather than silently dropped."""
+
+        @staticmethod
+        def forward(*flat: Any) -> Any:
+            return _below_autograd(op.backward_op, flat)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *found: Tensor | None) -> Any:
+            raise NotImplementedError(op.refused("double backward through"))
+
+        vmap = staticmethod(refuse_vmap)
+
+    return Call, Transformed, Second
