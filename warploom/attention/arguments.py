@@ -79,7 +79,7 @@ def varlen_args(
         )
     total_k = k.shape[0] * k.shape[1] if paged else k.shape[0]
     resolved = _resolve(mask, causal, window, q.shape[0], total_k, q)
-    if paged and any(vector is not None for vector in resolved[2:]):
+    if paged and any(vector is not None for vector in resolved.vectors):
         raise ValueError("mask: column vectors together with block_table are not supported; use a band")
     check_columns(resolved, 1, q.shape[1], k.shape[-2], total_k, q)
     if max_seqlen_q is None:

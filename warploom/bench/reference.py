@@ -59,7 +59,7 @@ def one_head(q: Tensor, k: Tensor, v: Tensor, mask: ResolvedMask, dout: Tensor |
     """
     group = q.shape[2] // k.shape[2]
     rows, keys, values = (t.detach()[-1, :, -1].float() for t in (q, k, v))
-    chosen = ResolvedMask(mask.left, mask.right, *[None if t is None else t[-1:, -1:].to(q.device) for t in mask[2:]])
+    chosen = ResolvedMask(mask.left, mask.right, *[None if t is None else t[-1:, -1:].to(q.device) for t in mask.vectors])
     cols = torch.arange(len(keys), device=q.device)
     scale = q.shape[-1] ** -0.5
     outs, dqs = [], []

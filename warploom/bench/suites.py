@@ -236,7 +236,7 @@ def _preparation(
 
 
 def _bounds(mask: ResolvedMask, seqlen: int) -> Tensor:
-    return torch.ops.warploom.column_bounds(*mask[2:], mask.left, mask.right, seqlen)
+    return torch.ops.warploom.column_bounds(*mask.vectors, mask.left, mask.right, seqlen)
 
 
 def _compare(

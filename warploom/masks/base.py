@@ -89,7 +89,7 @@ class BaseMask:
                 resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
         else:
             resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
-        if state is not None and all(type(t) is Tensor for t in resolved[2:] if t is not None):
+        if state is not None and all(type(t) is Tensor for t in resolved.vectors if t is not None):
             if len(cache) >= _CACHED_SIZES:
                 cache.pop(next(iter(cache)))
             cache[key] = resolved

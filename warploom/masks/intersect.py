@@ -56,7 +56,7 @@ class Intersection(Mask):
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         a, b = (m._resolve(seqlen_q, seqlen_k, device) for m in (self.a, self.b))
         band = iv.intersect_bands((a.left, a.right), (b.left, b.right))
-        check_broadcast(self, [t for r in (a, b) for t in r[2:] if t is not None])
+        check_broadcast(self, [t for r in (a, b) for t in r.vectors if t is not None])
         return united(self, band, iv.intervals_of(a) + iv.intervals_of(b), seqlen_q, seqlen_k)
 
     def __repr__(self) -> str:

@@ -38,6 +38,10 @@ class ResolvedMask(NamedTuple):
     uts: Tensor | None
     ute: Tensor | None
 
+    @property
+    def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        return self.lts, self.lte, self.uts, self.ute
+
 
 class Resolvable(Protocol):
     """A mask, as far as functions below it need to know one; its repr is its name in titles and errors."""
@@ -51,11 +55,11 @@ class Resolvable(Protocol):
 def finish(mask: ResolvedMask) -> ResolvedMask:
     """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
     mask = mask._replace(left=near(mask.left), right=near(mask.right))
-    present = [t for t in mask[2:] if t is not None]
+    present = [t for t in mask.vectors if t is not None]
     if not present:
         return mask
     batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
-    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask[2:]]
+    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask.vectors]
     return ResolvedMask(mask.left, mask.right, *ready)
 
 

@@ -52,8 +52,8 @@ def covers(mask: ResolvedMask, batches: int, heads: int, seqlen_q: int, seqlen_k
     What is kept is found by the vectors' contents, never by their identity: a compiled region may reuse a buffer for
     another mask without its version showing it.
     """
-    vectors = [t for t in mask[2:] if t is not None]
-    present = tuple([t is not None for t in mask[2:]])
+    vectors = [t for t in mask.vectors if t is not None]
+    present = tuple([t is not None for t in mask.vectors])
     key = (mask.left, mask.right, present, batches, heads, seqlen_q, seqlen_k, tuple([t.shape for t in vectors]))
     found = _kept.get(key)
     if found is not None and all(torch.equal(a, b) for a, b in zip(found[0], vectors, strict=True)):
@@ -84,7 +84,7 @@ def _grid_runs(
     mask: ResolvedMask, batch: int, head: int, seqlen_q: int, seqlen_k: int
 ) -> list[tuple[int, int, int, int, bool]]:
     """(r0, r1, c0, c1, exact): runs of columns not hidden by the vectors; exact = all of it visible to them."""
-    vectors = [t.flatten() for t in single(mask, batch, head)[2:] if t is not None]
+    vectors = [t.flatten() for t in single(mask, batch, head).vectors if t is not None]
     if not vectors:
         return [(0, seqlen_q, 0, seqlen_k, True)]
     stacked = torch.stack(vectors).clamp(0, seqlen_q)
@@ -131,7 +131,7 @@ def single(mask: ResolvedMask, batch: int, head: int) -> ResolvedMask:
         b, h = min(batch, t.shape[0] - 1), min(head, t.shape[1] - 1)
         return t[b : b + 1, h : h + 1]
 
-    return ResolvedMask(mask.left, mask.right, *(pick(t) for t in mask[2:]))
+    return ResolvedMask(mask.left, mask.right, *(pick(t) for t in mask.vectors))
 
 
 def _add_band_pieces(

@@ -21,7 +21,7 @@ def startend(mask: Resolvable, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, bo
     if not causal:
         within = hidden + iv.band_as_intervals(resolved.left, resolved.right, seqlen_q, seqlen_k, mask.device)
     folded = finish(united(mask, (None, None), within, seqlen_q, seqlen_k))
-    shape = next((t.shape for t in folded[2:] if t is not None), torch.Size((1, 1, seqlen_k)))
+    shape = next((t.shape for t in folded.vectors if t is not None), torch.Size((1, 1, seqlen_k)))
 
     def rows(vector: Tensor | None, default: int) -> Tensor:
         return torch.full(shape, default, dtype=torch.int32, device=mask.device) if vector is None else vector

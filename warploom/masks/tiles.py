@@ -86,7 +86,7 @@ def normalised(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, device: Any = N
     Returns:
         int32 (batch|1, heads|1, 4, seqlen_k): lts, lte, uts, ute.
     """
-    present = [t for t in mask[2:] if t is not None]
+    present = [t for t in mask.vectors if t is not None]
     if present:
         device, shape = present[0].device, present[0].shape
     else:

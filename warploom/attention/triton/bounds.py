@@ -35,8 +35,8 @@ def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
     Returns:
         int32 (batch|1, heads|1, blocks, 8).
     """
-    vectors = [t for t in mask[2:] if t is not None]
-    arguments = (*mask[2:], mask.left, mask.right, seqlen_q)
+    vectors = [t for t in mask.vectors if t is not None]
+    arguments = (*mask.vectors, mask.left, mask.right, seqlen_q)
     key = _key(vectors, mask, seqlen_q)
     if key is None:
         return torch.ops.warploom.column_bounds(*arguments)
@@ -59,7 +59,7 @@ def _key(vectors: list[Tensor], mask: ResolvedMask, seqlen_q: int) -> tuple[Any,
         if torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(vectors[0].device).cuda_stream
-    state = tuple([None if t is None else (id(t), t._version) for t in mask[2:]])
+    state = tuple([None if t is None else (id(t), t._version) for t in mask.vectors])
     return state, mask.left, mask.right, seqlen_q, stream
 
 

@@ -34,10 +34,10 @@ def blocks(head_dim: int, head_dim_v: int) -> int:
 
 
 @cache
-def config(width: int, reverse: bool = False, weighted: bool = False, biased: bool = False, wide: bool = False) -> WalkConfig:
-    """The variant of a tile."""
+def config(width: int, **features: bool) -> WalkConfig:
+    """The variant of a tile, with features by the names that WalkConfig has for them."""
     stages, cluster = TILES[width]
-    return WalkConfig("bfloat16", width, width, reverse, weighted, biased, wide, stages=stages, cluster=cluster)
+    return WalkConfig("bfloat16", width, width, stages=stages, cluster=cluster, **features)
 
 
 @cache

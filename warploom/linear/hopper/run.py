@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -62,13 +62,12 @@ def _walk(
     """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
-    function = _function(tile, reverse, weights is not None, bias is not None, wide)
+    function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
     function(a, b, c, out, weights, bias, call.scale)
     return out
 
 
 @cache
-def _function(*variant: Any) -> Callable[..., None]:
-    """The module's function of a variant, named as ``plan.config`` has it."""
-    found = config(*variant)
-    return modules.fetch(found.spec)
+def _function(width: int, **features: bool) -> Callable[..., None]:
+    """The function of the variant that ``plan.config`` names."""
+    return modules.fetch(config(width, **features).spec)
