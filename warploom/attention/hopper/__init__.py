@@ -88,8 +88,8 @@ def _next(args: AttentionArgs, backward: bool) -> Backend:
 def _variant(problem: AttentionProblem) -> ForwardConfig:
     """What runs a problem here and now: tiles of several heads only where their module can come."""
     variant = config_for(problem)
-    if variant.grouped and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
-        return replace(variant, grouped=0)
+    if variant.pack_gqa and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
+        return replace(variant, pack_gqa=0)
     return variant
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
@@ -52,7 +52,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     members = heads // heads_kv
     function, variant = _function(args, seqlen_k, (seqlen_q, members))
     m_blocks = -(-seqlen_q // variant.queries)
-    rows = batch * (heads_kv * tile_heads(members, variant.abreast) if variant.grouped else heads)
+    rows = batch * (heads_kv * tile_heads(members, variant.heads_per_tile) if variant.pack_gqa else heads)
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
@@ -238,7 +238,7 @@ def _function(
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
     features, long = Features.of_args(args), seqlen_k >= LONG
     variant = config(features, long)
-    each = 0 if few is None else grouped(*few, variant.tile_m)
+    each = 0 if few is None else pack_gqa(*few, variant.tile_m)
     if each:
         variant = config(features, long, each)
     function = _ready.get(variant.spec.name)
