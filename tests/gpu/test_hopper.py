@@ -18,7 +18,7 @@ from tests.attention.cases import CASES, case
 from tests.attention.harness import Call, check
 from tests.attention.packed import PACKED, Packed
 from warploom.attention import hopper
-from warploom.attention.hopper.plan import GROUPED
+from warploom.attention.hopper.plan import PACK_GQA
 
 pytestmark = [
     pytest.mark.gpu,
@@ -149,7 +149,7 @@ def test_few_queries_of_groups(dims: tuple[int, int], keywords: dict[str, Any]) 
         k, v = (torch.randn(2, keys, kv, d, device="cuda", dtype=torch.bfloat16) for d in dims)
         sink = 5 * torch.randn(heads, device="cuda") if "sink" in keywords else None
         options = {**keywords, "sink": sink}
-        assert not GROUPED or "grouped" in str(warploom.explain(q, k, v, backend="hopper", **options))
+        assert not PACK_GQA or "packgqa" in str(warploom.explain(q, k, v, backend="hopper", **options))
         out, lse = attend(q, k, v, **options)
         judged = {**options, "sink": None if sink is None else sink.double(), "return_lse": True, "backend": "reference"}
         want, want_lse = warploom.attention(*(t.double() for t in (q, k, v)), **judged)

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from warploom.attention.hopper.schedule import L2_BYTES, PIECES, handed_out, in_waves, section, sections, shares, waves
+from warploom.attention.hopper.schedule import L2_BYTES, PIECES, handed_out, in_waves, section, sections, stream_k, waves
 
 
 def choose(condition: bool, a: int, b: int) -> int:
@@ -51,7 +51,7 @@ CALLS = [(2048, 13), (2048, 52), (2048, 205), (4096, 8), (4096, 32), (4096, 128)
 
 @pytest.mark.parametrize(("blocks", "steps"), CALLS)
 def test_shares_hold_every_step_once_and_wait_only_for_what_came_before(blocks: int, steps: int) -> None:
-    split, each = shares(blocks, steps, 132, 263)
+    split, each = stream_k(blocks, steps, 132, 263)
     whole = blocks - split
     done = [0] * blocks
     for index in range(whole - (-split * steps // each)):
@@ -82,7 +82,7 @@ def test_shares_of_the_last_round_end_together(blocks: int, steps: int) -> None:
             heapq.heappush(free, (now, processor))
         return max(free)[0]
 
-    split, each = shares(blocks, steps, 132, 263)
+    split, each = stream_k(blocks, steps, 132, 263)
     even = blocks * (steps + 2) / 132
     assert makespan(split, each) <= makespan(0, 1)
     assert makespan(split, each) - even <= 14 or blocks < 132

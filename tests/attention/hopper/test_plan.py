@@ -14,7 +14,7 @@ from tests.sources import imported
 from warploom.attention import hopper
 from warploom.attention.hopper import plan
 from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES
-from warploom.attention.hopper.plan import backward_set, config, config_for, grouped, named_set, tile_dims
+from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.attention.views import aligned, seen
 from warploom.masks import SlidingWindow
@@ -75,14 +75,14 @@ def test_a_named_set_serves_plain_calls() -> None:
                 assert config_for(problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k)).name in names
     for right, head_dim, seqlen_k in product((None, 0), (64, 128, 256), (500, 5000)):
         few = problem(seqlen_q=1, heads_q=8, right=right, head_dim=head_dim, head_dim_v=head_dim, seqlen_k=seqlen_k)
-        assert config_for(few).grouped and config_for(few).name in names
+        assert config_for(few).pack_gqa and config_for(few).name in names
 
 
 def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "GROUPED", (8, 32))
-    found = {queries: grouped(queries, 4, 128) for queries in (1, 8, 9, 32, 64, 65, 128, 5000)}
+    monkeypatch.setattr(plan, "PACK_GQA", (8, 32))
+    found = {queries: pack_gqa(queries, 4, 128) for queries in (1, 8, 9, 32, 64, 65, 128, 5000)}
     assert found == {1: 8, 8: 8, 9: 32, 32: 32, 64: 32, 65: 0, 128: 0, 5000: 0}
-    assert [grouped(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]
+    assert [pack_gqa(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]
     assert config_for(problem(seqlen_q=1, heads_q=8)).queries == 8
     assert config_for(problem(seqlen_q=1, heads_q=8, layout="varlen")).queries == 128
 

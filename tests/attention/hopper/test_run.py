@@ -40,7 +40,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         assert (parts is not None) == variant["split"] and split >= 0
         if split:
             group = q.shape[2] // k.shape[2]
-            heads = k.shape[2] * -(-group // config.abreast) if config.grouped else q.shape[2]
+            heads = k.shape[2] * -(-group // config.heads_per_tile) if config.pack_gqa else q.shape[2]
             tiles = -(-q.shape[1] // config.queries) * q.shape[0] * heads
             assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
             assert parts.numel() == 2 * blocks * config.piece_floats
@@ -151,16 +151,16 @@ def test_heads_of_a_group_share_a_tile_where_queries_are_few(monkeypatch: pytest
         return kernel(spec)
 
     monkeypatch.setattr(modules, "load", load)
-    monkeypatch.setattr(plan, "GROUPED", (8, 32))
+    monkeypatch.setattr(plan, "PACK_GQA", (8, 32))
     for queries, group in ((1, 8), (20, 8), (100, 8), (1, 1)):
         q, k = torch.zeros(1, queries, group, 128).half(), torch.zeros(1, 300, 1, 128).half()
         run.forward(dense_args(q, k, k, causal=True))
-    assert [name.rpartition("_")[2] for name in names] == ["grouped8", "grouped32", "early"]
+    assert [name.rpartition("_")[2] for name in names] == ["packgqa8", "packgqa32", "early"]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(modules, "loaded", lambda spec: None if "grouped" in spec.name else kernel(spec))
+    monkeypatch.setattr(modules, "loaded", lambda spec: None if "packgqa" in spec.name else kernel(spec))
     q = torch.zeros(1, 1, 2, 64).half()
     run.forward(dense_args(q, q[:, :, :1], q[:, :, :1]))
-    assert names[-1].endswith("turns")
+    assert names[-1].endswith("pingpong")
 
 
 def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from warploom.attention.hopper.schedule import (
     L2_BYTES,
     NOTHING,
-    grouped,
     heads_in_pairs,
     in_order,
+    pack_gqa_row,
     paired,
     piece,
     pieces,
@@ -161,10 +161,10 @@ def test_split_tiles_are_dealt_out_whole(blocks: int, tiles: int, n_blocks: int)
 @pytest.mark.parametrize("tile_m", [128, 192, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 20, 33])
 def test_tiles_that_hold_several_heads_hold_all_queries_once(group: int, tile_m: int, rows: int) -> None:
-    abreast, past, kv = tile_m // rows, 10**6, 3
+    heads_per_tile, past, kv = tile_m // rows, 10**6, 3
     found = [
-        grouped(head, local, rows, abreast, group, past, choose)
-        for head in range(kv * tile_heads(group, abreast))
+        pack_gqa_row(head, local, rows, heads_per_tile, group, past, choose)
+        for head in range(kv * tile_heads(group, heads_per_tile))
         for local in range(tile_m)
     ]
     held = sorted((head, query) for query, head in found if query != past)

@@ -379,9 +379,9 @@ class AmpereForward:
             tops[r] = cute.arch.warp_reduction_max(tops[r], threads_in_group=4)
             higher = tops[r] > work.row_max[r]
             grown = higher if const_expr(r == 0) else grown | higher
-        # A loop of one turn or none: the compiler would execute the body of an if under a predicate, costly and for nothing.
-        turns = choose(cute.arch.vote_any_sync(grown), 1, 0)
-        for _ in cutlass.range(hidden(turns), unroll=1):
+        # A loop of one round or none: the compiler would execute the body of an if under a predicate, costly and for nothing.
+        rounds = choose(cute.arch.vote_any_sync(grown), 1, 0)
+        for _ in cutlass.range(hidden(rounds), unroll=1):
             self.take_over(work, tops)
 
     @cute.jit

@@ -159,8 +159,8 @@ for _function in (_examine, _module_refusal, _backward_module_refusal):
 def describe(problem: AttentionProblem) -> tuple[tuple[int, int], str]:
     """Queries × keys of a tile, and the state of the module, for explain()."""
     variant = config_for(problem)
-    if variant.grouped and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
-        variant = replace(variant, grouped=0)
+    if variant.pack_gqa and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
+        variant = replace(variant, pack_gqa=0)
     words = f"module {variant.name} ({modules.outlook(variant.spec)})"
     if problem.backward and _no_backward(problem) is None:
         words += f"; backward {backward_config_for(problem).name}"

@@ -58,7 +58,7 @@ class StepCall(Call):
     items: Any  # blocks and shares that are handed out
     deal: Any  # whole blocks, split ones, steps of a share, steps of a block; the third may be waves
     partial: Any  # sums of blocks whose steps are shared out
-    turns: Any
+    counters: Any
 
 
 class HopperBackward(RowKernels, Producer, Consumers):
@@ -105,9 +105,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
             m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
             n_blocks = cute.ceil_div(k.shape[1], self.span)
         rows = m_blocks * heads_q * batch
-        stats, turns, partial = self.workspace(sums, dq, rows, split)
+        stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
-        self.before(out, dout, lse, dlse, sums, stats, turns, cu_q, *cleared, m_blocks).launch(
+        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
@@ -116,7 +116,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(varlen):
             views = [ragged(t) for t in views]
         self.launch(
-            views, (dk, dv, sums, partial, stats, turns), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
+            views, (dk, dv, sums, partial, stats, counters), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
             (scale, softcap, left, right, section), heads_q, (blocks, split, each), stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
@@ -130,7 +130,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
     def launch(
         self,
         views: list[Any],
-        targets: tuple[Any, ...],
+        buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
         band: tuple[Any, ...],
         heads_q: Any,
@@ -152,13 +152,13 @@ class HopperBackward(RowKernels, Producer, Consumers):
         products = self.products()
         total = n_blocks * heads_kv * batch
         items, deal = total, (total, Int32(0), Int32(1), Int32(1))
-        if const_expr(config.parted):
+        if const_expr(config.stream_k):
             steps = heads_q // heads_kv * m_blocks
             items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
         if const_expr(config.waves):
             deal = (total, Int32(0), each, Int32(1))
         self.kernel(
-            tq, tk, tv, tdo, *targets, tma_q, tma_k, tma_v, tma_do, *products,
+            tq, tk, tv, tdo, *buffers, tma_q, tma_k, tma_v, tma_do, *products,
             *layouts, *sizes, *band, items, *deal,
         ).launch(
             grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
@@ -183,12 +183,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
             address = (sums.iterator + config.sums(tiles)).toint()
         count = config.stats(tiles)
         stats = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
-        turns = cute.make_ptr(Int32, address + 4 * count, cute.AddressSpace.gmem, assumed_align=4)
+        counters = cute.make_ptr(Int32, address + 4 * count, cute.AddressSpace.gmem, assumed_align=4)
         partial = cute.make_ptr(Float32, behind, cute.AddressSpace.gmem, assumed_align=16)
         counted = const_expr(config.states > 0 or config.persistent)
         return (
             cute.make_tensor(stats, cute.make_layout((count,))),
-            cute.make_tensor(turns, cute.make_layout((config.turns(tiles, split),))) if counted else None,
+            cute.make_tensor(counters, cute.make_layout((config.counters(tiles, split),))) if counted else None,
             cute.make_tensor(partial, cute.make_layout((split * config.partial_floats,))),
         )
 
@@ -228,7 +228,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         sums: cute.Tensor,
         partial: cute.Tensor,
         stats: cute.Tensor,
-        turns: cute.Tensor | None,
+        counters: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -309,16 +309,16 @@ class HopperBackward(RowKernels, Producer, Consumers):
             items=items,
             deal=(whole, split, each, steps),
             partial=partial,
-            turns=turns,
+            counters=counters,
             left=left,
             right=right,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)
         if const_expr(self.config.persistent):
-            self.play_blocks(warp, given, loads, dk, dv, sums, turns, products, scale, softcap)
+            self.play_blocks(warp, given, loads, dk, dv, sums, counters, products, scale, softcap)
         else:
-            self.play_block(warp, given, loads, dk, dv, sums, turns, products, scale, softcap)
+            self.play_block(warp, given, loads, dk, dv, sums, counters, products, scale, softcap)
 
     @cute.jit
     def init_barriers(self, warp, shared):
@@ -336,7 +336,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         cute.arch.sync_threads()
 
     @cute.jit
-    def play_blocks(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+    def play_blocks(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in a persistent block."""
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -344,17 +344,17 @@ class HopperBackward(RowKernels, Producer, Consumers):
                 self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
-                    self.write_blocks(given, sums, turns, i)
+                    self.write_blocks(given, sums, counters, i)
             if warp == SCHEDULER:
-                if const_expr(self.config.parted):
-                    self.deal_out(given, turns)
+                if const_expr(self.config.stream_k):
+                    self.hand_out_stream_k(given, counters)
                 else:
-                    self.hand_out(given, turns, dk, dv)
+                    self.hand_out(given, counters, dk, dv)
         else:
             self.compute_blocks(given, dk, dv, products, scale, softcap)
 
     @cute.jit
-    def play_block(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+    def play_block(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in a block that works on one key block."""
         work = self.describe(given, cute.arch.block_idx()[0])
         if warp < 4:
@@ -363,7 +363,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
                 self.load(work, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
-                    self.write(work, sums, turns, i, given.left, given.right)
+                    self.write(work, sums, counters, i, given.left, given.right)
             if const_expr(self.config.varlen):  # noqa: SIM102
                 if warp == SCHEDULER:
                     self.clear_hidden(work, dk, dv)

@@ -142,10 +142,10 @@ class BackwardBase:
         self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
         self.slots = 2  # tiles of dS
-        # Warpgroups issue S and dP one after the other, and dP begins at minus its rows' means. Measured: +2 to 5 % at 96 and
+        # Warpgroups issue S and dP one after the other, and dP begins at minus its rows' delta. Measured: +2 to 5 % at 96 and
         # 128, to -6 % at 64. A softcap leaves no registers for the latter.
-        self.in_turns = config.head_dim > 64
-        self.fold = self.in_turns and not config.softcap
+        self.ping_pong = config.head_dim > 64
+        self.fold = self.ping_pong and not config.softcap
         # So many fours of exponentials are computed before the wait for dP: half of them, which leaves others to run beside
         # what follows it. Measured: of 64, 16384 keys full in 10.1 ms without, half 9.5, all 9.8; 128 8.39, all 8.53; 96 equal.
         self.held = 0 if config.softcap else config.tile_m // (8 if config.head_dim == 96 else 16)
@@ -186,7 +186,7 @@ class BackwardBase:
             given.q_shape, given.k_shape, given.cu_q, given.cu_k, given.left, given.right,
         )  # fmt: skip
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
-        if self.config.parted:  # a section is one head
+        if self.config.stream_k:  # a section is one head
             n_block, slice_ = index % n_blocks, index // n_blocks
         elif not self.config.waves:
             n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, choose)
@@ -297,13 +297,13 @@ class BackwardBase:
 
     def words_at(self, turn: Any) -> Any:
         """Where the words of a block lie; shared out ones may be read again while the next block's are there."""
-        return (turn & 1) * PACKED_WORDS if self.config.parted else 0
+        return (turn & 1) * PACKED_WORDS if self.config.stream_k else 0
 
     @cute.jit
     def steps_of(self, work):
         """How many steps a block, or its piece, has."""
         first, _, _, end = work.bounds
-        if const_expr(self.config.parted):
+        if const_expr(self.config.stream_k):
             return end - first
         return work.group_size * (end - first)
 

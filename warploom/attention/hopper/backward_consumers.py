@@ -70,7 +70,7 @@ class Consumers(BackwardBase):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.operands(work, products, scale, softcap)
-        self.begin_turns(r.group)
+        self.begin_ping_pong(r.group)
         self.compute_block(r, work, dk, dv, scale, left, right)
 
     @cute.jit
@@ -78,7 +78,7 @@ class Consumers(BackwardBase):
         """A consumer warpgroup's part of every block."""
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         r = self.operands(given, products, scale, softcap)
-        self.begin_turns(r.group)
+        self.begin_ping_pong(r.group)
         turn, base = Int32(0), Int32(0)
         n_block = self.next_block(given, turn)
         while n_block >= 0:
@@ -104,7 +104,7 @@ class Consumers(BackwardBase):
                 release(shared.v_empty)
                 release(shared.k_empty)
         self.steps(r, work)
-        if const_expr(self.config.parted):
+        if const_expr(self.config.stream_k):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
             self.finish(r, self.read_block(work.given, n_block, work.turn, work.base), dk, dv, scale)
         else:
@@ -144,7 +144,7 @@ class Consumers(BackwardBase):
                     if member == work.group_size:
                         member = Int32(0)
                         m += onward
-        elif const_expr(config.parted):
+        elif const_expr(config.stream_k):
             begin = work.base - first
             for lower, upper, masked in parts:
                 for step in cutlass.range(begin + lower, begin + upper, unroll=1):
@@ -175,7 +175,7 @@ class Consumers(BackwardBase):
     def finish(self, r, work, dk, dv, scale):
         """Store dK and dV; of a block's piece only if it is the last, which has the sums of those before."""
         warpgroup.wait_group(0)
-        if const_expr(self.config.parted):
+        if const_expr(self.config.stream_k):
             first, _, _, end = work.bounds
             if first > 0:
                 self.take_sums(r, work, first)
@@ -223,7 +223,7 @@ class Consumers(BackwardBase):
 
     def sums_count(self, work: Any) -> Any:
         """How many steps are in a warp's sums."""
-        return work.given.turns.iterator + (work.slot * (4 * WARPGROUPS) + cute.arch.warp_idx() - 4)
+        return work.given.counters.iterator + (work.slot * (4 * WARPGROUPS) + cute.arch.warp_idx() - 4)
 
     @cute.jit
     def store_gradients(self, r, work, dk, dv, scale):
@@ -322,31 +322,31 @@ class Consumers(BackwardBase):
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         if const_expr(self.fold):
-            self.begin_at_mean(r, self.statistics(r, stage, 1))
-        if const_expr(self.in_turns):
-            self.take_turn(r.group)
+            self.begin_at_delta(r, self.statistics(r, stage, 1))
+        if const_expr(self.ping_pong):
+            self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         if const_expr(not config.softcap):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
-        if const_expr(self.in_turns):
-            self.pass_turn(r.group)
+        if const_expr(self.ping_pong):
+            self.pass_ping_pong(r.group)
         warpgroup.wait_group(1)
         if const_expr(config.softcap):  # whose slopes leave no registers for more
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
-        mean = None
+        delta = None
         if const_expr(not config.softcap and not self.fold):
-            mean = self.statistics(r, stage, 1)
+            delta = self.statistics(r, stage, 1)
         for i in cutlass.range_constexpr(self.held):
             hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
         if const_expr(config.softcap):
-            mean = self.statistics(r, stage, 1)
-        self.differentiate(r, mean)
+            delta = self.statistics(r, stage, 1)
+        self.differentiate(r, delta)
         pack(r.acc_dp, r.ds, self.dtype)
         self.share(r, stage)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
@@ -366,20 +366,20 @@ class Consumers(BackwardBase):
         warpgroup.wait_group(0)
         release(shared.q_empty + stage)
 
-    def take_turn(self, group: Any) -> None:
+    def wait_ping_pong(self, group: Any) -> None:
         """Wait until the other warpgroup has issued its products."""
-        wait(StepBarrier.TURN, BOTH, group)
+        wait(StepBarrier.PING_PONG, BOTH, group)
 
-    def pass_turn(self, group: Any) -> None:
+    def pass_ping_pong(self, group: Any) -> None:
         """Let the other warpgroup issue its products."""
-        arrive(StepBarrier.TURN, BOTH, group ^ 1)
+        arrive(StepBarrier.PING_PONG, BOTH, group ^ 1)
 
     @cute.jit
-    def begin_turns(self, group):
+    def begin_ping_pong(self, group):
         """The first warpgroup begins."""
-        if const_expr(self.in_turns):  # noqa: SIM102
+        if const_expr(self.ping_pong):  # noqa: SIM102
             if group == 1:
-                self.pass_turn(group)
+                self.pass_ping_pong(group)
 
     @cute.jit
     def statistics(self, r, stage, which):
@@ -395,7 +395,7 @@ class Consumers(BackwardBase):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
         config = self.config
         for i in cutlass.range_constexpr(2):
-            if const_expr(masked and not config.parted):
+            if const_expr(masked and not config.stream_k):
                 first = r.limits[i, 0] - m * self.tile_m
                 for c in cutlass.range_constexpr(self.tile_m // 4):
                     r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
@@ -408,7 +408,7 @@ class Consumers(BackwardBase):
             for i in cutlass.range_constexpr(2):
                 p = []
                 for j in (0, 1):
-                    above = level[c + j] + r.hidden[i] if const_expr(masked and config.parted) else level[c + j]
+                    above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
                     weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                     r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
                     p.append(weight)
@@ -425,21 +425,21 @@ class Consumers(BackwardBase):
         return exp2(score - level), slope
 
     @cute.jit
-    def begin_at_mean(self, r, mean):
+    def begin_at_delta(self, r, delta):
         """What dP is to be less, where its product adds to it: under S, and not behind dP."""
         for c in cutlass.range_constexpr(self.tile_m // 4):
             for i in cutlass.range_constexpr(2):
-                r.rows_dp[i, c] = negative(mean[c])
+                r.rows_dp[i, c] = negative(delta[c])
 
     @cute.jit
-    def differentiate(self, r, mean):
+    def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
         for c in cutlass.range_constexpr(self.tile_m // 4):
             for i in cutlass.range_constexpr(2):
-                if const_expr(mean is None):
+                if const_expr(delta is None):
                     r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
                 else:
-                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - mean[c])
+                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
 
     @cute.jit
     def share(self, r, slot):

@@ -46,7 +46,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
     def launch(
         self,
         views: list[Any],
-        targets: tuple[Any, ...],
+        buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
         band: tuple[Any, ...],
         heads_q: Any,
@@ -56,7 +56,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         """As ``HopperBackward``; persistent clusters where neither lengths differ nor blocks wait for each other."""
         config = self.config
         tq, tk, tv, tdo = views
-        dk, dv, sums, _, stats, turns = targets
+        dk, dv, sums, _, stats, counters = buffers
         heads_kv = tk.shape[2]
         layouts = self.layouts()
         half = tile_layout(self.dtype, (self.tile_m, self.half), 1, 64)  # of a tile of Q, dO or K: 64 rows all
@@ -70,7 +70,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         if const_expr(config.persistent):
             clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
-            tq, tk, tv, tdo, dk, dv, sums, stats, turns, tma_q, tma_k, tma_v, tma_do, *self.products(),
+            tq, tk, tv, tdo, dk, dv, sums, stats, counters, tma_q, tma_k, tma_v, tma_do, *self.products(),
             *layouts, *sizes, *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
@@ -97,7 +97,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         dv: cute.Tensor,
         sums: cute.Tensor,
         stats: cute.Tensor,
-        turns: cute.Tensor | None,
+        counters: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -185,7 +185,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-        self.play_blocks(warp, given, loads, dk, dv, sums, turns, (mma_scores, mma_gradient, mma_queries), scale, softcap)
+        self.play_blocks(warp, given, loads, dk, dv, sums, counters, (mma_scores, mma_gradient, mma_queries), scale, softcap)
         meet(PAIR)  # the other block may still come to this one's barriers
 
     @cute.jit
@@ -205,7 +205,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         meet(PAIR)
 
     @cute.jit
-    def play_blocks(self, warp, given, loads, dk, dv, sums, turns, products, scale, softcap):
+    def play_blocks(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in all pairs of its cluster."""
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -213,10 +213,10 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
                 self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
                 if warp == WRITERS[i]:
-                    self.write_blocks(given, sums, turns, i)
+                    self.write_blocks(given, sums, counters, i)
             if const_expr(self.config.persistent):  # noqa: SIM102
                 if warp == SCHEDULER and given.rank == 0:
-                    self.hand_out(given, turns)
+                    self.hand_out(given, counters)
             if const_expr(self.config.varlen):  # noqa: SIM102
                 if warp == SCHEDULER:
                     work = self.share_of(given, self.next_pair(given, Int32(0)), Int32(0), Int32(0))

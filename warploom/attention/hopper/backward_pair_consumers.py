@@ -236,9 +236,9 @@ class PairConsumers(PairBase, Consumers):
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-        mean = self.statistics(r, stage, 1)
+        delta = self.statistics(r, stage, 1)
         for at in cutlass.range_constexpr(cute.size(r.acc_s)):  # pairs of columns, rows, groups of 8 columns
-            r.acc_s[at] = (r.acc_s[at] - mean[at // 4 * 2 + at % 2]) * 2.0**-self.lift
+            r.acc_s[at] = (r.acc_s[at] - delta[at // 4 * 2 + at % 2]) * 2.0**-self.lift
         wait(PairBarrier.P_READY, BOTH)
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)

@@ -24,10 +24,10 @@ class PairProducer(PairBase, Producer):
     """The roles of the producer's warps."""
 
     @cute.jit
-    def hand_out(self, given, turns):
+    def hand_out(self, given, counters):
         """A warp of the first block: the next pair to both blocks, once each loader is done with the one before."""
         shared = given.shared
-        counter = turns.iterator + (turns.shape[0] - 1)
+        counter = counters.iterator + (counters.shape[0] - 1)
         total = given.n_blocks * given.slices
         turn, index = Int32(0), Int32(0)
         while index < total:
@@ -99,7 +99,7 @@ class PairProducer(PairBase, Producer):
                 load_tile(tma_views(tma_k, shared.other, cute.local_tile(tk, tile, (other, rank))), None, 0, shared.k_full)
 
     @cute.jit
-    def write_blocks(self, given, sums, turns, warp):
+    def write_blocks(self, given, sums, counters, warp):
         """A writer warp's part of every pair."""
         turn = Int32(0)
         total = given.n_blocks * given.slices
@@ -108,16 +108,16 @@ class PairProducer(PairBase, Producer):
             work = self.share_of(given, index, Int32(0), Int32(0))
             self.take(given)
             if const_expr(self.config.deterministic):
-                self.write_in_turn(work, sums, turns, warp, given.left, given.right)
+                self.write_in_order(work, sums, counters, warp, given.left, given.right)
             else:
-                self.write_quarters(work, sums, turns, warp)
+                self.write_quarters(work, sums, counters, warp)
             turn += 1
             index = self.next_pair(given, turn)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def write_quarters(self, work, sums, turns, role):
+    def write_quarters(self, work, sums, counters, role):
         """Add a warpgroup's quarter of dQ to the accumulator, tile after tile; or store it where blocks claim tiles."""
         size = self.quarter // PARTS[role]
         source = work.shared.dq + role * (self.quarter // PARTS[VALUES])
@@ -130,14 +130,14 @@ class PairProducer(PairBase, Producer):
             found, first = Int32(0), Int32(0)
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
-                    found = load_acquire(self.state(work, turns, tile, role))  # its latency hides under the wait for dQ
+                    found = load_acquire(self.state(work, counters, tile, role))  # its latency hides under the wait for dQ
             for part in cutlass.range_constexpr(PARTS[role]):
                 wait(BackwardBarrier.DQ_FULL, DQ_THREADS, role)
                 if cute.arch.lane_idx() == 0:
                     target = sums.iterator + (start + part * size)
                     if const_expr(self.config.claims):
                         if const_expr(part == 0):
-                            first = claim(self.state(work, turns, tile, role), found)
+                            first = claim(self.state(work, counters, tile, role), found)
                         self.leave(first, target, source, 4 * size)
                     else:
                         bulk_add(target, source, 4 * size)
@@ -149,13 +149,13 @@ class PairProducer(PairBase, Producer):
             if const_expr(self.config.claims):
                 if cute.arch.lane_idx() == 0 and first == 1:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
-                    pass_on(self.state(work, turns, tile, role))
+                    pass_on(self.state(work, counters, tile, role))
                 cute.arch.sync_warp()
 
     @cute.jit
-    def state(self, work, turns, tile, role):
+    def state(self, work, counters, tile, role):
         """What is there of a warpgroup's quarter of a tile's dQ."""
-        return turns.iterator + (Int64(tile) * self.config.states + work.rank * WARPGROUPS + role)
+        return counters.iterator + (Int64(tile) * self.config.states + work.rank * WARPGROUPS + role)
 
     @cute.jit
     def quarter_start(self, work, tile, role):
@@ -163,7 +163,7 @@ class PairProducer(PairBase, Producer):
         return (Int64(tile) * WARPGROUPS + work.rank) * self.part + role * self.quarter
 
     @cute.jit
-    def write_in_turn(self, work, sums, turns, parity, left, right):
+    def write_in_order(self, work, sums, counters, parity, left, right):
         """As ``Producer`` has it: pairs add to a tile in their order, for each half of its columns.
 
         dK's warpgroup hands its quarter over first: the other's runs under the exponentials of the next step.
@@ -175,14 +175,14 @@ class PairProducer(PairBase, Producer):
                 arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(parity, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
-            turn = turns.iterator + (Int64(tile) * WARPGROUPS + work.rank)
+            counter = counters.iterator + (Int64(tile) * WARPGROUPS + work.rank)
             for group in cutlass.range_constexpr(WARPGROUPS - 1, -1, -1):
                 size = self.quarter // PARTS[group]
                 for part in cutlass.range_constexpr(PARTS[group]):
                     wait(BackwardBarrier.DQ_FULL, DQ_THREADS, group + parity * DQ_ODD)
                     if cute.arch.lane_idx() == 0:
                         if const_expr(group == KEYS and part == 0):
-                            wait_for(turn, self.rank(work, m, left, right))
+                            wait_for(counter, self.rank(work, m, left, right))
                         target = sums.iterator + (self.quarter_start(work, tile, group) + part * size)
                         bulk_add(target, shared.dq + group * (self.quarter // PARTS[VALUES]), 4 * size)
                         cute.arch.cp_async_bulk_commit_group()
@@ -192,5 +192,5 @@ class PairProducer(PairBase, Producer):
                         arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-                pass_on(turn)
+                pass_on(counter)
             cute.arch.sync_warp()

@@ -47,7 +47,7 @@ class Producer(BackwardBase):
             if const_expr(self.config.waves):  # blocks that come to a tile together begin with other heads
                 member = (member + work.n_block) % work.group_size
             m = choose(work.rising == 1, first + i, end - 1 - i)
-        elif const_expr(self.config.parted):
+        elif const_expr(self.config.stream_k):
             member = (first + j) // work.m_blocks
             m = first + j - member * work.m_blocks
         else:
@@ -59,14 +59,14 @@ class Producer(BackwardBase):
     # The scheduler warp
 
     @cute.jit
-    def hand_out(self, given, turns, dk, dv):
+    def hand_out(self, given, counters, dk, dv):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
         It asks once the loader is done with the block before, which leaves that one's last two steps. Blocks of packed
         sequences that do not exist, counted generously, are left out.
         """
         shared, varlen = given.shared, const_expr(self.config.varlen)
-        counter = turns.iterator + (turns.shape[0] - 1)
+        counter = counters.iterator + (counters.shape[0] - 1)
         total = given.n_blocks * given.slices
         turn, index = Int32(0), Int32(0)
         while index < total:
@@ -87,10 +87,10 @@ class Producer(BackwardBase):
                     self.clear_hidden(work, dk, dv)
 
     @cute.jit
-    def deal_out(self, given, turns):
-        """As ``hand_out``, the last blocks in shares by steps."""
+    def hand_out_stream_k(self, given, counters):
+        """As ``hand_out``, the last blocks by stream-K: in shares of as many steps."""
         shared = given.shared
-        counter = turns.iterator + (turns.shape[0] - 1)
+        counter = counters.iterator + (counters.shape[0] - 1)
         whole, split, each, steps = given.deal
         turn, index = Int32(0), Int32(0)
         while index < given.items:
@@ -205,28 +205,28 @@ class Producer(BackwardBase):
     # The writer warps
 
     @cute.jit
-    def write_blocks(self, given, sums, turns, warp):
+    def write_blocks(self, given, sums, counters, warp):
         """A writer warp's part of every block."""
         turn, base = Int32(0), Int32(0)
         n_block = self.next_block(given, turn)
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
             cute.arch.mbarrier_arrive(given.shared.block_empty)
-            self.write(work, sums, turns, warp, given.left, given.right)
+            self.write(work, sums, counters, warp, given.left, given.right)
             base += self.steps_of(work)
             turn += 1
             n_block = self.next_block(given, turn)
 
     @cute.jit
-    def write(self, work, sums, turns, warp, left, right):
+    def write(self, work, sums, counters, warp, left, right):
         """A writer warp's part of a block."""
         if const_expr(self.config.deterministic):
-            self.write_in_turn(work, sums, turns, warp, left, right)
+            self.write_in_order(work, sums, counters, warp, left, right)
         else:
-            self.write_part(work, sums, turns, warp)
+            self.write_part(work, sums, counters, warp)
 
     @cute.jit
-    def write_part(self, work, sums, turns, group):
+    def write_part(self, work, sums, counters, group):
         """Add dQ of one consumer warpgroup to the accumulator, tile after tile.
 
         Where blocks claim tiles, the first at one stores; others wait until that is there, for as long as a store takes.
@@ -242,11 +242,11 @@ class Producer(BackwardBase):
             found, first = Int32(0), Int32(0)
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
-                    found = load_acquire(turns.iterator + part)  # its latency hides under the wait for dQ
+                    found = load_acquire(counters.iterator + part)  # its latency hides under the wait for dQ
             wait(BackwardBarrier.DQ_FULL, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 if const_expr(self.config.claims):
-                    first = claim(turns.iterator + part, found)
+                    first = claim(counters.iterator + part, found)
                     self.leave(first, sums.iterator + part * self.part, source, 4 * self.part)
                 else:
                     bulk_add(sums.iterator + part * self.part, source, 4 * self.part)
@@ -258,7 +258,7 @@ class Producer(BackwardBase):
             if const_expr(self.config.claims):
                 if cute.arch.lane_idx() == 0 and first == 1:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
-                    pass_on(turns.iterator + part)
+                    pass_on(counters.iterator + part)
                 cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -272,9 +272,9 @@ class Producer(BackwardBase):
             bulk_add(target, source, size)
 
     @cute.jit
-    def write_in_turn(self, work, sums, turns, parity, left, right):
+    def write_in_order(self, work, sums, counters, parity, left, right):
         """As ``write_part`` when deterministic: key blocks add to a tile in their order, the next one finds their number in
-        ``turns``. They start in that order, so a block never waits for one that waits for a processor.
+        ``counters``. They start in that order, so a block never waits for one that waits for a processor.
 
         One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing it on takes longer
         than a step, most of it until the adds have arrived.
@@ -286,12 +286,12 @@ class Producer(BackwardBase):
                 arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(ahead, steps, 2, unroll=1):
             _, m, tile = self.place(work, j)
-            turn = turns.iterator + Int64(tile) * WARPGROUPS
+            counter = counters.iterator + Int64(tile) * WARPGROUPS
             for group in cutlass.range_constexpr(WARPGROUPS):
                 wait(BackwardBarrier.DQ_FULL, DQ_THREADS, DQ_ODD * parity + group)
                 if cute.arch.lane_idx() == 0:
                     if const_expr(group == 0):
-                        wait_for(turn, self.rank(work, m, left, right))
+                        wait_for(counter, self.rank(work, m, left, right))
                     target = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
                     bulk_add(target, shared.dq + group * self.part, 4 * self.part)
                     cute.arch.cp_async_bulk_commit_group()
@@ -303,7 +303,7 @@ class Producer(BackwardBase):
                     arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-                pass_on(turn)
+                pass_on(counter)
             cute.arch.sync_warp()
 
     @cute.jit

@@ -149,11 +149,11 @@ class RolesBackward(HopperBackward):
         """
         row = warp * 16 + lane // 8 % 2 * 8 + lane % 8
         chunks = self.width // 8
-        turn = row // (64 // self.width) % chunks
+        flips = row // (64 // self.width) % chunks
         found = []
         for i in range(-(-self.keys_each // 16)):
             chunk = (role * self.keys_each + 16 * i) // 8 + (lane // 16 if 16 * i + 8 < self.keys_each else 0)
-            found.append(start + chunk // chunks * (64 * self.width) + row * self.width + (chunk % chunks ^ turn) * 8)
+            found.append(start + chunk // chunks * (64 * self.width) + row * self.width + (chunk % chunks ^ flips) * 8)
         return found
 
     @cute.jit
@@ -166,7 +166,7 @@ class RolesBackward(HopperBackward):
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
-        level, mean = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
+        level, delta = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
         warpgroup.wait_group(1)
@@ -185,7 +185,7 @@ class RolesBackward(HopperBackward):
         else:
             warpgroup.wait_group(0)
             release(shared.do_empty + dout_stage)
-        self.differentiate(r, mean)
+        self.differentiate(r, delta)
         self.share(r, r.acc_dp, DS_SLOT)
         cute.arch.fence_view_async_shared()
         wait(BackwardBarrier.DS_READY, BOTH)
@@ -247,12 +247,12 @@ class RolesBackward(HopperBackward):
                     r.slopes[i, c] = slope
 
     @cute.jit
-    def differentiate(self, r, mean):
+    def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]
-                r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - mean[i])
+                r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - delta[i])
 
     @cute.jit
     def share(self, r, acc, slot):

@@ -34,7 +34,7 @@ class RowKernels(BackwardBase):
         dlse: cute.Tensor | None,
         sums: cute.Tensor,
         stats: cute.Tensor,
-        turns: cute.Tensor | None,
+        counters: cute.Tensor | None,
         cu_q: cute.Tensor | None,
         dk: cute.Tensor | None,
         dv: cute.Tensor | None,
@@ -61,13 +61,13 @@ class RowKernels(BackwardBase):
                 cute.autovec_copy(zeros, target)
         if const_expr(self.config.persistent):  # noqa: SIM102
             if index == 0:
-                past = turns.shape[0]  # type: ignore[union-attr]
-                first = thread if const_expr(self.config.parted) else past - 1 + thread
+                past = counters.shape[0]  # type: ignore[union-attr]
+                first = thread if const_expr(self.config.stream_k) else past - 1 + thread
                 for i in cutlass.range(first, past, ROW_THREADS, unroll=1):
-                    turns[i] = Int32(0)  # type: ignore[index]
+                    counters[i] = Int32(0)  # type: ignore[index]
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
-                turns[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]
+                counters[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]
         column = thread % lanes * 8
         for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
             in_tile = thread // lanes + i * (ROW_THREADS // lanes)

@@ -46,12 +46,12 @@ class ForwardConfig:
     sink: bool = False
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
-    # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "turns": where ptxas
+    # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "pingpong": where ptxas
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
-    grouped: int = 0
+    pack_gqa: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -65,7 +65,7 @@ class ForwardConfig:
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         parts += [feature for feature in ("softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
         parts += [self.pv_wait] if self.pv_wait != "late" else []
-        parts += [f"grouped{self.grouped}"] if self.grouped else []
+        parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -77,10 +77,10 @@ class ForwardConfig:
     @property
     def queries(self) -> int:
         """Query positions of a tile."""
-        return self.grouped or self.tile_m
+        return self.pack_gqa or self.tile_m
 
     @property
-    def abreast(self) -> int:
+    def heads_per_tile(self) -> int:
         """Heads of a tile."""
         return self.tile_m // self.queries
 
@@ -148,7 +148,7 @@ class BackwardConfig:
         return tiles * (self.tile_m * self.head_dim)
 
     def stats(self, tiles: int) -> int:
-        """Floats of their rows' lse and means."""
+        """Floats of their rows' lse and delta."""
         return tiles * (2 * self.tile_m)
 
     @property
@@ -159,7 +159,7 @@ class BackwardConfig:
         """
         return (4 if self.pair and self.claims else 2) * (self.deterministic or self.claims)
 
-    def turns(self, tiles: int, split: int = 0) -> int:
+    def counters(self, tiles: int, split: int = 0) -> int:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks."""
         return tiles * self.states + 8 * split + int(self.persistent)
 
@@ -169,7 +169,7 @@ class BackwardConfig:
 
     def others(self, tiles: int, split: int = 0) -> int:
         """Floats of row statistics and counters."""
-        return self.stats(tiles) + self.turns(tiles, split)
+        return self.stats(tiles) + self.counters(tiles, split)
 
     @property
     def roles(self) -> bool:
@@ -177,8 +177,8 @@ class BackwardConfig:
         return self.tile_n < 128 and not self.pair
 
     @property
-    def parted(self) -> bool:
-        """Whether the steps of a call's last key blocks may be shared out: where all blocks have the same steps."""
+    def stream_k(self) -> bool:
+        """Whether the steps of a call's last key blocks may be shared out (stream-K): where all blocks have the same steps."""
         return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen)
 
     @property

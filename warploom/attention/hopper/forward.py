@@ -72,7 +72,7 @@ class HopperForward(Producer, Consumers, Merge):
             k, v = ragged(k), ragged(v)
         box, box_v = config.boxes
         # Where heads are grouped, load after load.
-        order = (1, 0, 2) if const_expr(config.grouped) else (0, 1, 2)
+        order = (1, 0, 2) if const_expr(config.pack_gqa) else (0, 1, 2)
         layout_q = tile_layout(self.dtype, (64, config.head_dim), self.warpgroups, box, order)
         loads_q = tile_layout(self.dtype, (self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
         layout_k = tile_layout(self.dtype, (self.tile_n, config.head_dim), self.stages, box)

@@ -53,25 +53,26 @@ class ForwardBase:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
-        self.load_rows = 8 if config.grouped else 64  # of Q, of one head
+        self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 
     # Tiles
 
     def tile_heads(self, heads_q: Any, heads_kv: Any) -> Any:
         """Heads of a batch as tiles count them: a tile may hold several of a group."""
-        if not self.config.grouped:
+        if not self.config.pack_gqa:
             return heads_q
-        return heads_kv * schedule.tile_heads(heads_q // heads_kv, self.config.abreast)
+        return heads_kv * schedule.tile_heads(heads_q // heads_kv, self.config.heads_per_tile)
 
     @cute.jit
     def place(self, m_block, head, local, members, seqlen_q):
         """Query and head of a tile's row; a query past the last one where the row has none."""
         query = m_block * self.config.queries + local
-        if const_expr(self.config.grouped):
-            past = seqlen_q - m_block * self.config.grouped
-            query, head = schedule.grouped(head, local, self.config.grouped, self.config.abreast, members, past, choose)
-            query += m_block * self.config.grouped
+        if const_expr(self.config.pack_gqa):
+            past = seqlen_q - m_block * self.config.pack_gqa
+            queries, heads = self.config.pack_gqa, self.config.heads_per_tile
+            query, head = schedule.pack_gqa_row(head, local, queries, heads, members, past, choose)
+            query += m_block * self.config.pack_gqa
         return query, head
 
     @cute.jit

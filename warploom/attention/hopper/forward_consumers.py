@@ -68,7 +68,7 @@ class Consumers(ForwardBase):
         config = self.config
         dense_seqlen_k = k_shape[0]
         members = 1  # heads of a group
-        if const_expr(config.grouped):
+        if const_expr(config.pack_gqa):
             members = lse.shape[1] // k_shape[2]
         dense_seqlen_q = Int32(0) if const_expr(config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
@@ -76,7 +76,7 @@ class Consumers(ForwardBase):
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
         work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in)
         if group == self.warpgroups - 1:
-            self.pass_turn(group)  # the first one begins
+            self.pass_ping_pong(group)  # the first one begins
 
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
@@ -87,8 +87,8 @@ class Consumers(ForwardBase):
         while head >= 0:
             local = group * 64 + row_in_group
             # The warpgroup's queries are [top, top + span), this thread's two of them.
-            if const_expr(config.grouped):
-                top, span = m_block * config.grouped, config.grouped
+            if const_expr(config.pack_gqa):
+                top, span = m_block * config.pack_gqa, config.pack_gqa
                 present = self.place(m_block, head, group * 64, members, seqlen_q)[0] < seqlen_q
             else:
                 top, span = m_block * self.tile_m + group * 64, 64
@@ -111,9 +111,9 @@ class Consumers(ForwardBase):
                     )
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-                    self.take_turn(group)
+                    self.wait_ping_pong(group)
                     gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
-                    self.pass_turn(group)
+                    self.pass_ping_pong(group)
                     warpgroup.wait_group(0)
                     release(shared.k_empty + stage)
                     if n == own_first:
@@ -158,8 +158,8 @@ class Consumers(ForwardBase):
     @cute.jit
     def skip(self, shared, group, stage, phase):
         """Let K and V of a key tile go by that this warpgroup does not need."""
-        self.take_turn(group)
-        self.pass_turn(group)
+        self.wait_ping_pong(group)
+        self.pass_ping_pong(group)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         release(shared.k_empty + stage)
         cute.arch.mbarrier_wait(shared.v_full + stage, phase)
@@ -221,12 +221,12 @@ class Consumers(ForwardBase):
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-        self.take_turn(work.group)
+        self.wait_ping_pong(work.group)
         gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
-        self.pass_turn(work.group)
+        self.pass_ping_pong(work.group)
         warpgroup.wait_group(1)
         release(shared.k_empty + stage)
         if n == last:
@@ -236,17 +236,17 @@ class Consumers(ForwardBase):
         return stage, phase
 
     @cute.jit
-    def take_turn(self, group):
+    def wait_ping_pong(self, group):
         """Wait until the warpgroup before has issued its products; every warpgroup takes a turn for each key tile."""
-        if const_expr(self.config.pv_wait == "turns"):
-            wait(ForwardBarrier.TURN, 2 * WARPGROUP, group)
+        if const_expr(self.config.pv_wait == "pingpong"):
+            wait(ForwardBarrier.PING_PONG, 2 * WARPGROUP, group)
 
     @cute.jit
-    def pass_turn(self, group):
+    def pass_ping_pong(self, group):
         """Let the next warpgroup issue its products."""
-        if const_expr(self.config.pv_wait == "turns"):
+        if const_expr(self.config.pv_wait == "pingpong"):
             after = choose(group + 1 == self.warpgroups, 0, group + 1)
-            arrive(ForwardBarrier.TURN, 2 * WARPGROUP, after)
+            arrive(ForwardBarrier.PING_PONG, 2 * WARPGROUP, after)
 
     def keep_scale(self, work: Any) -> None:
         """O is 0: no new maximum can change it."""
@@ -300,7 +300,7 @@ class Consumers(ForwardBase):
             work.row_sum[r] = sums[0] + sums[1]
         if const_expr(v_empty is not None and pv_wait == "late"):
             self.finish_pv(work.row_sum[0] + work.row_sum[1], work.shared, v_empty)
-        if const_expr(v_empty is not None and pv_wait == "turns"):
+        if const_expr(v_empty is not None and pv_wait == "pingpong"):
             warpgroup.wait_group(0)
             release(v_empty)
 

@@ -158,8 +158,8 @@ class Producer(ForwardBase):
         )
         while head >= 0:
             head_kv = head // group
-            if const_expr(config.grouped):
-                head_kv = head // schedule.tile_heads(group, config.abreast)
+            if const_expr(config.pack_gqa):
+                head_kv = head // schedule.tile_heads(group, config.heads_per_tile)
             if const_expr(packed):
                 k_end = k_start + seqlen_k
                 tq = cute.domain_offset((q_start, 0), q[None, None, head])
@@ -175,10 +175,10 @@ class Producer(ForwardBase):
                 for i in cutlass.range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
                     expect(shared.q_full, bytes_q, i)
-                    if const_expr(config.grouped):
+                    if const_expr(config.pack_gqa):
                         for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
                             at, member = self.place(0, head, j * self.load_rows, group, 0)
-                            n = (m_block * config.grouped + at) // self.load_rows
+                            n = (m_block * config.pack_gqa + at) // self.load_rows
                             self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
                     else:
                         self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)

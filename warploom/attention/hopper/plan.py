@@ -39,15 +39,15 @@ class Tiling:
 LONG = 2048
 # (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
 TILINGS = {
-    # 16384 keys full: with turns 589 TFLOP/s, without 551. 1024 keys causal: 256x64 363, 192x128 327.
+    # 16384 keys full: with ping-pong 589 TFLOP/s, without 551. 1024 keys causal: 256x64 363, 192x128 327.
     (64, 64): Tiling(
-        Tile(3, 128, 3, "turns"), short=Tile(4, 64, 4, "early"), other=Tile(3, 128, 3, "early"), softcap=Tile(2, 128)
+        Tile(3, 128, 3, "pingpong"), short=Tile(4, 64, 4, "early"), other=Tile(3, 128, 3, "early"), softcap=Tile(2, 128)
     ),
     (96, 96): Tiling(Tile(3, 112), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
     (192, 192): Tiling(Tile(2, 112)),  # as wide as shared memory allows, here and below
-    # Early and turns no better. 1024 keys causal: 1.03 of 80 keys.
+    # Early and ping-pong no better. 1024 keys causal: 1.03 of 80 keys.
     (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64)),
 }
 
@@ -74,7 +74,7 @@ def config(
     used: bool = False,
     each: int = 0,
 ) -> ForwardConfig:
-    """The variant for head dims of a call and its features; ``long`` as LONG has it, ``each`` is what ``grouped`` found."""
+    """The variant for head dims of a call and its features; ``long`` as LONG has it, ``each`` is what ``pack_gqa`` found."""
     dims = tile_dims(head_dim, head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
@@ -99,21 +99,21 @@ def config(
         varlen=varlen,
         used=used,
         split=not varlen,
-        grouped=each,
+        pack_gqa=each,
     )
 
 
 # Queries of each head in a tile that holds several; none: every tile holds one head.
-GROUPED: tuple[int, ...] = (8, 32)
+PACK_GQA: tuple[int, ...] = (8, 32)
 # Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
 SPLIT_COST = 16
 
 
-def grouped(queries: int, group: int, rows: int) -> int:
+def pack_gqa(queries: int, group: int, rows: int) -> int:
     """How many queries of each head of a group a tile of so many rows holds, where that halves the tiles or better; else 0."""
     found = 0
     fewest = -(-queries // rows) * group // 2
-    for each in GROUPED:
+    for each in PACK_GQA:
         tiles = -(-queries // each) * -(-group // (rows // each))
         if tiles <= fewest:
             found, fewest = each, tiles - 1
@@ -136,7 +136,7 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
         problem.seqused,
     )
     group = problem.heads_q // problem.heads_kv
-    return config(*key, 0 if varlen else grouped(problem.seqlen_q, group, config(*key).tile_m))
+    return config(*key, 0 if varlen else pack_gqa(problem.seqlen_q, group, config(*key).tile_m))
 
 
 def named_set() -> list[ForwardConfig]:
@@ -150,7 +150,7 @@ def named_set() -> list[ForwardConfig]:
     for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
         found[config(dtype, *dims, *band, long, **extra)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
-        found.update({config(dtype, *dims, right, False, True, each=each): None for each in GROUPED[:1]})
+        found.update({config(dtype, *dims, right, False, True, each=each): None for each in PACK_GQA[:1]})
     return list(found)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, grouped
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa
 from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.views import aligned, reach, seen, stepped
@@ -51,7 +51,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     members = heads // k.shape[2]
     function, variant = _function(args, seqlen_k, (seqlen_q, members))
     m_blocks = -(-seqlen_q // variant.queries)
-    rows = batch * (k.shape[2] * tile_heads(members, variant.abreast) if variant.grouped else heads)
+    rows = batch * (k.shape[2] * tile_heads(members, variant.heads_per_tile) if variant.pack_gqa else heads)
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
@@ -240,7 +240,7 @@ def _function(
         args.cu_seqlens_q is not None,
         args.seqused_k is not None,
     )
-    each = 0 if few is None else grouped(*few, config(*key).tile_m)
+    each = 0 if few is None else pack_gqa(*few, config(*key).tile_m)
     ready = _ready.get((*key, each))
     if ready is None:
         variant = config(*key, each)

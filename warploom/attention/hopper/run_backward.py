@@ -62,9 +62,9 @@ def backward(
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
     parts = 0, max(each, 1)
-    if variant.parted and args.sink is None:
+    if variant.stream_k and args.sink is None:
         blocks = batch * heads_kv * -(-k.shape[1] // variant.tile_n)
-        parts = schedule.shares(
+        parts = schedule.stream_k(
             blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
         )
     inputs = (q, k, v, out, dout, lse, dlse)

@@ -22,8 +22,8 @@ def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any, choose: Any) -> 
     """
     index = turn * blocks + block
     head = index // m_blocks
-    abreast = blocks // m_blocks  # heads in a round
-    return (index + head // choose(abreast < 1, 1, abreast)) % m_blocks, head
+    in_round = blocks // m_blocks  # heads
+    return (index + head // choose(in_round < 1, 1, in_round)) % m_blocks, head
 
 
 def piece(part: Any, block: Any, blocks: Any, tiles: Any, n_blocks: Any, choose: Any) -> tuple[Any, Any, Any]:
@@ -48,19 +48,19 @@ def pieces(tile: Any, blocks: Any, tiles: Any, n_blocks: Any) -> tuple[Any, Any,
     return first, last, tile - first * total // blocks // n_blocks
 
 
-def tile_heads(group: Any, abreast: Any) -> Any:
-    """How many tiles hold the heads of a group, ``abreast`` of them in each."""
-    return (group + abreast - 1) // abreast
+def tile_heads(group: Any, heads_per_tile: Any) -> Any:
+    """How many tiles hold the heads of a group, ``heads_per_tile`` of them in each."""
+    return (group + heads_per_tile - 1) // heads_per_tile
 
 
-def grouped(head: Any, local: Any, rows: Any, abreast: Any, group: Any, past: Any, choose: Any) -> tuple[Any, Any]:
-    """(query, head) of row ``local`` of a tile that holds ``rows`` queries of each of ``abreast`` heads of a group.
+def pack_gqa_row(head: Any, local: Any, rows: Any, heads_per_tile: Any, group: Any, past: Any, choose: Any) -> tuple[Any, Any]:
+    """(query, head) of row ``local`` of a tile that holds ``rows`` queries of each of ``heads_per_tile`` heads of a group.
 
     ``head`` counts tiles of groups; the query counts from the tile's first and is ``past`` where the row has no head.
     """
-    tiles = tile_heads(group, abreast)
+    tiles = tile_heads(group, heads_per_tile)
     kv = head // tiles
-    member = (head - kv * tiles) * abreast + local // rows
+    member = (head - kv * tiles) * heads_per_tile + local // rows
     return choose(member < group, local % rows, past), kv * group + member
 
 
@@ -224,10 +224,10 @@ FEWEST_SAVED = 6.0  # steps, for which sharing out is worth its while: measured,
 
 
 @lru_cache(maxsize=1024)
-def shares(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
-    """How many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and how many steps a
-    share has: those of a last round that would leave processors idle, or of one more. (0, 1): none. What the kernel multiplies
-    stays in 32 bits.
+def stream_k(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
+    """Stream-K: how many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and how
+    many steps a share has: those of a last round that would leave processors idle, or of one more. (0, 1): none. What the
+    kernel multiplies stays in 32 bits.
     """
     rest = tiles % blocks
     best, found = steps + PIECE_COST - FEWEST_SAVED, (0, 1)
@@ -235,12 +235,12 @@ def shares(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
         if split <= min(tiles, most) and split * steps < 2**31 - 2 * steps:
             counts = {min(n * rest, blocks) for n in range(2, 9)} if split == rest else {blocks}
             for each in {-(-split * steps // count) for count in counts}:
-                time = time_of_shares(split, steps, each) - split // blocks * (steps + PIECE_COST)
+                time = time_of_stream_k(split, steps, each) - split // blocks * (steps + PIECE_COST)
                 best, found = min((best, found), (time, (split, each)))
     return found
 
 
-def time_of_shares(split: int, steps: int, each: int) -> float:
+def time_of_stream_k(split: int, steps: int, each: int) -> float:
     """Steps' worth of time until the last share ends, one a processor, which all begin at once."""
     done = [0.0] * split
     ends = []

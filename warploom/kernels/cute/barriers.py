@@ -27,7 +27,7 @@ class NamedBarriers(IntEnum):
 class ForwardBarrier(NamedBarriers):
     """Of attention's forward."""
 
-    TURN = 1, 4  # a warpgroup's turn to issue its products
+    PING_PONG = 1, 4  # a warpgroup's turn to issue its products
 
 
 @unique
@@ -44,7 +44,7 @@ class BackwardBarrier(NamedBarriers):
 class StepBarrier(NamedBarriers):
     """Of the backward whose warpgroups compute the same, each of its own keys."""
 
-    TURN = 6, 2  # a warpgroup's turn to issue S and dP
+    PING_PONG = 6, 2  # a warpgroup's turn to issue S and dP
 
 
 @unique
