@@ -53,8 +53,9 @@ def map_in_place(name: str, x: Tensor, spare: Tensor) -> Tensor:
 
 
 def through_map_in_place(name: str, gradient: Tensor, mapped: Tensor, spare: Tensor) -> Tensor:
-    """The gradient of x from that of ``mapped``, a map of x, in place: the slope follows from the value. As autograd has it,
-    the gradient passes ReLU where x is NaN.
+    """The gradient of x from that of ``mapped``, a map of x, in place: the slope follows from the value.
+
+    As autograd has it, the gradient passes ReLU where x is NaN.
     """
     if name == "relu":
         return gradient.masked_fill_(mapped <= 0, 0.0)

@@ -158,8 +158,9 @@ class Consumers(BackwardBase):
 
     @cute.jit
     def set_limits(self, r, work, left, right):
-        """This thread's first visible query row, and the one past the last, of each of its keys; without a band, what is to be
-        added to a row's lse: infinity where there is no key.
+        """The first visible query row, and the one past the last, of each of this thread's keys.
+
+        Without a band, what is to be added to a row's lse: infinity where there is no key.
         """
         for i in cutlass.range_constexpr(2):
             key = work.n_block * self.tile_n + r.row + 8 * i

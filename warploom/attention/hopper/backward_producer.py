@@ -273,10 +273,10 @@ class Producer(BackwardBase):
 
     @cute.jit
     def write_in_order(self, work, sums, counters, parity, left, right):
-        """As ``write_part`` when deterministic: key blocks add to a tile in their order, the next one finds their number in
-        ``counters``. They start in that order, so a block never waits for one that waits for a processor.
+        """As ``write_part`` when deterministic: key blocks add to a tile in their order.
 
-        One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing it on takes longer
+        The next one finds their number in ``counters``. They start in that order, so a block never waits for one that waits
+        for a processor. One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing it on takes longer
         than a step, most of it until the adds have arrived.
         """
         shared = work.shared

@@ -144,8 +144,10 @@ class RolesBackward(HopperBackward):
         )
 
     def tile_rows(self, start: Any, warp: Any, lane: Any, role: int) -> list[Any]:
-        """Where a lane's rows of P go: of each 16 keys four 8 × 8 tiles, those of the first 8 keys first; lane l addresses row
-        l % 8 of tile l // 8. Rows of ``width`` keys hold swizzled chunks of 16 bytes. Eight last keys are two tiles.
+        """Where a lane's rows of P go.
+
+        Each 16 keys are four 8 × 8 tiles, those of the first 8 keys first; eight last keys are two tiles. Lane l addresses
+        row l % 8 of tile l // 8. Rows of ``width`` keys hold swizzled chunks of 16 bytes.
         """
         row = warp * 16 + lane // 8 % 2 * 8 + lane % 8
         chunks = self.width // 8
@@ -158,8 +160,10 @@ class RolesBackward(HopperBackward):
 
     @cute.jit
     def step(self, r, m, j, masked):
-        """One query tile. P and dS have one slot each. Who writes P knows that dV has read the last one, because dO is there,
-        which has one stage; who writes dS has met the other warpgroup after all that read the last dS.
+        """One query tile.
+
+        P and dS have one slot each. The writer of P knows that dV has read the last one, because dO is there, which has one
+        stage. The writer of dS has met the other warpgroup after all reads of the last dS.
         """
         shared = r.shared
         stage, phase = schedule.ring(j, self.stages)

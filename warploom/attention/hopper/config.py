@@ -196,8 +196,10 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of K, V, the Q and dO rings with their row statistics, two tiles of dS, or with roles one of P and one
-        of dS, and dQ on its way out.
+        """Shared memory of the kernel, in bytes.
+
+        It holds K, V, the rings of Q and dO with their row statistics, two tiles of dS, or with roles one of P and one of
+        dS, and dQ on its way out.
         """
         keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)

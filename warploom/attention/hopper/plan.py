@@ -116,8 +116,10 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
 
 
 def named_set() -> list[ForwardConfig]:
-    """The variants that `warploom build` prepares: full, causal and windows, dense or packed, with one of softcap and sink
-    at most; and without those for up to 8 queries of heads that share their keys.
+    """The forward variants that `warploom build` prepares.
+
+    Full, causal and windows, dense or packed, with one of softcap and sink at most; and without those for up to 8 queries
+    of heads that share their keys.
 
     Others (windows without a right limit, both features, seqused_k) are compiled when first called for.
     """
@@ -234,8 +236,9 @@ def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: b
 
 
 def backward_set() -> list[BackwardConfig]:
-    """The backward variants that `warploom build` prepares: full, causal, windows, each plain, short, deterministic or packed,
-    and causal ones in waves.
+    """The backward variants that `warploom build` prepares.
+
+    Full, causal and windows, each plain, short, deterministic or packed, and causal ones in waves.
 
     Others are compiled when first called for.
     """

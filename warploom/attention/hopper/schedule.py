@@ -27,8 +27,10 @@ def in_order(turn: Any, block: Any, blocks: Any, m_blocks: Any, choose: Any) -> 
 
 
 def piece(part: Any, block: Any, blocks: Any, tiles: Any, n_blocks: Any, choose: Any) -> tuple[Any, Any, Any]:
-    """(tile, first, end) of a block's ``part``-th piece, 0 or 1, of the last ``tiles`` tiles: their key tiles are dealt out
-    evenly, tile after tile, so that blocks end together. From part 2 on, and where there is nothing, first is end.
+    """(tile, first, end) of a block's ``part``-th piece, 0 or 1, of the last ``tiles`` tiles.
+
+    The key tiles of these are dealt out evenly, tile after tile, so that blocks end together. From part 2 on, and where
+    there is nothing, first is end.
     """
     begin = block * (tiles * n_blocks) // blocks
     stop = (block + 1) * (tiles * n_blocks) // blocks
@@ -69,8 +71,10 @@ SMALLEST_PIECE = 2
 
 
 def tiles_to_split(tiles: int, n_blocks: int, blocks: int, cost: int, alike: bool = True) -> tuple[int, int]:
-    """How many tiles at the end of a call to split, and over how many blocks: those of a last round that would leave blocks
-    idle for longer than ``cost`` key tiles take. What the kernel multiplies stays in 32 bits. (0, blocks): nothing is split.
+    """How many tiles at the end of a call to split, and over how many blocks; (0, blocks) where nothing is split.
+
+    Split are the tiles of a last round that would leave blocks idle for longer than ``cost`` key tiles take. What the
+    kernel multiplies stays in 32 bits.
 
     Tiles that are not ``alike`` in their keys are split only where there are fewer of them than blocks.
     """
@@ -146,8 +150,10 @@ def sections(index: Any, n_blocks: Any, heads: Any, section: Any, choose: Any) -
 
 
 def in_waves(index: Any, n_blocks: Any, heads: Any, sections: Any, waves: Any) -> tuple[Any, Any, Any]:
-    """(n_block, head, rising) of a causal backward block: so many ``sections`` of heads, as even as may be, one after another,
-    inside of which key blocks come in order, each for all heads, in so many ``waves``.
+    """(n_block, head, rising) of a causal backward block.
+
+    There are so many ``sections`` of heads, as even as may be, one after another. Inside a section key blocks come in
+    order, each for all heads, in so many ``waves``.
 
     rising: 1 if it walks its query tiles from the diagonal on, 0 if from the last one back. The blocks of a wave, the longest
     first, begin together, and are at one tile at a time if they begin with the last one. Those of the next wave begin when
@@ -185,8 +191,10 @@ MOST_WAVES = 6
 
 @lru_cache(maxsize=1024)
 def waves(heads: int, n_blocks: int) -> tuple[int, int]:
-    """Sections of ``in_waves``, and waves of each, whose blocks are as near as may be to what processors do at a time; the more
-    waves, the fewer of them share a head's tiles. (0, 0): none are near.
+    """Sections of ``in_waves``, and waves of each; (0, 0) where no waves fit.
+
+    The blocks of a wave are as near as may be to what processors do at a time. The more waves, the fewer of them share a
+    head's tiles.
     """
     best, found = float("inf"), (0, 0)
     for count in range(1, MOST_WAVES + 1):
@@ -203,8 +211,9 @@ PIECES = 3  # of blocks in a share at the most: it has fewer than two blocks' st
 
 
 def handed_out(index: Any, i: Any, whole: Any, split: Any, each: Any, steps: Any, choose: Any) -> tuple[Any, Any, Any]:
-    """(slot, first, end): of what persistent backward blocks are handed out as number ``index`` the i-th of ``PIECES`` parts
-    is steps [first, end) of key block ``whole`` + slot, if first is less than end; else nothing.
+    """(slot, first, end) of the i-th of ``PIECES`` parts of what persistent backward blocks get as number ``index``.
+
+    The part is steps [first, end) of key block ``whole`` + slot, if first is less than end; else it is nothing.
 
     ``whole`` blocks come first, then the steps of the ``split`` others in shares of ``each``: of a share the beginning of a
     block, which waits for no other piece, before the end of another. So a piece comes after all that it waits for.
@@ -225,9 +234,10 @@ FEWEST_SAVED = 6.0  # steps, for which sharing out is worth its while: measured,
 
 @lru_cache(maxsize=1024)
 def stream_k(tiles: int, steps: int, blocks: int, most: int) -> tuple[int, int]:
-    """Stream-K: how many backward blocks at the end of a call, ``most`` or fewer, to share out by their ``steps``, and how
-    many steps a share has: those of a last round that would leave processors idle, or of one more. (0, 1): none. What the
-    kernel multiplies stays in 32 bits.
+    """Stream-K: how many backward blocks at the end of a call to share out by steps, and how many steps a share has.
+
+    Those, ``most`` or fewer of ``steps`` each, of a last round that would leave processors idle, or of one more. (0, 1): none.
+    What the kernel multiplies stays in 32 bits.
     """
     rest = tiles % blocks
     best, found = steps + PIECE_COST - FEWEST_SAVED, (0, 1)

@@ -15,8 +15,9 @@ RAGGED = 1 << 24
 
 
 def ragged(t: Any) -> Any:
-    """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end): tile row RAGGED - n + i of end e
-    is token e - n + i, and rows of a sequence of n tokens that ends at e stop where it does.
+    """A packed tensor (tokens, head_dim, heads) as (RAGGED, head_dim, heads, end).
+
+    Tile row RAGGED - n + i of end e is token e - n + i, and rows of a sequence of n tokens that ends at e stop where it does.
     """
     layout = cute.make_layout((RAGGED, t.shape[1], t.shape[2], t.shape[0] + 1), stride=(*t.stride, t.stride[0]))
     return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0), t).iterator, layout)

@@ -532,8 +532,9 @@ def _to_state(ds, f, dout, common):
 
 @triton.jit
 def _to_sums(dz, w, f, delta, common, C: tl.constexpr):
-    """dz, negative, with what the chunk's queries of one head give: rows 0 to 7 of every 16 from delta as rounded, the others
-    from what that left.
+    """dz, negative, with what the chunk's queries of one head give.
+
+    Rows 0 to 7 of every 16 are from delta as rounded, the others from what rounding left.
 
     Rows r and r + 8 of a tensor core's result are one thread's. Of w nothing is taken but its layout, in which the rows are
     a left factor without a way through shared memory.
