@@ -276,8 +276,8 @@ class Producer(BackwardBase):
         """As ``write_part`` when deterministic: key blocks add to a tile in their order.
 
         The next one finds their number in ``counters``. They start in that order, so a block never waits for one that waits
-        for a processor. One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing it on takes longer
-        than a step, most of it until the adds have arrived.
+        for a processor. One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing
+        it on takes longer than a step, most of it until the adds have arrived.
         """
         shared = work.shared
         steps, ahead = self.steps_of(work), (work.base + parity) & 1
