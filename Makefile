@@ -47,7 +47,7 @@ gpu-test: dev
 	@$(PY) -m pytest -m gpu $(ARGS)
 
 sanitize: dev
-	@$(PY) -m tests.gpu.sanitize $(ARGS)
+	@$(PY) -m tests.sanitize $(ARGS)
 
 fuzz: dev
 	@$(PY) -m tests.fuzz $(ARGS)

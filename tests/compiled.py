@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.sm90.launch import Traced, read
 from warploom.runtime.module_worker import Worker
 
 
 class Built:
-    """Of each name its configuration, what its build reports, and the file of its GPU code.
+    """Of each name its configuration, what its build reports, and the file of its GPU code; ``traced`` is its kernel.
 
     A module is compiled when a test first asks for it, and once in a run, whichever of the run's processes needs it.
     """
@@ -29,7 +30,13 @@ class Built:
             shared = shared.parent  # each process has a folder of its own in the run's
         self.configs, self.arch, self.folder = configs, arch, shared / f"modules-{arch}"
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a cache, whatever the umask
+        self.dumps = self.folder / f"traced-{os.getpid()}"
         self.worker: Worker | None = None
+
+    def traced(self, name: str) -> Traced:
+        """The main kernel as it was traced and compiled."""
+        config = self[name][0]
+        return read(self.folder / f"{config.name}.mlir", self.folder / f"{config.name}.ptx")
 
     def __getitem__(self, name: str) -> tuple[Any, dict[str, int], Path]:
         config = self.configs[name]
@@ -46,8 +53,15 @@ class Built:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("WARPLOOM_CACHE", str(self.folder))
                 patch.setenv("WARPLOOM_KEEP_CUBIN", str(self.folder))
+                # The DSL names what it keeps after the kernel, not after the configuration.
+                patch.setenv("CUTE_DSL_KEEP", "ir")
+                patch.setenv("CUTE_DSL_DUMP_DIR", str(self.dumps))
+                self.dumps.mkdir()
                 self.worker = Worker(self.arch)
-        return self.worker.build(config.spec)
+        facts = self.worker.build(config.spec)
+        (module,) = self.dumps.glob("*.mlir")
+        module.rename(self.folder / f"{config.name}.mlir")
+        return facts
 
     def __enter__(self) -> Built:
         return self

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.gpu.sanitize.problems import Options
-from tests.gpu.sanitize.worker import BEGIN, END, LOST
+from tests.sanitize.problems import Options
+from tests.sanitize.worker import BEGIN, END, LOST
 
-ROOT = Path(__file__).parents[3]
-WORKER = [sys.executable, "-m", "tests.gpu.sanitize.worker"]
+ROOT = Path(__file__).parents[2]
+WORKER = [sys.executable, "-m", "tests.sanitize.worker"]
 FOUND = 86  # exit status that the tool is asked for where it has found errors
 GRACE = 120.0  # seconds after the last problem may begin, until what still runs counts as hung
 # What the tool says where nothing is wrong.
@@ -68,9 +68,7 @@ def command(tool: str | None, check: str, kernels: Sequence[str]) -> list[str]:
     return words
 
 
-def run(
-    prefix: Sequence[str], options: Options, names: list[str], *, workers: int, folder: Path, until: float
-) -> Stage:
+def run(prefix: Sequence[str], options: Options, names: list[str], *, workers: int, folder: Path, until: float) -> Stage:
     """Each problem once, until the unix time ``until``; the folder keeps what was said."""
     begun, stage = time.time(), Stage()
     taken = folder / "taken"

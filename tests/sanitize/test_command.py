@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu.sanitize import __main__ as command
-from tests.gpu.sanitize import stage as stages
-from tests.gpu.sanitize import worker
-from tests.gpu.sanitize.problems import LONGEST, Options, Small, names, small
-from tests.gpu.sanitize.stage import Result, Stage, reports
+from tests.sanitize import __main__ as command
+from tests.sanitize import stage as stages
+from tests.sanitize import worker
+from tests.sanitize.problems import LONGEST, Options, Small, names, small
+from tests.sanitize.stage import Result, Stage, reports
 
 OPTIONS = Options(variants=40)
 MEMCHECK = """========= COMPUTE-SANITIZER
@@ -73,7 +73,7 @@ def test_the_tool_s_command() -> None:
 
 
 def test_problems_are_small_and_drawn_again_alike() -> None:
-    from tests.gpu.sanitize.problems import _jobs
+    from tests.sanitize.problems import _jobs
 
     assert len(set(names(OPTIONS))) == len(names(OPTIONS)) >= 40
     jobs = _jobs(OPTIONS)
@@ -246,7 +246,7 @@ def test_a_real_problem_in_the_interpreter(tool: str, tmp_path: Path, monkeypatc
 
 
 def drawn(name: str) -> SimpleNamespace:
-    from tests.gpu.sanitize.problems import _jobs
+    from tests.sanitize.problems import _jobs
 
     return small(0, next(job for job in _jobs(OPTIONS) if f"{job.family}/{job.backend}/{job.index}" == name))
 

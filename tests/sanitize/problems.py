@@ -9,7 +9,7 @@ import torch
 
 from tests.fuzz import families, plan
 from tests.fuzz.draw import Draw
-from tests.gpu.sanitize import picked
+from tests.sanitize import picked
 
 LONGEST = 100  # queries, keys: a checked kernel is some hundred times slower
 TRIES = 8

@@ -1,4 +1,4 @@
-"""A process that runs problems, under compute-sanitizer or not: python -m tests.gpu.sanitize.worker ORDER RESULTS.
+"""A process that runs problems, under compute-sanitizer or not: python -m tests.sanitize.worker ORDER RESULTS.
 
 Several share the order's problems: each takes one that no other has taken, until none is left. What it did goes to the file
 RESULTS, a line of JSON each; on stdout it says where a problem begins and ends, so that reports in between are the problem's.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.sanitize.problems import Options, run
+from tests.sanitize.problems import Options, run
 
 BEGIN, END = "=== begin ", "=== end "
 LOST = 3  # exit status: the device's context is lost, another process has to go on

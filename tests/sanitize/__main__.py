@@ -22,22 +22,22 @@ from typing import Any
 import torch
 
 from tests.fuzz.runner import commit, device_name
-from tests.gpu.sanitize.problems import Options, names
-from tests.gpu.sanitize.stage import Stage, command, run
+from tests.sanitize.problems import Options, names
+from tests.sanitize.stage import Stage, command, run
 from warploom.smem.device.profiler import find
 
 TOOL = "compute-sanitizer"
 EXAMPLES = """examples:
-  python -m tests.gpu.sanitize                             Triton: memcheck over 300 kernels or more, racecheck over 24 problems
-  python -m tests.gpu.sanitize --json sanitize.json        and the result in a file
-  python -m tests.gpu.sanitize --only attention/triton/12  one problem again
-  python -m tests.gpu.sanitize --backend hopper --variants 60 --at-least 0
+  python -m tests.sanitize                             Triton: memcheck over 300 kernels or more, racecheck over 24 problems
+  python -m tests.sanitize --json sanitize.json        and the result in a file
+  python -m tests.sanitize --only attention/triton/12  one problem again
+  python -m tests.sanitize --backend hopper --variants 60 --at-least 0
 """
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu.sanitize",
+        prog="python -m tests.sanitize",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -144,7 +144,7 @@ def describe(
     for check_name, stage in stages.items():
         for name, result in sorted(stage.results.items()):
             if result.wrong:
-                replay = f"python -m tests.gpu.sanitize {options.words()} --only '{name}'"
+                replay = f"python -m tests.sanitize {options.words()} --only '{name}'"
                 entry = {"check": check_name, "problem": name, "status": result.status, "words": result.words}
                 errors.append({**entry, "reports": result.reports, "replay": replay})
         errors += [{"check": check_name, "problem": "", "status": "trouble", "words": words} for words in stage.troubles]
@@ -158,7 +158,7 @@ def describe(
         "commit": commit(),
         "torch": torch.__version__,
         "tool": version[-1] if version else "",
-        "command": f"python -m tests.gpu.sanitize {options.words()}",
+        "command": f"python -m tests.sanitize {options.words()}",
         "problems": {name: len(stage.results) for name, stage in stages.items()},
         "kernels": {name: len(stage.kernels) for name, stage in stages.items()},
         "kernels_by_function": dict(sorted(Counter(kernel.split()[0] for kernel in checked).items())),

@@ -1,0 +1,142 @@
+"""Problems for the compiled attention kernels: parameters as the host computes them, and which tiles they are to multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.sm90.launch import Traced, launch
+from tests.sm90.machine import Machine
+from tests.sm90.state import Launch
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+
+SUMS = 7 << 44  # where what blocks hand each other lies
+Tag = tuple[int, ...]
+
+
+def choose(condition: bool, a: int, b: int) -> int:
+    return a if condition else b
+
+
+def names_of(*parts: str | bool) -> list[str]:
+    """Names that are there: ``names, condition, names, condition, …``."""
+    return [name for names, there in zip(parts[::2], parts[1::2], strict=True) if there for name in str(names).split()]
+
+
+def forward(
+    traced: Traced,
+    config: ForwardConfig,
+    seqlen_q: int,
+    seqlen_k: int,
+    blocks: int,
+    heads: int = 2,
+    split: int = 0,
+    left: int = 0,
+) -> Launch:
+    """One batch, one key head; of packed calls two sequences, the first with a third of the tokens."""
+    dim, dim_v = config.head_dim, config.head_dim_v
+    names = names_of(
+        "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter", config.varlen,
+        "parts", bool(config.split), "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
+    )  # fmt: skip
+    tiles = -(-heads // config.abreast) if config.pack_gqa else heads
+    values: dict[str, Any] = {
+        "q": ((seqlen_q, dim, heads, 1), ()),
+        "k": ((seqlen_k, dim, 1, 1), ()),
+        "v": ((seqlen_k, dim_v, 1, 1), ()),
+        "out": ((1, seqlen_q, heads, dim_v), (seqlen_q * heads * dim_v, heads * dim_v, dim_v)),
+        "lse": ((1, heads, seqlen_q), (heads * seqlen_q, seqlen_q)),
+        "parts": ((2 * blocks, 1 << 16, 1), (1 << 16, 1)),
+        "sink": ((heads,), ()),
+        "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
+    }  # fmt: skip
+    words: dict[int, int] = {}
+    if config.varlen:
+        values |= {
+            "q": ((seqlen_q, dim, heads), ()),
+            "k": ((1 << 24, dim, 1, seqlen_k + 1), ()),
+            "v": ((1 << 24, dim_v, 1, seqlen_k + 1), ()),
+            "out": ((seqlen_q, heads, dim_v), (heads * dim_v, dim_v)),
+            "lse": ((heads, seqlen_q), (seqlen_q,)),
+            "cu_q": ((3,), ()), "cu_k": ((3,), ()), "used": ((2,), ()), "counter": ((1,), ()),
+        }  # fmt: skip
+        words = _packed(names, seqlen_q, seqlen_k)
+    return launch(traced, values, names, grid=blocks, words=words)
+
+
+def _packed(names: list[str], seqlen_q: int, seqlen_k: int) -> dict[int, int]:
+    """The starts of two sequences and what is used of them."""
+    found = {}
+    for name, total in (("cu_q", seqlen_q), ("cu_k", seqlen_k)):
+        start = names.index(name) + 1 << 32
+        found |= {start: 0, start + 4: total // 3, start + 8: total}
+    if "used" in names:
+        start = names.index("used") + 1 << 32
+        found |= {start: seqlen_k // 3, start + 4: seqlen_k - seqlen_k // 3 - 5}
+    return found
+
+
+def backward(
+    traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
+    split: int = 0, each: int = 1, left: int = 0,
+) -> Launch:  # fmt: skip
+    """As ``forward``; ``blocks`` 0: one for each key block."""
+    dim, dim_v = config.head_dim, config.head_dim_v
+    span = config.tile_n * (2 if config.pair else 1)
+    m_blocks, n_blocks = -(-seqlen_q // config.tile_m), -(-seqlen_k // span)
+    values: dict[str, Any] = {
+        "q": ((seqlen_q, dim, heads, 1), ()), "do": ((seqlen_q, dim_v, heads, 1), ()),
+        "k": ((seqlen_k, dim, 1, 1), ()), "v": ((seqlen_k, dim_v, 1, 1), ()),
+        "dk": ((1, seqlen_k, 1, dim), (seqlen_k * dim, dim, dim)),
+        "dv": ((1, seqlen_k, 1, dim_v), (seqlen_k * dim_v, dim_v, dim_v)),
+    }  # fmt: skip
+    if config.varlen:
+        m_blocks, n_blocks = seqlen_q // config.tile_m + 2, seqlen_k // span + 2
+        values |= {
+            "q": ((1 << 24, dim, heads, seqlen_q + 1), ()), "do": ((1 << 24, dim_v, heads, seqlen_q + 1), ()),
+            "k": ((1 << 24, dim, 1, seqlen_k + 1), ()), "v": ((1 << 24, dim_v, 1, seqlen_k + 1), ()),
+            "dk": ((seqlen_k, 1, dim), (dim, dim)), "dv": ((seqlen_k, 1, dim_v), (dim_v, dim_v)),
+            "cu_q": ((3,), ()), "cu_k": ((3,), ()), "used": ((2,), ()),
+        }  # fmt: skip
+    steps = heads * m_blocks
+    values |= {
+        "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((1 << 12,), ()),
+        "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
+        "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
+        "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
+    }  # fmt: skip
+    names = names_of(
+        "q k v do dk dv sums", True, "partial", not config.pair, "stats", True,
+        "pingpong", config.states > 0 or config.persistent, "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
+        "cu_q cu_k", config.varlen, "used", config.used,
+        "seqlen_q m_blocks n_blocks batches scale softcap left right section", True,
+        "items whole split each steps", not config.pair,
+    )  # fmt: skip
+    words = _packed(names, seqlen_q, seqlen_k) if config.varlen else {}
+    return launch(
+        traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
+        cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),
+    )  # fmt: skip
+
+
+def tags(machine: Machine, names: tuple[str, ...], first: int) -> list[list[tuple[str, Tag]]]:
+    """What each warpgroup of consumers multiplied, in order: tensor and coordinates of tiles, whose first columns are 0.
+
+    ``names`` of the tensor maps, the ``first`` of which is that parameter.
+    """
+    warps = machine.kernel.threads // 32
+    found = []
+    for component, products in sorted(machine.products.items()):
+        if component % warps % 4 == 0:
+            found.append([(names[p - first], at[1:]) for p, at in products if at[0] == 0])
+    return found
+
+
+def visible(rows: range, keys: range, seqlen_q: int, seqlen_k: int, causal: bool, left: int | None = None) -> bool:
+    """Whether some of these queries sees some of these keys."""
+    shift = seqlen_k - seqlen_q
+    for row in range(rows.start, min(rows.stop, seqlen_q)):
+        end = min(seqlen_k, row + shift + 1) if causal else seqlen_k
+        start = 0 if left is None else max(row + shift - left, 0)
+        if max(start, keys.start) < min(end, keys.stop):
+            return True
+    return False

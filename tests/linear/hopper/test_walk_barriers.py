@@ -1,0 +1,86 @@
+"""The compiled walks of a cluster played through: no order of their warps hangs or races, and every chunk is multiplied."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.compiled import Built
+from tests.linear.hopper.test_compile import CORE
+from tests.sm90.launch import Traced, launch
+from tests.sm90.machine import Machine
+from tests.sm90.mutants import check_faults
+from tests.sm90.state import Launch
+from warploom.linear.hopper.config import WalkConfig
+from warploom.runtime import modules
+
+pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
+
+CHUNK = 64
+# Nobody waits after the last arrival, and the state's wait for b finds what the scores', before P, has waited for.
+HARMLESS = "no named barrier", "another named barrier", "threads", "no wait"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(CORE, "sm_90a", tmp_path_factory) as built:
+        yield built
+
+
+def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
+    """One head of one batch; the last chunk is short of a token."""
+    seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
+    names = ["a", "b", "c", "out", *["weights"] * config.weighted, *["bias"] * config.biased, "tma_a", "tma_b", "tma_c"]
+    names += [*["tma_out"] * (not config.wide), "scores", "inter", "intra", "update", "scale"]
+    values: dict[str, Any] = {
+        "a": ((seqlen, dim, 1, 1), ()),
+        "b": ((seqlen, dim, 1, 1), ()),
+        "c": ((seqlen, dim_v, 1, 1), ()),
+        "out": ((seqlen, dim_v, 1, 1), (dim_v, dim_v, seqlen * dim_v)),
+        "weights": ((1, 1, seqlen), (seqlen, seqlen)),
+        "bias": ((1, 1, seqlen), (seqlen, seqlen)),
+    }
+    return launch(traced, values, names, grid=config.blocks, cluster=config.cluster)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 9])
+@pytest.mark.parametrize("name", CORE)
+def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
+    """In each block both warpgroups take the chunks of a in their order, and out leaves once a chunk."""
+    config, traced, seed = CORE[name], built.traced(name), random.randrange(2**32)
+    print(f"seed {seed}")
+    machine = Machine(traced.kernel, walk(traced, config, chunks), seed).run()
+    a = min(machine.launch.boxes)
+    order = [CHUNK * t for t in range(chunks)]
+    for block in machine.blocks:
+        for warp in (4, 8):  # the first of the state's warpgroup, and of the scores'
+            products = machine.products[block.warps[warp].component]
+            assert [at[1] for p, at in products if p == a and at[0] == 0] == (order[::-1] if config.reverse else order)
+        left_over = {barrier.name: barrier.come for barrier in block.named.values() if barrier.come}
+        assert not left_over
+    assert config.wide or machine.stored == config.blocks * chunks
+
+
+def test_each_barrier_is_needed(built: Built) -> None:
+    """A barrier that lets everybody pass is noticed, each in turn."""
+    traced = built.traced("256")
+    launch = walk(traced, CORE["256"], 8)
+    block = Machine(traced.kernel, launch, 0).run().blocks[0]
+    assert len(block.mbarriers) == 4 * CORE["256"].stages + 4
+    missed = []
+    for barrier in [*block.mbarriers, *(b.name for b in block.named.values())]:
+        try:
+            Machine(traced.kernel, launch, 1, passing=barrier).run()
+        except AssertionError:
+            continue
+        missed.append(barrier)
+    assert not missed, missed
+
+
+def test_faults_are_noticed(built: Built) -> None:
+    """Wrong counts, parities, bytes and numbers, and what is left out: a sample of where this problem comes by."""
+    traced = built.traced("192, weights")
+    check_faults(traced.kernel, walk(traced, CORE["192, weights"], 9), HARMLESS)

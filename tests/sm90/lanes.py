@@ -1,0 +1,136 @@
+"""Integer instructions of a warp: a value is an int, of all lanes, a list of 32 of them, or unknown.
+
+Registers hold unsigned ints; what an instruction's type says about signs, it says here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+LANES = 32
+
+
+class Unknown:
+    """What was computed from tensors."""
+
+    def __repr__(self) -> str:
+        return "?"
+
+    def __bool__(self) -> bool:
+        raise TypeError("nothing is decided by what is unknown")
+
+
+UNKNOWN = Unknown()
+Value = Any  # int | list[int | Unknown] | Unknown
+
+
+def signed(x: int, bits: int) -> int:
+    x &= (1 << bits) - 1
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def unsigned(x: int, bits: int) -> int:
+    return x & (1 << bits) - 1
+
+
+def _divide(a: int, b: int) -> int:
+    """Towards zero; by zero, which PTX leaves open: all bits."""
+    if b == 0:
+        return -1
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "min": min,
+    "max": max,
+    "div": _divide,
+    "rem": lambda a, b: a - _divide(a, b) * b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "not": lambda a: ~a,
+    "neg": lambda a: -a,
+    "abs": abs,
+    "popc": lambda a: a.bit_count(),
+}
+COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "eq": lambda a, b: not (a - b),  # which fails with what is unknown, as the others do
+    "ne": lambda a, b: bool(a - b),
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+
+
+def function(parts: tuple[str, ...]) -> Callable[..., Value] | None:
+    """What an instruction computes of one lane's values; None: it is not one of these."""
+    head, kind = parts[0], parts[-1]
+    if head == "setp":
+        compare = COMPARE[parts[1]]
+        bits = int(kind[1:])
+        view = signed if kind[0] == "s" else unsigned
+        return lambda a, b: compare(view(a, bits), view(b, bits))
+    if head == "selp":
+        return lambda a, b, p: a if p else b
+    if kind == "pred":
+        return {
+            "and": lambda a, b: a and b,
+            "or": lambda a, b: a or b,
+            "xor": lambda a, b: a != b,
+            "not": lambda a: not a,
+            "mov": lambda a: bool(a),
+        }.get(head)
+    if head in ("mov", "cvta", "mapa") or not kind[1:].isdigit():
+        return None
+    bits = int(kind[1:])
+    if head == "cvt":
+        target = int(parts[-2][1:])
+        take = signed if kind[0] == "s" else unsigned
+        return lambda a: take(a, bits) & ((1 << target) - 1)
+    take = signed if kind[0] == "s" else unsigned
+    mask = (1 << bits) - 1
+    if head == "mul":
+        if parts[1] == "wide":
+            return lambda a, b: take(a, bits) * take(b, bits) & ((1 << 2 * bits) - 1)
+        shift = bits if parts[1] == "hi" else 0
+        return lambda a, b: take(a, bits) * take(b, bits) >> shift & mask
+    if head == "mad":
+        if parts[1] == "wide":
+            return lambda a, b, c: take(a, bits) * take(b, bits) + c & ((1 << 2 * bits) - 1)
+        assert parts[1] == "lo", parts
+        return lambda a, b, c: a * b + c & mask
+    if head == "shl":
+        return lambda a, b: a << min(b, bits) & mask
+    if head == "shr":
+        return lambda a, b: take(a, bits) >> min(b, bits) & mask
+    if head in ARITHMETIC:
+        compute = ARITHMETIC[head]
+        if "relu" in parts:
+            return lambda *xs: max(compute(*(take(x, bits) for x in xs)), 0) & mask
+        return lambda *xs: compute(*(take(x, bits) for x in xs)) & mask
+    return None
+
+
+def apply(compute: Callable[..., Value], values: list[Value]) -> Value:
+    """Lane by lane where lanes differ."""
+    if any(type(v) is list for v in values):
+        lanes = zip(*(v if type(v) is list else [v] * LANES for v in values), strict=True)
+        found = [compute(*xs) if UNKNOWN not in xs else _partly(compute, xs) for xs in lanes]
+        return found[0] if all(x == found[0] for x in found) else found
+    return compute(*values) if UNKNOWN not in values else _partly(compute, values)
+
+
+def _partly(compute: Callable[..., Value], values: Any) -> Value:
+    """Of unknown values what is the same whatever they are: a choice whose condition is known, half of a predicate."""
+    try:
+        return compute(*values)
+    except TypeError:
+        return UNKNOWN
+
+
+def lane(value: Value, i: int) -> Any:
+    return value[i] if type(value) is list else value
