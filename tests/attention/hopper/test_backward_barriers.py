@@ -88,7 +88,7 @@ def test_no_hang_and_no_race(name: str, processors: int, built: Built) -> None:
 def test_deterministic_blocks_add_in_their_order(name: str, built: Built) -> None:
     """To each part of dQ in one order, however many processors there are and whatever they do first."""
     options = {"left": 90} if BACKWARD[name].left else {}
-    orders = [played(name, built, seed, processors, 200, 300, 0, **options).added for seed, processors in ((1, 1), (2, 3))]
+    orders = [played(name, built, seed, processors, 140, 260, 0, **options).added for seed, processors in ((1, 1), (2, 3))]
     assert orders[0] == orders[1] and any(len(order) > 1 for order in orders[0].values())
 
 
