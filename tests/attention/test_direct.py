@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import warploom
@@ -50,15 +51,14 @@ class Sub(Tensor):
     pass
 
 
-@contextmanager
-def device_mode() -> Iterator[None]:
-    with torch.device("cpu"):
-        yield
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        return function(*arguments, **(keywords or {}))
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "dispatch mode": Mode,
-    "default device": device_mode,
+    "function mode": Functions,
     "forward AD": forward_ad.dual_level,
     "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
 }
@@ -70,6 +70,22 @@ def test_modes(name: str) -> None:
     with MODES[name]():
         assert not seen(q)
     assert seen(q)
+
+
+def test_a_default_device_hides_no_short_way() -> None:
+    with torch.device("cpu"):
+        assert seen(plain())
+        with Functions():
+            assert not seen(plain())
+
+
+def test_nodes_are_named_after_their_op() -> None:
+    q = plain().requires_grad_()
+    for out, name in (
+        (warploom.attention(q, q, q), "_AttentionBackward"),
+        (warploom.linear_attention(q, q, q), "_LinearAttentionBackward"),
+    ):
+        assert out.grad_fn.name() == name
 
 
 def test_subclasses_transforms_and_traces() -> None:

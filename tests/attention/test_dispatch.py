@@ -133,3 +133,14 @@ def test_the_key_of_a_call_tells_problems_apart() -> None:
     keys = [api._key(args, None) for args in calls]
     problems = [api._problem(args) for args in calls]
     assert len(set(keys)) == len(set(problems)) == len(changes) and len({*keys, api._key(calls[0], "cpu")}) == len(changes) + 1
+
+
+def test_a_backend_without_supports_or_forward_is_none() -> None:
+    class Half(Backend):
+        name = "half"
+
+        def supports(self, problem: Any) -> str | None:
+            return None
+
+    with pytest.raises(TypeError, match="forward"):
+        Half()  # type: ignore[abstract]

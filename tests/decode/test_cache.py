@@ -9,6 +9,7 @@ import torch
 
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.ops import append_op
+from warploom.runtime import dispatch
 
 
 def tokens(batch: int, count: int, dim: int = 8, dim_v: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,3 +108,10 @@ def test_nothing_to_append() -> None:
     empty = KVCache.allocate(2, 0, 2, 8, dtype=torch.float32)
     append_unread(empty, torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8))
     assert empty.lengths.tolist() == [0, 0]
+
+
+def test_a_cache_grows_without_a_backend_that_appends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_families", {**dispatch._families, "decode": (dispatch.find("triton", "decode"),)})
+    cache = KVCache.allocate(1, 4, 1, 8, dtype=torch.float32)
+    cache.append(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+    assert cache.lengths.tolist() == [2] and cache.k[0, :2].eq(1).all()

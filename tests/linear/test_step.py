@@ -81,3 +81,18 @@ def test_no_sequences() -> None:
     q = torch.zeros(0, 2, 16)
     out, state = linear_attention_step(q, q, q, LinearState.zeros(0, 2, 16, 16))
     assert out.shape == (0, 2, 16) and state.s.shape == (0, 2, 16, 16)
+
+
+def test_a_forward_mode_derivative_of_a_step_was_silently_zero() -> None:
+    q, k = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    state = LinearState.zeros(1, 2, 8, 8)
+    with pytest.raises(NotImplementedError, match=r"forward-mode AD through warploom\.linear_attention"):
+        torch.func.jvp(lambda q: linear_attention_step(q, k, k, state)[0], (q,), (q,))
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        return linear_attention_step(q, k, k, state, backend="reference", normalize=False, feature_map="identity")[0]
+
+    out, tangent = torch.func.jvp(step, (q,), (q,))
+    torch.testing.assert_close(tangent, out)  # linear in q
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode AD"):
+        linear_attention_step(torch.autograd.forward_ad.make_dual(q, q), k, k, state)

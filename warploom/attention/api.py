@@ -17,6 +17,7 @@ from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window, checked
+from warploom.runtime.backend import Backend
 from warploom.runtime.op import unobserved
 from warploom.runtime.qkv import scalars
 
@@ -322,11 +323,11 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
         if key is not None:
             dispatch.settle(key, chosen)
     implementation = dispatch.find(chosen)
-    if implementation.plain:
+    if implementation.eager:
         out, lse = implementation.forward(args)
         return out, lse.float()
     result: tuple[Tensor, Tensor] = attention_op(*implementation.prepare(args)._replace(backend=chosen))
-    if call_key is not None and dispatch.settled(key) is not None:
+    if call_key is not None and type(implementation).bind is not Backend.bind and dispatch.settled(key) is not None:
         dispatch.bind(call_key, partial(implementation.bind, args))
     return result
 

@@ -187,7 +187,7 @@ class Reference(Backend):
     """Every call."""
 
     name = "reference"
-    plain = True
+    eager = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
         return None

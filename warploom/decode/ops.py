@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.decode.append import append
 from warploom.decode.backend import DecodeBackend
 from warploom.decode.problem import AppendArgs, DecodeArgs
 from warploom.runtime import dispatch
@@ -16,7 +17,8 @@ from warploom.runtime.op import Op, schema, settled_dtypes
 class DecodeOp(Op):
     """Out (batch, T, heads_q, head_dim_v) and lse, fp32 (batch, heads_q, T), of validated arguments."""
 
-    name, signature = "decode", f"({schema(DecodeArgs)}) -> (Tensor, Tensor)"
+    name, public = "decode", "warploom.decode"
+    signature = f"({schema(DecodeArgs)}) -> (Tensor, Tensor)"
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args = DecodeArgs(*flat)
@@ -40,7 +42,7 @@ class DecodeOp(Op):
 class AppendOp(Op):
     """Write validated new keys and values behind each sequence's length."""
 
-    name = "decode_append"
+    name, public = "decode_append", "append() of a cache"
     signature = (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) lengths, Tensor? block_table, Tensor? slot_mapping, "
         "Tensor k, Tensor v, bool advance) -> ()"
@@ -52,10 +54,10 @@ class AppendOp(Op):
             return
         device = args.k.device.type if args.k.numel() else "cpu"  # of heads or dims there may be none: nothing to launch
         for backend in dispatch.implementations("decode"):
-            assert isinstance(backend, DecodeBackend)
-            if backend.appends(device) and backend.available() is None:
+            if isinstance(backend, DecodeBackend) and backend.appends(device) and backend.available() is None:
                 backend.append(args)
                 return
+        append(args)
 
     def fake(self, *flat: Any) -> None:
         pass

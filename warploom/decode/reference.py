@@ -41,7 +41,7 @@ class Reference(DecodeBackend):
     """Every call."""
 
     name = "reference"
-    plain = True
+    eager = True
 
     def supports(self, problem: DecodeProblem) -> str | None:
         return None

@@ -15,6 +15,7 @@ from warploom.linear.ops import flat, linear_op, step_args, step_op
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
 from warploom.runtime import arguments, dispatch
+from warploom.runtime.op import differentiates_forward, recorded
 
 
 @overload
@@ -169,7 +170,8 @@ def linear_attention_step(
             f"a step takes one token a sequence, got {call.q.shape[1]} queries and {call.k.shape[1]} keys; "
             "linear_attention(..., state=state, return_state=True) takes several"
         )
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (call.q, call.k, call.v, call.s, call.z)]):
+    tensors = (call.q, call.k, call.v, call.s, call.z)
+    if recorded(*tensors) or (not torch.compiler.is_compiling() and differentiates_forward(*tensors)):
         out, last = _run(call, backend, True)
     else:
         out, s, z = step_op(*step_args(call, dispatch.choose(call, backend, "linear")))
@@ -184,7 +186,7 @@ def _run(call: LinearCall, backend: str | None, return_state: bool) -> tuple[Ten
         # Keys past the last query reach the state alone: nobody asks for it, so they may hold anything.
         call = replace(call, k=call.k[:, : call.q.shape[1]], v=call.v[:, : call.q.shape[1]])
     chosen = dispatch.find(dispatch.choose(call, backend, "linear"), "linear")
-    if chosen.plain:
+    if chosen.eager:
         out, _, s, z = chosen.forward(call, return_state)
     else:
         out, _, s, z = linear_op(*flat(call, chosen.name, return_state))

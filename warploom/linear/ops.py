@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -76,17 +76,16 @@ class LinearOp(DifferentiableOp):
 class StepOp(Op):
     """Out and the new state of one token a sequence."""
 
-    name, signature = "linear_attention_step", f"({schema(StepArgs)}) -> (Tensor, Tensor, Tensor)"
+    name, public = "linear_attention_step", "warploom.linear_attention_step"
+    signature = f"({schema(StepArgs)}) -> (Tensor, Tensor, Tensor)"
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
         args = StepArgs(*flat)
         q, _, v, s, z, *_ = args
         if q.shape[0] == 0 or q.shape[1] == 0:
             return v.new_zeros((*q.shape[:2], v.shape[2])), s.clone(), z.clone()
-        backend = dispatch.find(args.backend, "linear")
-        assert isinstance(backend, LinearBackend)
         with settled_dtypes(q):
-            return backend.step(args)
+            return _backend(args.backend).step(args)
 
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, _, v, s, z, *_ = flat
@@ -109,9 +108,11 @@ def step_args(call: LinearCall, backend: str) -> StepArgs:
 
 
 def _read(arguments: Sequence[Any]) -> tuple[LinearCall, LinearBackend, bool]:
-    backend = dispatch.find(arguments[-2], "linear")
-    assert isinstance(backend, LinearBackend)
-    return LinearCall(*arguments[:-2]), backend, arguments[-1]
+    return LinearCall(*arguments[:-2]), _backend(arguments[-2]), arguments[-1]
+
+
+def _backend(name: str) -> LinearBackend:
+    return cast(LinearBackend, dispatch.find(name, "linear"))
 
 
 def _is_empty(call: LinearCall) -> bool:

@@ -126,7 +126,7 @@ class Reference(LinearBackend):
     """Every call."""
 
     name = "reference"
-    plain = True
+    eager = True
 
     def supports(self, call: LinearCall) -> str | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ class Backend(Protocol):
     name: str
     special: bool = False  # made for some problems: what it refuses is no slower elsewhere, so nothing is said about it
     device: str | None = None  # the one type of device whose tensors it takes; None: ``supports`` says
-    plain: bool = False  # plain torch ops, which torch differentiates and transforms itself: no op is put around them
+    eager: bool = False  # torch ops, slower than kernels, which torch differentiates itself: a family may go without an op
 
     def available(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -27,6 +28,7 @@ class Backend(Protocol):
         """Why it does not run unasked here, though it could; None: it does."""
         return None
 
+    @abstractmethod
     def supports(self, problem: Any) -> str | None:
         """What of a problem it refuses, in words that follow its name, or None."""
         ...
@@ -47,6 +49,7 @@ class Backend(Protocol):
         """The arguments that the op is given: with what is computed once for many calls."""
         return args
 
+    @abstractmethod
     def forward(self, args: Any, *options: Any) -> Any:
         """The family's results."""
         ...

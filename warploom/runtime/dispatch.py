@@ -129,7 +129,7 @@ def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _report_fallback(chosen: Backend, refusals: list[tuple[str, str]]) -> None:
-    if not refusals and not chosen.plain:
+    if not refusals and not chosen.eager:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "no GPU implementation is available here"
     if _strict:

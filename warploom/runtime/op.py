@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _library = torch.library.Library("warploom", "DEF")
 _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -31,7 +33,7 @@ def plain(*values: object) -> bool:
     return (
         _PLAIN.issuperset(map(type, values))
         and not _modes()
-        and not _function_modes()
+        and not (_function_modes() and _are_watched_functions())
         and not _transforms()
         and forward_ad._current_level < 0
         and not _tracing()
@@ -39,14 +41,23 @@ def plain(*values: object) -> bool:
     )
 
 
-def recorded(*values: object) -> bool:
+def _are_watched_functions() -> bool:
+    """Whether a function mode is active that does more than fill in a default device."""
+    return any([type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()])
+
+
+def recorded(*tensors: Tensor | None) -> bool:
     """Whether a gradient may be asked for of one of these."""
-    return _grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in values])
+    if _grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
-def unobserved(*values: object) -> bool:
+def unobserved(*tensors: Tensor | None) -> bool:
     """As ``plain``, and no gradient is recorded."""
-    return plain(*values) and not recorded(*values)
+    return plain(*tensors) and not recorded(*tensors)
 
 
 def settled_dtypes(t: Tensor) -> AbstractContextManager[Any]:
@@ -80,6 +91,7 @@ class Op(ABC):
     """One op of the library, called with flat arguments: straight where nothing sees it."""
 
     name: str
+    public: str  # the function of the user's, in words
     signature: str  # of arguments and results, as torch.library has it
 
     def __init__(self) -> None:
@@ -98,12 +110,17 @@ class Op(ABC):
         return _below_autograd(self.op, flat)
 
     def __call__(self, *flat: Any) -> Any:
-        if not torch.compiler.is_compiling() and unobserved(*flat):
+        if torch.compiler.is_compiling():
+            return self.op(*flat)
+        tensors = _tensors(flat)
+        if unobserved(*tensors):
             return self.forward(*flat)
+        if differentiates_forward(*tensors):
+            raise NotImplementedError(f"forward-mode AD through {self.public} is not supported")
         return self.op(*flat)
 
     def _recorded(self, *flat: Any) -> Any:
-        return self.differentiated(*flat) if recorded(*flat) else _below_autograd(self.op, flat)
+        return self.differentiated(*flat) if recorded(*_tensors(flat)) else _below_autograd(self.op, flat)
 
 
 class DifferentiableOp(ABC):
@@ -162,9 +179,10 @@ class DifferentiableOp(ABC):
         """Run the op on validated arguments; refuses forward AD in words, where torch would name an internal class."""
         if torch.compiler.is_compiling():
             return self.op(*flat)
-        if plain(*flat):
-            return self._function.apply(*flat) if recorded(*flat) else self.forward(*flat)
-        if differentiates_forward(*[flat[i] for i in self._wanted]):
+        tensors = self._inputs(flat)
+        if plain(*tensors):
+            return self._function.apply(*flat) if recorded(*tensors) else self.forward(*flat)
+        if differentiates_forward(*tensors):
             raise NotImplementedError(self.refused("forward-mode AD through"))
         return self._transformed.apply(*flat) if _transforms() else self.op(*flat)
 
@@ -178,11 +196,15 @@ class DifferentiableOp(ABC):
     def _fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
         return self.fake_backward(*flat[len(self.upstream) + len(self.kept) :])
 
+    def _inputs(self, flat: Sequence[Any]) -> list[Tensor | None]:
+        """The arguments that have gradients."""
+        return [flat[i] for i in self._wanted]
+
     def _recorded_forward(self, *flat: Any) -> Any:
-        return self._function.apply(*flat) if recorded(*flat) else _below_autograd(self.op, flat)
+        return self._function.apply(*flat) if recorded(*_tensors(flat)) else _below_autograd(self.op, flat)
 
     def _recorded_backward(self, *flat: Any) -> Any:
-        return self._second.apply(*flat) if recorded(*flat) else _below_autograd(self.backward_op, flat)
+        return self._second.apply(*flat) if recorded(*_tensors(flat)) else _below_autograd(self.backward_op, flat)
 
 
 def _define(name: str, signature: str, run: Any, fake: Any, recorded: Any) -> Any:
@@ -192,6 +214,10 @@ def _define(name: str, signature: str, run: Any, fake: Any, recorded: Any) -> An
     _library.impl(name, recorded, "Autograd")
     torch.library.register_fake(f"warploom::{name}", fake, lib=_library)
     return getattr(torch.ops.warploom, name).default
+
+
+def _tensors(flat: Sequence[Any]) -> list[Tensor]:
+    return [a for a in flat if isinstance(a, Tensor)]
 
 
 def _below_autograd(op: Any, flat: tuple[Any, ...]) -> Any:
@@ -217,7 +243,7 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
 
         @staticmethod
         def forward(ctx: Any, *flat: Any) -> Any:
-            output = op.forward(*flat) if unobserved(*flat) else _below_autograd(op.op, flat)
+            output = op.forward(*flat) if plain(*op._inputs(flat)) else _below_autograd(op.op, flat)
             save(ctx, flat, output)
             return output
 
@@ -230,7 +256,7 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
             saved = ctx.saved_tensors
             kept, tensors = saved[: len(op.kept)], iter(saved[len(op.kept) :])
             flat = [next(tensors) if other is None else other[0] for other in ctx.others]
-            if unobserved(*upstream, *kept, *flat):
+            if unobserved(*upstream, *kept, *op._inputs(flat)):
                 results = op.backward(upstream, kept, flat)
             else:
                 results = (op._second.apply if _transforms() else op.backward_op)(*upstream, *kept, *flat)
@@ -268,4 +294,8 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
 
         vmap = staticmethod(refuse_vmap)
 
-    return Call, Transformed, Second
+    # A node of the graph is named after its class: _AttentionBackward.
+    title = op.name.title().replace("_", "")
+    named = ((Call, ""), (Transformed, "Transformed"), (Second, "Backward"))
+    first, second, third = (type(f"_{title}{word}", (base,), {"__doc__": base.__doc__}) for base, word in named)
+    return first, second, third

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.sources import imported
-from warploom.attention import hopper
+from warploom.attention import ampere, hopper
 from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import plan
@@ -21,6 +21,7 @@ from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
 from warploom.runtime import dispatch, modules
 from warploom.runtime.alignment import aligned
+from warploom.runtime.backend import Backend
 
 SHARED = 227 * 1024  # bytes a block of sm_90 has
 OVERHEAD = 512 + 1024  # barriers, the tile ring, alignment
@@ -191,3 +192,25 @@ def test_dispatch_can_be_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: objec
     for rows in (5, 7):
         x = torch.zeros(rows, dtype=torch.bfloat16)
         assert torch.equal(compiled(x), x + 1)
+
+
+@pytest.mark.parametrize("backend", [hopper.BACKEND, ampere.BACKEND], ids=["hopper", "ampere"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_tracer_asks_where_no_module_can_be_built(backend: Backend, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile failed with "tuple index out of range" where modules are in a cache and the DSL is not installed."""
+    monkeypatch.setattr(modules, "cannot_build", lambda: "no compiler")
+    monkeypatch.setattr(modules, "absence", lambda spec: f"absent {spec.name}")
+    monkeypatch.setattr(dispatch, "following", lambda *arguments: None if backend is hopper.BACKEND else backend)
+    monkeypatch.setattr(ampere, "_capabilities", lambda: ((8, 0),))
+    found: list[str | None] = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        refusal = backend.supports(problem(backward=backward))
+        found.append(refusal)
+        return x + len(refusal or "")
+
+    want = backend.supports(problem(backward=backward))
+    assert want is not None and "absent attn_" in want
+    torch._dynamo.reset()
+    one = torch.zeros(1)
+    assert torch.compile(traced, backend="eager")(one).item() == len(want)

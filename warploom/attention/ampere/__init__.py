@@ -7,11 +7,12 @@ that takes it, with the out and lse of this one.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.attention.ampere.plan import ARCHS, config_for
+from warploom.attention.ampere.plan import ARCHS, config
+from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.runtime import dispatch, modules
 from warploom.runtime.backend import Backend
@@ -54,8 +55,17 @@ def _capabilities() -> tuple[tuple[int, int], ...]:
     return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
+def _module_refusal(*fields: Any) -> str | None:
+    """Why the module of a call with these Features can be neither loaded nor built here."""
+    if modules.cannot_build() is None:
+        return None
+    # Devices of one machine may differ; what their modules need does not, but for the tiling.
+    spec = config(_capabilities()[0], Features(*fields)).spec
+    return None if modules.loaded(spec) is not None else modules.absence(spec)
+
+
 # torch.compile runs these while it traces and keeps their answers; see warploom.attention.hopper.
-for _function in (_examine, _others):
+for _function in (_examine, _others, _module_refusal):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -90,11 +100,7 @@ class Ampere(Backend):
             return "has no dropout"
         if problem.backward and dispatch.following(NAME, problem) is None:
             return "has no backward pass of its own, and no other implementation takes this one"
-        if modules.cannot_build() is not None:
-            # Devices of one machine may differ; what their modules need does not, but for the tiling.
-            spec = config_for(problem, _capabilities()[0]).spec
-            return None if modules.loaded(spec) is not None else modules.absence(spec)
-        return None
+        return _module_refusal(*Features.of(problem))
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""

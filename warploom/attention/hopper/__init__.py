@@ -7,7 +7,7 @@ the next implementation that takes it, with the out and lse of this one.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,17 +46,19 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     short = False
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
-    return _module_refusal(Features.of(problem, dlse), short, backward=True)
+    return _module_refusal(short, True, *Features.of(problem, dlse))
 
 
-def _module_refusal(features: Features, length: bool, backward: bool = False) -> str | None:
+def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
     """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice.
 
-    ``length``: whether the call is long, of a backward pass whether it is short.
+    ``length``: whether the call is long, of a backward pass whether it is short. ``fields`` are those of its Features, one by
+    one: torch.compile hands a NamedTuple over without its items.
     """
-    key = (features, length, backward)
+    key = (length, backward, *fields)
     if key in _found or modules.cannot_build() is None:
         return None
+    features = Features(*fields)
     missing = modules.absence((backward_config if backward else config)(features, length).spec)
     if missing is not None:
         return missing
@@ -78,7 +80,8 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
-    return _module_refusal(*described(args, dlse), backward=True) is None
+    features, short = described(args, dlse)
+    return _module_refusal(short, True, *features) is None
 
 
 def _next(args: AttentionArgs, backward: bool) -> Backend:
@@ -122,7 +125,7 @@ class Hopper(Backend):
         long = False
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
-        return _module_refusal(Features.of(problem), long)
+        return _module_refusal(long, False, *Features.of(problem))
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         variant = _variant(AttentionProblem.from_args(args, False))
