@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from tests.compiled import Built, machine_code
 from warploom.attention.features import Features
-from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import backward_config, backward_set, config
 from warploom.runtime import modules
 
@@ -56,11 +54,6 @@ def test_machine_code(name: str, built: Built) -> None:
     assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step
     # The first QKᵀ and the last PV wait once each, a step twice: more would mean that ptxas serialised wgmma.
     assert len(waits_and_gemms) - waits_and_gemms.count("HGMMA") == 2 * loops + 2
-
-
-def test_description_is_the_module(built: Built) -> None:
-    variant, _, _ = built["head_dim 64"]
-    assert ForwardConfig(**asdict(variant)) == variant
 
 
 BACKWARD = {
