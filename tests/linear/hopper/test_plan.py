@@ -143,7 +143,7 @@ def test_names_and_the_named_set() -> None:
     for variant in named_set():
         told = module_spec.from_json(module_spec.to_json(variant.spec))  # as the compiler is told
         assert WalkConfig(**dict(told.config)) == variant and told == variant.spec
-        assert variant.blocks % variant.cluster == 0 and variant.shared_bytes <= 227 * 1024
+        assert variant.blocks % variant.cluster == 0 and variant.shared_bytes + 1024 <= 227 * 1024  # barriers
     assert config(256, reverse=True, weighted=True).name.endswith("_reverse_weighted")
 
 
