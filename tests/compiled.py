@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,6 @@ class Built:
             shared = shared.parent  # each process has a folder of its own in the run's
         self.configs, self.arch, self.folder = configs, arch, shared / f"modules-{arch}"
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a cache, whatever the umask
-        self.dumps = self.folder / f"traced-{os.getpid()}"
         self.worker: Worker | None = None
 
     def traced(self, name: str) -> Traced:
@@ -55,8 +55,8 @@ class Built:
                 patch.setenv("WARPLOOM_KEEP_CUBIN", str(self.folder))
                 # The DSL names what it keeps after the kernel, not after the configuration.
                 patch.setenv("CUTE_DSL_KEEP", "ir")
+                self.dumps = Path(tempfile.mkdtemp(prefix="traced-", dir=self.folder))
                 patch.setenv("CUTE_DSL_DUMP_DIR", str(self.dumps))
-                self.dumps.mkdir()
                 self.worker = Worker(self.arch)
         facts = self.worker.build(config.spec)
         (module,) = self.dumps.glob("*.mlir")

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import warploom
+from warploom.runtime import dispatch
 
 # From the ground up. A module lies on the floor of its longest prefix; those of one floor know their own prefix only.
 FLOORS = (
@@ -140,6 +142,14 @@ def implementation(name: str) -> str | None:
     ours = ("ampere", "cpu", "cpu_block", "hopper", "reference", "triton")
     inside = family in FLOORS[2] and len(parts) > 2 and parts[2] in ours
     return found.replace("cpu_block", "cpu") if inside else None
+
+
+def test_every_implementation_that_dispatch_knows_is_looked_at() -> None:
+    """One of a name that is not listed above could import any other."""
+    for family in ("attention", "decode", "linear"):
+        import_module(f"warploom.{family}.registry")
+        for each in dispatch.implementations(family):
+            assert implementation(type(each).__module__) == f"warploom.{family}.{each.name}"
 
 
 def test_implementations_do_not_import_each_other(graph: Edges) -> None:

@@ -84,8 +84,11 @@ def test_explain_says_when_torch_runs() -> None:
 
 
 def test_signature_is_torchs() -> None:
-    names = list(inspect.signature(warploom.scaled_dot_product_attention).parameters)
-    assert names == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+    ours = inspect.signature(warploom.scaled_dot_product_attention).parameters.values()
+    theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    assert [(p.name, p.default) for p in ours] == [
+        (a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in theirs
+    ]
 
 
 def test_both_masks_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,23 +79,32 @@ def test_case(name: str) -> None:
     check(case(name, secrets.randbelow(2**31)), "reference")
 
 
-def test_backward_is_its_own_derivative() -> None:
-    """reference.backward, which nothing but tests and comparisons calls, is autograd of reference.forward."""
+def test_backward_is_what_forward_changes_by() -> None:
+    """reference.backward, which asks autograd, by differences: along one direction in all inputs, and in each alone."""
     from warploom.linear import reference
     from warploom.linear.arguments import linear_call
 
-    c = case("packed, state, group", secrets.randbelow(2**31))
+    c = replace(case("packed, state, group", secrets.randbelow(2**31)), dtype=torch.float64)
     options = {"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0, "lengths": None}
     call = linear_call(**{**options, **c.draw()})
+    names = ("q", "k", "v", "s", "z")
+    inputs = {name: getattr(call, name).detach() for name in names}
+    call = replace(call, **inputs)
     out, _, s, z = reference.BACKEND.forward(call, True)
     upstream = [torch.randn_like(t) for t in (out, s, z)]
-    leaves = (call.q, call.k, call.v, call.s, call.z)
-    for got, want in zip(
-        reference.BACKEND.backward(call, upstream[0], None, *upstream[1:]),
-        torch.autograd.grad((out, s, z), leaves, upstream),
-        strict=True,
-    ):
-        assert torch.equal(got, want), c
+    found = dict(zip(names, reference.BACKEND.backward(call, upstream[0], None, *upstream[1:]), strict=True))
+
+    def along(direction: dict[str, Tensor], step: float) -> float:
+        moved = {name: t + step * direction[name] for name, t in inputs.items()}
+        out, _, s, z = reference.BACKEND.forward(replace(call, **moved), True)
+        return float(sum((t * d).sum() for t, d in zip((out, s, z), upstream, strict=True)))
+
+    whole = {name: torch.randn_like(t) for name, t in inputs.items()}
+    for chosen in (names, *zip(names, strict=True)):
+        direction = {name: t * (name in chosen) for name, t in whole.items()}
+        rise = (along(direction, 1e-5) - along(direction, -1e-5)) / 2e-5
+        want = float(sum((found[name] * t).sum() for name, t in direction.items()))
+        assert rise == pytest.approx(want, rel=1e-6, abs=1e-6), (chosen, c)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

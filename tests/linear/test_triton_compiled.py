@@ -87,7 +87,9 @@ def test_kernels(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=lookback))
-    for kernel, constants, arguments in launches(dim, map_name, normalize, heads):
+    found = launches(dim, map_name, normalize, heads)
+    assert {kernel.__name__ for kernel, _, _ in found} >= {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+    for kernel, constants, arguments in found:
         name = kernel.__name__
         if name == "scan_kernel":
             continue

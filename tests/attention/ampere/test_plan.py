@@ -12,7 +12,7 @@ from warploom.attention.ampere.config import ForwardConfig
 from warploom.attention.ampere.plan import ARCHS, SMALL, config_for, named_set, tile_dim
 from warploom.attention.problem import AttentionProblem
 from warploom.commands.build import named_set as named_modules
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, module_spec, modules
 
 SHARED = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228}  # KiB a multiprocessor
 
@@ -46,6 +46,13 @@ def test_names_tell_variants_apart() -> None:
     assert all(names[config.name] == config for config in found)
     swizzles = {ForwardConfig("float16", 128, 48, swizzle=s, pad=p).name for s, p in ((True, 0), (False, 0), (False, 8))}
     assert len(swizzles) == 3
+
+
+def test_the_compiler_is_told_the_whole_configuration() -> None:
+    """Through a line of JSON: a field that JSON does not keep, or that the module's spec left out, would be another."""
+    for variant in (config for capability in ARCHS for config in named_set(capability)):
+        told = module_spec.from_json(module_spec.to_json(variant.spec))
+        assert ForwardConfig(**dict(told.config)) == variant and told == variant.spec
 
 
 def test_build_knows_them() -> None:

@@ -38,7 +38,7 @@ def forward(
         "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter", config.varlen,
         "parts", bool(config.split), "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
-    tiles = -(-heads // config.abreast) if config.pack_gqa else heads
+    tiles = -(-heads // config.heads_per_tile) if config.pack_gqa else heads
     values: dict[str, Any] = {
         "q": ((seqlen_q, dim, heads, 1), ()),
         "k": ((seqlen_k, dim, 1, 1), ()),

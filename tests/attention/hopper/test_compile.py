@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from tests.compiled import Built, machine_code
 from warploom.attention.features import Features
-from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import backward_config, backward_set, config
 from warploom.runtime import modules
 
@@ -41,7 +39,6 @@ def test_resources(name: str, built: Built) -> None:
     variant, facts, _ = built[name]
     assert facts["stack"] == 0, "registers spill"
     assert facts["registers"] <= 65536 // (128 * (variant.warpgroups + 1))
-    assert facts["shared"] <= 227 * 1024
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -56,11 +53,6 @@ def test_machine_code(name: str, built: Built) -> None:
     assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step
     # The first QKᵀ and the last PV wait once each, a step twice: more would mean that ptxas serialised wgmma.
     assert len(waits_and_gemms) - waits_and_gemms.count("HGMMA") == 2 * loops + 2
-
-
-def test_description_is_the_module(built: Built) -> None:
-    variant, _, _ = built["head_dim 64"]
-    assert ForwardConfig(**asdict(variant)) == variant
 
 
 BACKWARD = {
@@ -88,7 +80,7 @@ def built_backward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 def test_backward(name: str, built_backward: Built) -> None:
     """No spills; TMA in and TMA adding out; five GEMMs a step and no wait between those that are issued together."""
     variant, facts, cubin = built_backward[name]
-    assert facts["stack"] == 0 and facts["registers"] <= 65536 // 384 and facts["shared"] <= 227 * 1024
+    assert facts["stack"] == 0 and facts["registers"] <= 65536 // 384
     listing = machine_code(cubin)
     assert "UTMALDG" in listing and "UBLKRED" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     loops = 3 if variant.left or (variant.deterministic and variant.right) or variant.waves else 2

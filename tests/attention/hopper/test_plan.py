@@ -15,11 +15,11 @@ from warploom.attention import ampere, hopper
 from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import plan
-from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES
+from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES, BackwardConfig, ForwardConfig
 from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, module_spec, modules
 from warploom.runtime.alignment import aligned
 from warploom.runtime.backend import Backend
 
@@ -48,6 +48,14 @@ def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
     assert len({c.name for c in found}) == len(found) <= 300
     assert all(c.name.isidentifier() for c in found)
+
+
+def test_the_compiler_is_told_the_whole_configuration() -> None:
+    """Through a line of JSON: a field that JSON does not keep, or that the module's spec left out, would be another."""
+    for kind, variants in ((ForwardConfig, named_set()), (BackwardConfig, backward_set())):
+        for variant in variants:
+            told = module_spec.from_json(module_spec.to_json(variant.spec))
+            assert kind(**dict(told.config)) == variant and told == variant.spec
 
 
 def test_shared_memory_fits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
+from tests.plain import parameters
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
 from warploom.attention.hopper import plan, run, run_backward
@@ -33,7 +35,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
-        cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None, counter: Tensor | None, parts: Tensor | None,
+        cu_q: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None, counter: Tensor | None, parts: Tensor | None,
         scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
@@ -47,7 +49,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             assert blocks in (1, PROCESSORS) and (tiles - split) % blocks == 0
         assert (softcap != 0.0) == variant["softcap"]
         assert all(s % 8 == 0 for t in (q, k, v) for s in t.stride()[:-1])
-        assert [t is not None for t in (cu_q, cu_k, used, counter)] == [variant["varlen"]] * 2 + [
+        assert [t is not None for t in (cu_q, cu_k, used_k, counter)] == [variant["varlen"]] * 2 + [
             variant["used"],
             variant["varlen"],
         ]
@@ -68,7 +70,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
                 assert tile >= t.shape[-1] > least  # no box lies beside all columns
             assert not v[..., out.shape[-1] :].any()
             v = v[..., : out.shape[-1]]
-            found = warploom.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, **options)
+            found = warploom.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used_k, **options)
         out.copy_(found[0])
         lse.copy_(found[1])
 
@@ -192,8 +194,10 @@ def test_no_two_packed_calls_count_with_one_counter(monkeypatch: pytest.MonkeyPa
     assert left == {key: len(pool) for key, pool in run._counters.items()}
 
 
-def test_every_named_variant_has_the_signature() -> None:
-    assert all(len(c.spec.config) == len(named_set()[0].spec.config) for c in named_set())
+def test_the_kernel_in_python_takes_what_the_compiled_one_takes() -> None:
+    """By position: else what the host hands over in a wrong order would be right here."""
+    stand_in = list(inspect.signature(kernel(named_set()[0].spec)).parameters)
+    assert [*stand_in, "stream"] == parameters("attention/hopper/forward.py", "HopperForward.__call__")
 
 
 def test_the_last_round_is_split_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:

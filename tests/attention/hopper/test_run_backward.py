@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, case
 from tests.attention.packed import PACKED, Packed
+from tests.plain import parameters
 from warploom.attention import hopper, reference
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
@@ -97,7 +99,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-        dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
@@ -106,7 +108,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         n_blocks = 0 if cu_q is not None else k.shape[0] * k.shape[2] * -(-k.shape[1] // variant["tile_n"])
         assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
         if cu_q is not None:
-            carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, workspace)
+            carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, sums)
             packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, scale, softcap, left, right)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
@@ -118,7 +120,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dlse is not None:
             delta = delta - dlse
         options = (scale, softcap, left, right)
-        stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, workspace, split)
+        stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, sums, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
         padded[..., : q.shape[1]] = delta
@@ -334,6 +336,12 @@ def test_warming_runs_one_token(packed: bool) -> None:
     q, cu = torch.zeros(1, 20, 2, 200, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
     run_backward.warm(varlen_args(q[0], q[0], q[0], cu) if packed else dense_args(q, q, q, causal=True))
     assert len(run_backward._ready) == 1
+
+
+def test_the_kernel_in_python_takes_what_the_compiled_one_takes() -> None:
+    """By position: else what the host hands over in a wrong order would be right here."""
+    stand_in = list(inspect.signature(kernel(backward_set()[0].spec)).parameters)
+    assert [*stand_in, "stream"] == parameters("attention/hopper/backward.py", "HopperBackward.__call__")
 
 
 def test_names_are_unique_and_memory_fits() -> None:

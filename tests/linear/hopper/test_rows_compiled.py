@@ -41,12 +41,14 @@ def launches(e: int, name: str) -> dict[str, tuple[Any, dict[str, Any], tuple[An
     return found
 
 
-@pytest.mark.parametrize(("e", "name"), [(256, "elu+1"), (200, "identity")])
-def test_kernels(e: int, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("e", "name", "count"), [(256, "elu+1", 5), (200, "identity", 3)])
+def test_kernels(e: int, name: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for label, (kernel, constants, arguments) in launches(e, name).items():
+    found = launches(e, name)
+    assert len(found) == count
+    for label, (kernel, constants, arguments) in found.items():
         binary = compiled(kernel, constants, arguments)
-        assert [found.stack for found in resources(binary.asm["cubin"])] == [0], f"{label} spills"
+        assert [each.stack for each in resources(binary.asm["cubin"])] == [0], f"{label} spills"
         # Tiles of few rows leave products to single warps, which wait for them: of one by wgmma Triton 3.6 may overwrite the
         # tile that registers read too.
         assert "wgmma" not in binary.asm["ptx"], label

@@ -5,10 +5,10 @@ The passes over rows around it are in Python too; `tests/linear/interpreted/test
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from tests.linear.triton_cases import Case
 from tests.linear.triton_model import Results, results
-from warploom.linear import hopper
+from tests.plain import parameters
+from warploom.linear import hopper, registry, triton  # noqa: F401  (registry fills the dispatch list)
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import run
+from warploom.linear.hopper.plan import config
 from warploom.linear.problem import LinearCall
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
@@ -112,6 +114,12 @@ def assert_near(found: dict[str, Tensor], want: Results) -> None:
         torch.testing.assert_close(t.double(), getattr(want, name), rtol=2**-7, atol=1e-2)
 
 
+def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
+    """By position: else what the host hands over in a wrong order would be right here."""
+    stand_in = list(inspect.signature(walk(config(256).spec)).parameters)
+    assert [*stand_in, "stream"] == parameters("linear/hopper/walk.py", "Walk.__call__")
+
+
 @pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256)])
 def test_plain(dims: tuple[int, int]) -> None:
     case = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], scale=0.3, **PLAIN)
@@ -190,10 +198,10 @@ def test_a_loaded_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.isfinite(out).all()
 
 
-def test_what_goes_on_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.runtime import dispatch
-
-    found = SimpleNamespace(name="triton")
-    monkeypatch.setattr(dispatch, "following", lambda *a: found if a[0] == "hopper" and a[2] == "linear" else None)
+@pytest.mark.parametrize(("missing", "next_one"), [(None, "triton"), ("no such GPU", "reference")])
+def test_what_goes_on_goes_to_triton_or_past_it(missing: str | None, next_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that says it is a GPU."""
+    monkeypatch.setattr(LinearCall, "device", "cuda")
+    monkeypatch.setattr(triton.BACKEND, "available", lambda: missing)
     call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
-    assert hopper._beside(call) is found
+    assert hopper._beside(call).name == next_one

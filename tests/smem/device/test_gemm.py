@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,19 +16,32 @@ SHAPES = [{}, {"block_n": 256, "blocks": 1}, {"block_k": 32, "stages": 4}]
 
 
 class Places:
-    """What `Tile<PITCH, B, M, S, BYTES>` of the source computes."""
+    """`Tile<PITCH, B, M, S, BYTES>` of the source: its C++ run as the Python that it is too, but for types."""
 
     def __init__(self, source: str, letter: str) -> None:
+        (template,) = re.findall(r"template <(int PITCH_.*?)> struct Tile \{\n(.*?)\n\};", source, flags=re.DOTALL)
         (numbers,) = re.findall(rf"using Tile{letter.upper()} = Tile<(.*)>;", source)
-        self.pitch, self.b, self.m, self.s, self.bytes = map(int, numbers.split(", "))
+        names = [word.split()[1] for word in template[0].split(", ")]
+        self.names = dict(zip(names, map(int, numbers.split(", ")), strict=True))
+        (constants,) = re.findall(r"static constexpr int (.*);", template[1])
+        for constant in constants.split(", "):
+            name, value = constant.split(" = ")
+            self.names[name] = eval(value, dict(self.names))
+        self.place, self.on = (self.function(template[1], name) for name in ("place", "on"))
 
-    def place(self, row: int, byte: int) -> int:
-        offset = row * self.pitch + byte
-        return offset ^ ((offset >> (self.m + self.s) & ((1 << self.b) - 1)) << self.m)
+    @property
+    def bytes(self) -> int:
+        return self.names["BYTES"]
 
-    def on(self, place: int, rows: int, byte: int) -> int:
-        by, flips = rows * self.pitch + byte, ((1 << self.b) - 1) << self.m
-        return (place ^ (by & flips)) + (by & ~flips)
+    def function(self, body: str, name: str) -> Callable[..., int]:
+        """A member function of u32, which is some `const u32 NAME = …;` and a `return …;`."""
+        (parts,) = re.findall(rf"static __device__ u32 {name}\((.*?)\) \{{\n(.*?)\n  \}}", body, flags=re.DOTALL)
+        arguments = parts[0].replace("u32 ", "")
+        lines = [line.strip().removesuffix(";").removeprefix("const u32 ").replace("1u", "1") for line in parts[1].splitlines()]
+        assert len(lines) == 2 and lines[1].startswith("return ")
+        space = dict(self.names)
+        exec(f"def {name}({arguments}):\n    {lines[0]}\n    {lines[1]}", space)
+        return space[name]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
