@@ -6,6 +6,9 @@ several launches' time, and the host bounds a small step of decoding.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 # The launcher behind CompiledKernel is internal to Triton; these versions take the arguments below.
 _DIRECT = triton.__version__.startswith("3.6.")
+_LINES = "TRITON_DISABLE_LINE_INFO"
 
 
 class Launch:
@@ -39,7 +43,8 @@ class Launch:
             stream = torch._C._cuda_getCurrentRawStream(raw.device)
             raw(grid, stream, *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
             return
-        compiled = self._kernel[grid](*arguments, **self._constants)
+        with without_lines():
+            compiled = self._kernel[grid](*arguments, **self._constants)
         if self._direct:
             self._remember(compiled)
 
@@ -75,6 +80,23 @@ class RawLaunch:
 
     def __call__(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:
         self._launch(*grid, 1, stream, *self._before, *arguments, *self._nones)
+
+
+@contextmanager
+def without_lines() -> Iterator[None]:
+    """Compile without line numbers, unless TRITON_DISABLE_LINE_INFO is set to anything.
+
+    ptxas allocates registers by them too: a forward pass lost a fifth of its speed when its source lines moved, the PTX being
+    the same but for those (docs/lab-notes/compiler.md).
+    """
+    if _LINES in os.environ:
+        yield
+        return
+    os.environ[_LINES] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LINES, None)
 
 
 def watched() -> bool:
