@@ -95,7 +95,8 @@ class Op(ABC):
     signature: str  # of arguments and results, as torch.library has it
 
     def __init__(self) -> None:
-        self.op = _define(self.name, self.signature, self.forward, self.fake, self._recorded)
+        refuses = type(self).differentiated is not Op.differentiated
+        self.op = _define(self.name, self.signature, self.forward, self.fake, self._recorded if refuses else None)
 
     @abstractmethod
     def forward(self, *flat: Any) -> Any:
@@ -106,8 +107,8 @@ class Op(ABC):
         """New tensors of the results' shapes and dtypes."""
 
     def differentiated(self, *flat: Any) -> Any:
-        """What a call on tensors that require gradients is: here one whose results require none."""
-        return _below_autograd(self.op, flat)
+        """What a call on tensors that require gradients does; without an override the op is none of autograd's."""
+        raise NotImplementedError
 
     def __call__(self, *flat: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -207,11 +208,12 @@ class DifferentiableOp(ABC):
         return self._second.apply(*flat) if recorded(*_tensors(flat)) else _below_autograd(self.backward_op, flat)
 
 
-def _define(name: str, signature: str, run: Any, fake: Any, recorded: Any) -> Any:
+def _define(name: str, signature: str, run: Any, fake: Any, recorded: Any | None) -> Any:
     _library.define(name + signature)
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
-    _library.impl(name, recorded, "Autograd")
+    if recorded is not None:
+        _library.impl(name, recorded, "Autograd")
     torch.library.register_fake(f"warploom::{name}", fake, lib=_library)
     return getattr(torch.ops.warploom, name).default
 

@@ -86,8 +86,8 @@ class RawLaunch:
 def without_lines() -> Iterator[None]:
     """Compile without line numbers, unless TRITON_DISABLE_LINE_INFO is set to anything.
 
-    ptxas allocates registers by them too: a forward pass lost a fifth of its speed when its source lines moved, the PTX being
-    the same but for those (docs/lab-notes/compiler.md).
+    ptxas allocates registers by them too: a forward pass took ten more when its source lines moved, the PTX being the same
+    but for those (docs/lab-notes/compiler.md).
     """
     if _LINES in os.environ:
         yield
