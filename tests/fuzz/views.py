@@ -165,13 +165,8 @@ def filling(size: int, dtype: torch.dtype, hostile: str) -> Tensor:
 
 
 def checksum(buffers: list[Tensor]) -> list[Tensor]:
-    """Copies of buffers, to compare with `unchanged` after a call."""
+    """Copies of buffers, to compare after a call."""
     return [b.clone() for b in buffers]
-
-
-def unchanged(buffers: list[Tensor], copies: list[Tensor]) -> list[bool]:
-    """Whether each buffer still holds the same bits."""
-    return [torch.equal(bits(a), bits(b)) for a, b in zip(buffers, copies, strict=True)]
 
 
 def bits(t: Tensor) -> Tensor:

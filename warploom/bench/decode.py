@@ -18,7 +18,6 @@ from warploom.bench.harness import Call, Case, Comparison, WrongResult
 SHAPES = ((1, 8192, 32, 8), (1, 65536, 32, 8), (16, 8192, 32, 8), (64, 4096, 32, 8), (8, 32768, 64, 8))
 HEAD_DIM, LAYERS = 128, 32
 FURTHEST = 1e-2
-Cache = KVCache | PagedKVCache
 
 
 def decode_cases(quick: bool) -> list[Case]:
