@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +15,10 @@ from warploom.linear.triton import BACKEND
 from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty hands out NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def seed() -> int:

@@ -6,7 +6,6 @@ import math
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,21 +20,17 @@ from warploom.attention import hopper
 from warploom.attention.hopper.plan import PACK_GQA
 
 MISSING = hopper.BACKEND.available()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_gpu_memory"),
+    pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}"),
+]
 
 HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")
 # Not here: dropout; pages and column masks of packed calls.
 DENSE = [name for name in CASES if "dropout" not in name]
 VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty hands out NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def seed() -> int:

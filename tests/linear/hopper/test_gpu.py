@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from warploom.runtime import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_gpu_memory"),
     pytest.mark.skipif(hopper.BACKEND.available() is not None, reason=f"needs the Hopper walks: {hopper.BACKEND.available()}"),
 ]
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,14 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "elu+1": {"scale": 0.3},
     "maps of two kinds": {"map_q": "relu"},
 }
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty hands out NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def case(kind: str, **shape: Any) -> Case:
