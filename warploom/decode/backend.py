@@ -10,11 +10,10 @@ class DecodeBackend(Backend):
     """One way to compute decode: ``forward(args)`` returns out (batch, T, heads_q, head_dim_v) and lse (batch, heads_q, T)."""
 
     def appends(self, device: str) -> bool:
-        """Whether ``append`` takes tensors on this type of device."""
-        return True
+        """Whether ``append`` takes tensors on this type of device; where no backend does, torch ops append."""
+        return False
 
     def append(self, args: AppendArgs) -> None:
-        """Write new keys and values into a cache, in place; here in torch ops."""
-        from warploom.decode.append import append
-
-        append(args)
+        """Write new keys and values into a cache, in place."""
+        refused = f"{self.name} appends no tokens"
+        raise NotImplementedError(refused)

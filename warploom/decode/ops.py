@@ -52,11 +52,11 @@ class AppendOp(Op):
         args = AppendArgs(*flat)
         if args.k.shape[0] == 0 or args.k.shape[1] == 0:
             return
-        device = args.k.device.type if args.k.numel() else "cpu"  # of heads or dims there may be none: nothing to launch
-        for backend in dispatch.implementations("decode"):
-            if isinstance(backend, DecodeBackend) and backend.appends(device) and backend.available() is None:
-                backend.append(args)
-                return
+        if args.k.numel():  # of heads or dims there may be none: nothing to launch
+            for backend in dispatch.implementations("decode"):
+                if isinstance(backend, DecodeBackend) and backend.appends(args.k.device.type) and backend.available() is None:
+                    backend.append(args)
+                    return
         append(args)
 
     def fake(self, *flat: Any) -> None:
