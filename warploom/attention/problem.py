@@ -133,6 +133,18 @@ def band_words(left: int | None, right: int | None) -> str:
     return f"window (left {'∞' if left is None else left}, right {'∞' if right is None else right})"
 
 
+def halves_refusal(problem: AttentionProblem, widest: int) -> str | None:
+    """Why kernels of 16-bit tensors and head dims up to ``widest``, compiled for CUDA devices, do not take a problem."""
+    if problem.device != "cuda":
+        return f"runs on CUDA tensors, not on {problem.device}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 or bfloat16, not {problem.dtype}"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not 8 <= dim <= widest or dim % 8:
+            return f"takes {name} from 8 to {widest} in steps of 8, not {dim}"
+    return None
+
+
 def check_columns(mask: ResolvedMask, batch: int, heads_q: int, heads_kv: int, seqlen_k: int, q: Tensor) -> None:
     """Shapes of the column vectors against the call."""
     for name in ("lts", "lte", "uts", "ute"):

@@ -13,7 +13,7 @@ import torch
 
 from warploom.attention.ampere.plan import ARCHS, config
 from warploom.attention.features import Features
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
 from warploom.runtime import dispatch, modules
 from warploom.runtime.backend import Backend
 
@@ -85,13 +85,9 @@ class Ampere(Backend):
         return _others()
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        if problem.device != "cuda":
-            return f"runs on CUDA tensors, not on {problem.device}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 or bfloat16, not {problem.dtype}"
-        for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if not 8 <= dim <= 128 or dim % 8:
-                return f"takes {name} from 8 to 128 in steps of 8, not {dim}"
+        refused = halves_refusal(problem, widest=128)
+        if refused is not None:
+            return refused
         if problem.layout != "dense":
             return "takes no packed sequences" if problem.layout == "varlen" else "takes no pages"
         if problem.columns:

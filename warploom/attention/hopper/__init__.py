@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from warploom.attention.features import Features
 from warploom.attention.hopper.plan import (
     LONG,
@@ -21,7 +19,7 @@ from warploom.attention.hopper.plan import (
     is_short,
     workspace,
 )
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
 from warploom.runtime import dispatch, modules
 from warploom.runtime.backend import Backend
 
@@ -105,13 +103,9 @@ class Hopper(Backend):
         return _examine()
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        if problem.device != "cuda":
-            return f"runs on CUDA tensors, not on {problem.device}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 or bfloat16, not {problem.dtype}"
-        for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if not 8 <= dim <= 256 or dim % 8:
-                return f"takes {name} from 8 to 256 in steps of 8, not {dim}"
+        refused = halves_refusal(problem, widest=256)
+        if refused is not None:
+            return refused
         if problem.layout == "paged":
             return "takes no pages"
         if problem.columns:
