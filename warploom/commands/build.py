@@ -131,7 +131,7 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
 
 
 def _progress(done: int, total: int, name: str) -> None:
-    bar = "#" * (30 * done // total)
+    bar = "#" * (30 * done // max(total, 1))
     print(f"\r[{bar:<30}] {done}/{total} {name:<70}", end="", file=sys.stderr, flush=True)
 
 
