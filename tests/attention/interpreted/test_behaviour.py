@@ -10,7 +10,8 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention.triton import bounds, bounds_kernel
+from warploom.attention import bounds
+from warploom.kernels.triton import bounds as bounds_kernel
 
 NAN = float("nan")
 HALF = torch.float16  # the interpreter multiplies bfloat16 as integers

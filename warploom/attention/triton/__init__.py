@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.triton.bounds import BLOCK, prepared_bounds
+from warploom.attention.bounds import BLOCK, prepared_bounds
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:

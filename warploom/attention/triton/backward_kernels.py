@@ -15,8 +15,6 @@ import triton.language as tl
 from warploom.attention.triton.device import (
     EDGE,
     OUT_UNIT,
-    Band,
-    Columns,
     Dropout,
     Extrema,
     Heads,
@@ -28,21 +26,19 @@ from warploom.attention.triton.device import (
     block_extrema,
     kept,
     live_columns,
-    load_columns,
     load_keys,
     load_rows,
-    normalised,
     packed_query_tile,
     readable_columns,
     score_factor,
     scores,
-    shifted,
     store_rows,
     tile_visible,
     used_keys,
     visible,
 )
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
+from warploom.kernels.triton.columns import Band, Columns, load_columns, normalised, shifted
 from warploom.kernels.triton.numerics import LOG2E, clamp, dot
 from warploom.kernels.triton.packed import find_tile, span
 

@@ -14,8 +14,6 @@ from warploom.attention.triton.device import (
     FULL,
     OUT_UNIT,
     PARTIAL,
-    Band,
-    Columns,
     Dropout,
     Heads,
     Mask,
@@ -33,6 +31,7 @@ from warploom.attention.triton.device import (
     tile_visible,
 )
 from warploom.attention.triton.walk import attend
+from warploom.kernels.triton.columns import Band, Columns
 from warploom.kernels.triton.numerics import LN2, LOG2E, dot
 from warploom.kernels.triton.softmax import add_sink, divisor, finite, log_sum
 

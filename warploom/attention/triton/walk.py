@@ -11,19 +11,17 @@ import triton
 import triton.language as tl
 
 from warploom.attention.triton.device import (
-    BOUND_BLOCK,
     EDGE,
     FULL,
     PARTIAL,
-    Columns,
     Keys,
     Pages,
     Tile,
     band_columns,
     classify,
     live_columns,
-    shifted,
 )
+from warploom.kernels.triton.columns import BOUND_BLOCK, Columns, shifted
 from warploom.kernels.triton.numerics import clamp
 
 MIXED = tl.constexpr(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.attention.triton.device import BOUND_BLOCK, Band, Columns, load_columns, normalised, shifted
+from warploom.kernels.triton.columns import BOUND_BLOCK, Band, Columns, load_columns, normalised, shifted
 
 
 @triton.jit(do_not_specialize=["lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "blocks", "seqlen_q", "seqlen_k", "left", "right"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime.device import on_device
 
-# Columns of a block; device.py's BOUND_BLOCK.
+# Columns of a block; kernels/triton/columns.py's BOUND_BLOCK.
 BLOCK = 64
 
 # Masks whose bounds are kept: a model alternates between a few (full and windowed layers, micro-batches).
@@ -72,7 +72,7 @@ def _column_bounds(
     right: int | None,
     seqlen_q: int,
 ) -> Tensor:
-    from warploom.attention.triton.bounds_kernel import bounds_kernel
+    from warploom.kernels.triton.bounds import bounds_kernel
 
     vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
     some = next(t for t in vectors if t is not None)
