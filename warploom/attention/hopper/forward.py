@@ -106,9 +106,9 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         if warp == LOADER:
             with cute.arch.elect_one():
                 init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
-                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
-                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
                 makers = 2 if const_expr(self.config.columns) else 0
+                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers + makers))
                 readers = WARP * (consumers + 1 + makers)  # lanes
                 init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
                 if const_expr(self.config.columns):

@@ -166,11 +166,13 @@ class ColumnProducer(Producer):
     def make_masks(self, part, k_shape, lse_shape, shared, columns, left, right):
         """The bits of every partial tile, half of its rows by each ``part``; values that no row sees become zeros.
 
-        P is zero there, but zero times a NaN is not.
+        P is zero there, but zero times a NaN is not. V's ring waits for these warps too, which therefore know its phases; they
+        let a tile of V go when they have made the next mask, so that masks are early.
         """
         _, heads, seqlen_q = lse_shape
         mask_stage, mask_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(0)
+        old_stage, old_phase, begun = Int32(0), Int32(0), Int32(0)  # of the tile of V before
         stage, phase = Int32(0), Int32(0)
         m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
         while head >= 0:
@@ -196,6 +198,11 @@ class ColumnProducer(Producer):
                     cute.arch.mbarrier_arrive(shared.mask_full + mask_stage)
                     mask_stage, mask_phase = advance(mask_stage, mask_phase, MASK_STAGES)
                 v_stage, v_phase = advance(v_stage, v_phase, self.stages)
+                if begun != 0:
+                    cute.arch.mbarrier_wait(shared.v_full + old_stage, old_phase)
+                    release(shared.v_empty + old_stage)
+                    old_stage, old_phase = advance(old_stage, old_phase, self.stages)
+                begun = Int32(1)
             stage, phase = advance(stage, phase, self.tile_stages)
             m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
 
