@@ -76,6 +76,7 @@ class Call(Fields):
     section: Any
     left: Any
     right: Any
+    columns: Any  # of the mask, or None
 
 
 class Work(Fields):
@@ -97,7 +98,7 @@ class Work(Fields):
     first_tile: Any
     rising: Any  # 1 if it walks its query tiles from the first one on
     slot: Any  # of a block whose steps are shared out
-    bounds: Any  # its query tiles: first, whole_first, whole_end, end
+    bounds: Any  # its query tiles: first, whole_first, whole_end, end; of a column mask steps: 0, 1 if keys may be dead, 0, how many
     whole: Any  # keys of the sequence, and how many of them no query sees, where the block is described
     hidden: Any
     turn: Any  # how many blocks came before on this processor,
@@ -213,7 +214,9 @@ class BackwardBase:
             k_start, seqlen_k, shift, hidden = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
         group_size = q_shape[2] // heads_kv
         lengths = (q_start, k_start, seqlen_q, seqlen_k, shift, tile)
-        query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
+        query_tiles: tuple[Any, ...] = (Int32(0),) * 4
+        if not self.config.columns:
+            query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
         work = self.work(given, group_size, n_block, head, batch, lengths, query_tiles, rising)
         return work.but(whole=whole, hidden=hidden)
 
@@ -303,7 +306,7 @@ class BackwardBase:
     def steps_of(self, work):
         """How many steps a block, or its piece, has."""
         first, _, _, end = work.bounds
-        if const_expr(self.config.stream_k):
+        if const_expr(self.config.stream_k or self.config.columns):
             return end - first
         return work.group_size * (end - first)
 

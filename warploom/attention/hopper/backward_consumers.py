@@ -22,9 +22,9 @@ from warploom.attention.hopper.backward_base import (
     DQ_ODD,
     DQ_THREADS,
     WARPGROUPS,
-    BackwardBase,
     Operands,
 )
+from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.epilogue import quad_words, store_words
@@ -55,12 +55,15 @@ class StepOperands(Operands):
     acc_dk: Any
     acc_dv: Any
     hidden: Any  # what is added to a row's lse, without a band
+    columns: Any  # of a column mask: this thread's number of each of its keys,
+    mask_row: Any  # where in the vectors that stands,
+    hidden_bits: Any  # and which elements of a tile its keys hide
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
 
 
-class Consumers(BackwardBase):
+class Consumers(ColumnWalk):
     """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
 
     # A block
@@ -95,6 +98,9 @@ class Consumers(BackwardBase):
         shared = work.shared
         r = r.but(past=work.base + self.steps_of(work))
         self.set_limits(r, work, left, right)
+        if const_expr(self.config.columns):
+            r.mask_row[0] = Int32(-1)
+            self.take_columns(r, work, work.head * work.group_size)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
         if const_expr(self.config.persistent):
@@ -103,6 +109,9 @@ class Consumers(BackwardBase):
             if self.steps_of(work) == 0:
                 release(shared.v_empty)
                 release(shared.k_empty)
+        if const_expr(self.config.columns):  # noqa: SIM102
+            if work.bounds[1] == 1 and self.steps_of(work) > 0:
+                self.clear_dead(r, work)
         self.steps(r, work)
         if const_expr(self.config.stream_k):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
@@ -123,7 +132,7 @@ class Consumers(BackwardBase):
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
-        if const_expr(self.abreast):
+        if const_expr(self.abreast and not config.columns):
             lengths = [(upper - lower, masked) for lower, upper, masked in reversed(parts)]
             if const_expr(self.both_ways):
                 begins, ends = whole_first - first, end - whole_end
@@ -144,6 +153,9 @@ class Consumers(BackwardBase):
                     if member == work.group_size:
                         member = Int32(0)
                         m += onward
+        elif const_expr(config.columns):
+            for step in cutlass.range(work.base, r.past, unroll=1):
+                self.step(r, work, step, True)
         elif const_expr(config.stream_k):
             begin = work.base - first
             for lower, upper, masked in parts:
@@ -303,6 +315,9 @@ class Consumers(BackwardBase):
             rows_dp=accumulator_rows(acc_dp, tile_m),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
+            columns=cute.make_rmem_tensor(2, Int32) if config.columns else None,
+            mask_row=cute.make_rmem_tensor(1, Int32) if config.columns else None,
+            hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
@@ -317,7 +332,8 @@ class Consumers(BackwardBase):
     def step(self, r, m, j, masked):
         """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
 
-        Row statistics are asked for before the wait for S, under which their latency hides.
+        Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask ``m`` is the
+        block's work, and the step's words tell its tile and whether it is masked.
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
@@ -333,7 +349,17 @@ class Consumers(BackwardBase):
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
+        tile = None
+        if const_expr(config.columns):
+            work = m
+            m, tested, head = self.announced(work, stage)
+            tile = (work.batch * work.heads_q + head) * work.m_blocks + m
+            if tested == 1:
+                self.find_hidden(r, work, m, head)
         warpgroup.wait_group(1)
+        if const_expr(config.columns):  # noqa: SIM102
+            if tested == 1:
+                self.hide(r)
         if const_expr(config.softcap):  # whose slopes leave no registers for more
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
@@ -363,7 +389,7 @@ class Consumers(BackwardBase):
         release(shared.do_empty + stage)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.k_empty)
-        self.hand_over(r, j)
+        self.hand_over(r, j, tile=tile)
         warpgroup.wait_group(0)
         release(shared.q_empty + stage)
 
@@ -396,7 +422,7 @@ class Consumers(BackwardBase):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
         config = self.config
         for i in cutlass.range_constexpr(2):
-            if const_expr(masked and not config.stream_k):
+            if const_expr(masked and not (config.stream_k or config.columns)):
                 first = r.limits[i, 0] - m * self.tile_m
                 for c in cutlass.range_constexpr(self.tile_m // 4):
                     r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
@@ -451,14 +477,16 @@ class Consumers(BackwardBase):
             store_matrices(target + i * (16 * 64), four, transposed=True)
 
     @cute.jit
-    def hand_over(self, r, j=0, parts=1):
-        """dQ to the writer warp, in accumulator order, as much at a time as its buffer holds."""
+    def hand_over(self, r, j=0, parts=1, tile=None):
+        """dQ to the writer warp, in accumulator order, as much at a time as its buffer holds; and its ``tile``, if given."""
         full = BackwardBarrier.DQ_FULL + r.group
         if const_expr(self.config.deterministic):
             full += (j & 1) * DQ_ODD
         count = cute.size(r.acc_dq) // (4 * parts)
         for part in cutlass.range_constexpr(parts):
             wait(BackwardBarrier.DQ_EMPTY, DQ_THREADS, r.group)
+            if const_expr(tile is not None):
+                self.name_tile(r.shared.words, self.tile_word(r.group), tile)
             for i in cutlass.range_constexpr(count):
                 four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))
                 cute.autovec_copy(four, cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 
@@ -24,6 +24,12 @@ def rows(modes: int, last: Any = 1, align: int = 4) -> Any:
     shape = tuple(cute.sym_int() for _ in range(modes))
     stride = (*(cute.sym_int64() for _ in range(modes - 1)), last)
     return make_fake_tensor(Float32, shape, stride=stride, assumed_align=align)
+
+
+def numbers() -> Any:
+    """An int32 for each column of a mask, (batch|1, heads|1, seqlen_k), contiguous."""
+    shape = tuple(cute.sym_int() for _ in range(3))
+    return make_fake_tensor(Int32, shape, stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
 
 
 def vector(dtype: Any, present: bool = True) -> Any:

@@ -23,6 +23,13 @@ def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def shifted(x: Int32, by: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """``x`` shifted to the left by so many bits, 0 from 32 on, which LLVM leaves open."""
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (x, by)]
+    return Int32(assembly(T.i32(), values, "shl.b32 $0, $1, $2;", "=r,r,r"))
+
+
+@dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """1 / x on the special function unit, to one unit in the last place."""
     return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
