@@ -26,7 +26,6 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.attention.hopper.backward_base import (
     LOADER,
     PACKED_WORDS,
-    PRODUCER_REGISTERS,
     SCHEDULER,
     WARPGROUPS,
     WRITERS,
@@ -354,7 +353,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
     def play_blocks(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in a persistent block."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == LOADER:
                 self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
@@ -373,7 +372,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         """A warp's role in a block that works on one key block."""
         work = self.describe(given, cute.arch.block_idx()[0])
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == LOADER:
                 self.load(work, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):

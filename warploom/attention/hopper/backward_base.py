@@ -26,6 +26,7 @@ from warploom.kernels.cute.tiles import placed
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+WALKING_REGISTERS = 232, 40  # where the producer's warps look for tiles of a column mask
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
@@ -154,6 +155,9 @@ class BackwardBase:
         # P is computed times 2^lift: it passes as fp16, which has eleven bits between 2^-14 and 2^16. It may exceed 1 where
         # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
+        self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
+        if config.columns:
+            self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
     def init_both(self, shared: Any, releases: int) -> None:

@@ -162,9 +162,8 @@ class ColumnWalk(BackwardBase):
         return [cute.arch.shuffle_sync(r.columns[i], quad + n) for n in range(4)]
 
     @cute.jit
-    def find_hidden(self, r, work, m, head):
+    def find_hidden(self, r, m):
         """Bits of this thread's elements of a query tile that its keys hide, or the band."""
-        self.take_columns(r, work, head)
         for i in cutlass.range_constexpr(2):
             row = m * self.tile_m + r.column
             lts, lte, uts, ute = self.interval(r, i)

@@ -18,7 +18,6 @@ from cutlass.cute.nvgpu import warpgroup
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import (
     BOTH,
-    CONSUMER_REGISTERS,
     DQ_ODD,
     DQ_THREADS,
     WARPGROUPS,
@@ -71,7 +70,7 @@ class Consumers(ColumnWalk):
     @cute.jit
     def compute(self, work, dk, dv, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(self.consumer_registers)
         r = self.operands(work, products, scale, softcap)
         self.begin_ping_pong(r.group)
         self.compute_block(r, work, dk, dv, scale, left, right)
@@ -79,7 +78,7 @@ class Consumers(ColumnWalk):
     @cute.jit
     def compute_blocks(self, given, dk, dv, products, scale, softcap):
         """A consumer warpgroup's part of every block."""
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(self.consumer_registers)
         r = self.operands(given, products, scale, softcap)
         self.begin_ping_pong(r.group)
         turn, base = Int32(0), Int32(0)
@@ -155,7 +154,7 @@ class Consumers(ColumnWalk):
                         m += onward
         elif const_expr(config.columns):
             for step in cutlass.range(work.base, r.past, unroll=1):
-                self.step(r, work, step, True)
+                self.masked_step(r, work, step)
         elif const_expr(config.stream_k):
             begin = work.base - first
             for lower, upper, masked in parts:
@@ -329,15 +328,32 @@ class Consumers(ColumnWalk):
     # A step
 
     @cute.jit
-    def step(self, r, m, j, masked):
+    def masked_step(self, r, work, j):
+        """A query tile under a column mask, as the loader announced it.
+
+        Elements are tested in a step of its own: a branch while products are under way would make ptxas wait for each.
+        """
+        stage, phase = schedule.ring(j, self.stages)
+        cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
+        m, tested, head = self.announced(work, stage)
+        tile = (work.batch * work.heads_q + head) * work.m_blocks + m
+        if tested == 1:
+            self.take_columns(r, work, head)
+            self.step(r, m, j, True, tile)
+        else:
+            self.step(r, m, j, False, tile)
+
+    @cute.jit
+    def step(self, r, m, j, masked, tile=None):
         """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
 
-        Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask ``m`` is the
-        block's work, and the step's words tell its tile and whether it is masked.
+        Row statistics are asked for before the wait for S, under which their latency hides. ``tile``, the number of the query
+        tile, goes to the writer warp under a column mask.
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
-        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(not config.columns):
+            cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
         if const_expr(self.ping_pong):
@@ -349,17 +365,11 @@ class Consumers(ColumnWalk):
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
-        tile = None
-        if const_expr(config.columns):
-            work = m
-            m, tested, head = self.announced(work, stage)
-            tile = (work.batch * work.heads_q + head) * work.m_blocks + m
-            if tested == 1:
-                self.find_hidden(r, work, m, head)
+        if const_expr(config.columns and masked):
+            self.find_hidden(r, m)
         warpgroup.wait_group(1)
-        if const_expr(config.columns):  # noqa: SIM102
-            if tested == 1:
-                self.hide(r)
+        if const_expr(config.columns and masked):
+            self.hide(r)
         if const_expr(config.softcap):  # whose slopes leave no registers for more
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
