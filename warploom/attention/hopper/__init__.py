@@ -17,6 +17,7 @@ from warploom.attention.hopper.plan import (
     config,
     config_for,
     is_short,
+    takes_columns,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
@@ -44,7 +45,10 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     short = False
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
-    return _module_refusal(short, True, *Features.of(problem, dlse))
+    features = Features.of(problem, dlse)
+    if features.columns and not takes_columns(features):
+        return "has no kernel for this column mask"
+    return _module_refusal(short, True, *features)
 
 
 def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
@@ -79,6 +83,8 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
     features, short = described(args, dlse)
+    if features.columns and not takes_columns(features):
+        return False
     return _module_refusal(short, True, *features) is None
 
 

@@ -21,8 +21,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, BackwardBase
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.instructions import hidden, shifted
 from warploom.kernels.cute.row_tiles import (
     FAR,
+    elements_before,
     extrema_of,
     hidden_elements,
     hides_all,
@@ -33,9 +35,9 @@ from warploom.kernels.cute.row_tiles import (
     sees_none,
 )
 
-# Behind the words of a block those of the steps in the ring of Q, (query tile, 1 if elements are tested; head), and of each
-# warpgroup's dQ the number of its tile.
-STEP_WORDS = 2
+# Behind the words of a block those of the steps in the ring of Q, (query tile and 1 if elements are tested; head; the tile's number
+# in the workspaces), and of each warpgroup's dQ the number of its tile.
+STEP_WORDS = 3
 STEPS_AT = PACKED_WORDS
 
 
@@ -101,27 +103,34 @@ class ColumnWalk(BackwardBase):
         return STEPS_AT + STEP_WORDS * self.stages + group
 
     @cute.jit
-    def announce(self, work, stage, m, tested, head, size):
+    def announce(self, work, stage, m, tested, head, tile, size):
         """As ``expect`` for a stage of Q, which will hold this step."""
         words = work.shared.words
         with cute.arch.elect_one():
             words[self.step_word(stage)] = 2 * m + tested
             words[self.step_word(stage) + 1] = head
+            words[self.step_word(stage) + 2] = tile
             cute.arch.mbarrier_arrive_and_expect_tx(work.shared.q_full + stage, size)
 
     def announced(self, work: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Query tile, whether elements are tested (1 or 0), and head of the step in a stage."""
         words = work.shared.words
-        word, head = (cute.arch.make_warp_uniform(words[self.step_word(stage) + i]) for i in range(STEP_WORDS))
+        word, head = (cute.arch.make_warp_uniform(words[self.step_word(stage) + i]) for i in range(2))
         return word >> 1, word & 1, head
 
     @cute.jit
-    def name_tile(self, words, at, tile):
-        """Leave the number of a tile of dQ to the warp that writes it."""
+    def name_tile(self, words, stage, group):
+        """Leave the number of a step's tile to the warp that writes the warpgroup's dQ."""
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            words[at] = tile
+            words[self.tile_word(group)] = words[self.step_word(stage) + 2]
 
     # What a consumer warpgroup hides
+
+    @cute.jit
+    def begin_columns(self, r, work):
+        """A thread's numbers of a block's first query head."""
+        r.mask_row[0] = Int32(-1)
+        self.take_columns(r, work, work.head * work.group_size)
 
     @cute.jit
     def take_columns(self, r, work, head):
@@ -162,16 +171,20 @@ class ColumnWalk(BackwardBase):
         return [cute.arch.shuffle_sync(r.columns[i], quad + n) for n in range(4)]
 
     @cute.jit
-    def find_hidden(self, r, m):
-        """Bits of this thread's elements of a query tile that its keys hide, or the band."""
+    def find_hidden(self, r, work, m):
+        """Bits of this thread's elements of a query tile that its keys hide, or the band.
+
+        Nothing of it is to stay in registers from step to step.
+        """
+        diagonal = hidden(work.n_block) * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
         for i in cutlass.range_constexpr(2):
             row = m * self.tile_m + r.column
             lts, lte, uts, ute = self.interval(r, i)
             bits = hidden_elements(lts - row, lte - row, self.tile_m) | hidden_elements(uts - row, ute - row, self.tile_m)
             if const_expr(self.config.right):
-                bits |= hidden_elements(-row, r.limits[i, 0] - m * self.tile_m, self.tile_m)
+                bits |= ~shifted(-1, elements_before(diagonal + 8 * i - work.given.right, self.tile_m))
             if const_expr(self.config.left):
-                bits |= hidden_elements(r.limits[i, 1] - m * self.tile_m, Int32(FAR), self.tile_m)
+                bits |= shifted(-1, elements_before(diagonal + 8 * i + work.given.left + 1, self.tile_m))
             r.hidden_bits[i] = bits
 
     @cute.jit

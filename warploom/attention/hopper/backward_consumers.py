@@ -96,10 +96,10 @@ class Consumers(ColumnWalk):
         """All steps of a block, and its dK and dV."""
         shared = work.shared
         r = r.but(past=work.base + self.steps_of(work))
-        self.set_limits(r, work, left, right)
         if const_expr(self.config.columns):
-            r.mask_row[0] = Int32(-1)
-            self.take_columns(r, work, work.head * work.group_size)
+            self.begin_columns(r, work)
+        else:
+            self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
         if const_expr(self.config.persistent):
@@ -336,19 +336,18 @@ class Consumers(ColumnWalk):
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
         m, tested, head = self.announced(work, stage)
-        tile = (work.batch * work.heads_q + head) * work.m_blocks + m
         if tested == 1:
             self.take_columns(r, work, head)
-            self.step(r, m, j, True, tile)
+            self.step(r, m, j, True, work)
         else:
-            self.step(r, m, j, False, tile)
+            self.step(r, m, j, False, work)
 
     @cute.jit
-    def step(self, r, m, j, masked, tile=None):
+    def step(self, r, m, j, masked, work=None):
         """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
 
-        Row statistics are asked for before the wait for S, under which their latency hides. ``tile``, the number of the query
-        tile, goes to the writer warp under a column mask.
+        Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask the first wait
+        is over, and ``work`` is the block's.
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
@@ -366,7 +365,7 @@ class Consumers(ColumnWalk):
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
         if const_expr(config.columns and masked):
-            self.find_hidden(r, m)
+            self.find_hidden(r, work, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)
@@ -399,7 +398,7 @@ class Consumers(ColumnWalk):
         release(shared.do_empty + stage)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.k_empty)
-        self.hand_over(r, j, tile=tile)
+        self.hand_over(r, j)
         warpgroup.wait_group(0)
         release(shared.q_empty + stage)
 
@@ -487,16 +486,16 @@ class Consumers(ColumnWalk):
             store_matrices(target + i * (16 * 64), four, transposed=True)
 
     @cute.jit
-    def hand_over(self, r, j=0, parts=1, tile=None):
-        """dQ to the writer warp, in accumulator order, as much at a time as its buffer holds; and its ``tile``, if given."""
+    def hand_over(self, r, j=0, parts=1):
+        """dQ to the writer warp, in accumulator order, as much at a time as its buffer holds."""
         full = BackwardBarrier.DQ_FULL + r.group
         if const_expr(self.config.deterministic):
             full += (j & 1) * DQ_ODD
         count = cute.size(r.acc_dq) // (4 * parts)
         for part in cutlass.range_constexpr(parts):
             wait(BackwardBarrier.DQ_EMPTY, DQ_THREADS, r.group)
-            if const_expr(tile is not None):
-                self.name_tile(r.shared.words, self.tile_word(r.group), tile)
+            if const_expr(self.config.columns):
+                self.name_tile(r.shared.words, schedule.ring(j, self.stages)[0], r.group)
             for i in cutlass.range_constexpr(count):
                 four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))
                 cute.autovec_copy(four, cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4)))

@@ -183,7 +183,7 @@ class Producer(ColumnWalk):
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             if const_expr(config.columns):
-                self.announce(work, stage, m, (tested >> lowest) & 1, head, 2 * self.tile_m * config.head_dim + stats_bytes)
+                self.announce(work, stage, m, (tested >> lowest) & 1, head, tile, 2 * self.tile_m * config.head_dim + stats_bytes)
             else:
                 expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)

@@ -159,6 +159,13 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
     return seqlen_q <= (SHORT_GROUPED if grouped else SHORT)
 
 
+def takes_columns(features: Features) -> bool:
+    """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
+    small = features.head_dim <= 128 and features.head_dim_v <= 128
+    capped = features.softcap and max(features.head_dim, features.head_dim_v) > 96
+    return small and not (capped or features.varlen or features.used or features.deterministic)
+
+
 @cache
 def backward_config(features: Features, short: bool, waves: bool = False) -> BackwardConfig:
     """The variant for a call's features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
