@@ -5,6 +5,7 @@ And the arithmetic of its walk and of its bits, in the kernel's own text, agains
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -115,3 +116,79 @@ def test_a_mask_that_hides_all(built: Built) -> None:
 def test_resources(name: str, built: Built) -> None:
     _, facts, _ = built[name]
     assert facts["stack"] == 0, "registers spill"
+
+
+# The arithmetic, in the kernel's text
+
+ROW_TILES = "kernels/cute/row_tiles.py"
+
+
+def shifted(x: int, by: int) -> int:
+    """As PTX shifts 32 bits: to 0 from 32 on."""
+    return x << by & (1 << 32) - 1 if by < 32 else 0
+
+
+@pytest.mark.parametrize("rows", [64, 80, 128])
+def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
+    """A thread has rows 0, 1, 8, 9, 16, … of a tile, from its first."""
+    before = plain(ROW_TILES, "elements_before")
+    hidden = plain(ROW_TILES, "hidden_elements", shifted=shifted, elements_before=before)
+    own = [8 * (c // 2) + c % 2 for c in range(rows // 4)]
+    for start in range(-9, rows + 9):
+        for stop in [start - 5, *range(start, rows + 9), 1 << 30]:
+            expected = sum(1 << c for c, row in enumerate(own) if start <= row < stop)
+            assert hidden(start, stop, rows) & (1 << len(own)) - 1 == expected, (start, stop)
+
+
+def test_walk_classifies_as_tiles_do() -> None:
+    """Hidden, partial and full tiles, the rows that some column may show, and where keys that nobody sees may be."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    hides_all, hides_some, may_hold_dead = (plain(ROW_TILES, name) for name in ("hides_all", "hides_some", "may_hold_dead"))
+    seen_rows = plain(ROW_TILES, "seen_rows", choose=choose)
+    generator = torch.Generator().manual_seed(seed)
+    for causal in (False, True):
+        mask = drawn(3, 400, 1100, causal, generator).resolve(400, 1100)._replace(right=None)
+        bounds = tiles.column_bounds(mask, 400, 1100, 128)
+        edges = tiles.block_edges(1100, 128)
+        dead = ~masks_dense(mask, 400, 1100).any(2)
+        for tile_m in (64, 80):
+            for m in range(0, 400, tile_m):
+                stop = min(m + tile_m, 400)
+                classes = tiles.classify_row_block(bounds, edges, m, stop, None, None, 400, 1100)[0]
+                for head in range(3):
+                    for n, extrema in enumerate(bounds[0, head].tolist()):
+                        hidden = hides_all(extrema, m, stop)
+                        assert hidden == (classes[head, n] == tiles.HIDDEN)
+                        assert hidden or hides_some(extrema, m, stop) == (classes[head, n] == tiles.PARTIAL)
+                        first, end = seen_rows(extrema, 400)
+                        assert hidden or (m // tile_m >= first // tile_m and m < end)
+                        if dead[0, head, n * 128 : n * 128 + 128].any():
+                            assert may_hold_dead(extrema, 400)
+
+
+def masks_dense(mask: Any, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """What is visible, by definition: bool (batch|1, heads|1, seqlen_q, seqlen_k)."""
+    row = torch.arange(seqlen_q)[:, None]
+    lts, lte, uts, ute = (t[:, :, None] for t in mask.vectors)
+    return ~((lts <= row) & (row < lte)) & ~((uts <= row) & (row < ute))
+
+
+def test_keys_that_no_query_sees() -> None:
+    """By their four numbers and the rows that the band leaves them."""
+    sees_none = plain(ROW_TILES, "sees_none", choose=choose)
+    ends = [-2, 0, 3, 5, 9, 12]
+    for first, end in ((0, 9), (3, 7), (5, 5), (8, 2)):
+        for lts in ends:
+            for lte in ends:
+                for uts in ends:
+                    for ute in ends:
+                        shown = [row for row in range(first, end) if not (lts <= row < lte or uts <= row < ute)]
+                        assert sees_none(first, end, lts, lte, uts, ute) == (not shown)
+
+
+def test_extrema_of_every_block_that_a_tile_touches() -> None:
+    blocks_of = plain(ROW_TILES, "blocks_of", gcd=math.gcd, BOUND_BLOCK=64)
+    for keys in (64, 80, 96, 112, 128):
+        touched = max((n * keys + keys - 1) // 64 - n * keys // 64 + 1 for n in range(64))
+        assert blocks_of(keys) == touched
