@@ -33,7 +33,9 @@ COLUMNS = {
     "head_dim 128, causal": backward_config(Features(BF16, 128, 128, columns=True, right=True), short=False),
     "head_dim 64, causal": backward_config(Features(FP16, 64, 64, columns=True, right=True), short=False),
     "head_dim 96, window": backward_config(Features(FP16, 96, 96, columns=True, right=True, left=True), short=False),
-    "head_dim 64, causal, softcap": backward_config(Features(BF16, 64, 64, columns=True, right=True, softcap=True), short=False),
+    "head_dim 64, causal, softcap": backward_config(
+        Features(BF16, 64, 64, columns=True, right=True, softcap=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 330, 420, 150
 

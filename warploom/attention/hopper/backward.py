@@ -123,7 +123,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             views = [ragged(t) for t in views]
         self.launch(
             views, (dk, dv, sums, partial, stats, counters), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
-            (lts, lte, uts, ute, bounds, present), (scale, softcap, left, right, section), heads_q, (blocks, split, each), stream,
+            (lts, lte, uts, ute, bounds, present), (scale, softcap, left, right, section), heads_q, (blocks, split, each),
+            stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
         unseen = None

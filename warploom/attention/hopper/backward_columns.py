@@ -1,9 +1,9 @@
 """Column masks in the backward: which query tiles a block walks, what of them it hides, and keys that nobody sees.
 
-The scheduler's warp counts a block's steps and the loader's finds them: both look at 32 query tiles at a time, a lane at each, and
-compare its rows with the extrema of the block's columns. The loader leaves word of every step in shared memory: its query tile,
-whether elements of it are to be tested, and its head. A consumer warpgroup passes the tile's number on to its writer warp. So one
-warp alone decides what comes next. There is no list of tiles anywhere, and no bound on the number of runs.
+The scheduler's warp counts a block's steps and the loader's finds them: both look at 32 query tiles at a time, a lane at each,
+and compare its rows with the extrema of the block's columns. The loader leaves word of every step in shared memory: its query
+tile, whether elements of it are to be tested, its head and its number. A consumer warpgroup passes that number on to its writer
+warp. So one warp alone decides what comes next, and there is no list of tiles anywhere.
 
 A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers.
 
@@ -35,8 +35,8 @@ from warploom.kernels.cute.row_tiles import (
     sees_none,
 )
 
-# Behind the words of a block those of the steps in the ring of Q, (query tile and 1 if elements are tested; head; the tile's number
-# in the workspaces), and of each warpgroup's dQ the number of its tile.
+# Behind the words of a block those of the steps in the ring of Q (query tile, and 1 if elements are tested; head; the tile's
+# number in the workspaces), and of each warpgroup's dQ the number of its tile.
 STEP_WORDS = 3
 STEPS_AT = PACKED_WORDS
 

@@ -162,7 +162,7 @@ class Producer(ColumnWalk):
             if steps > 0:  # else nobody waits for what would still be on its way when the block ends
                 expect(shared.k_full, 2 * self.tile_n * config.head_dim)
                 load_tile(keys, None, 0, shared.k_full)
-        stats_bytes = 8 * self.tile_m
+        queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
             member, following, first, seen, tested = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
         for j in cutlass.range(steps, unroll=1):
@@ -183,9 +183,9 @@ class Producer(ColumnWalk):
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             if const_expr(config.columns):
-                self.announce(work, stage, m, (tested >> lowest) & 1, head, tile, 2 * self.tile_m * config.head_dim + stats_bytes)
+                self.announce(work, stage, m, (tested >> lowest) & 1, head, tile, queries_bytes + stats_bytes)
             else:
-                expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+                expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)
             with cute.arch.elect_one():
                 source = stats.iterator + Int64(tile) * (2 * self.tile_m)

@@ -1,7 +1,7 @@
 """Which query tiles keys see under a column mask, and which rows of them: for kernels whose blocks own keys.
 
-Column j hides query rows [lts, lte) and [uts, ute). ``extrema`` of a block of columns are the least and greatest lts, lte, uts and
-ute of its columns, in that order, as `warploom.masks.tiles` has them; empty intervals are normalised there.
+Column j hides query rows [lts, lte) and [uts, ute). ``extrema`` of a block of columns are the least and greatest lts, lte, uts
+and ute of its columns, in that order, as `warploom.masks.tiles` has them; empty intervals are normalised there.
 
 Imports the CuTe DSL.
 """
@@ -44,7 +44,7 @@ def mask_row(batch: Any, head: Any, heads: Any, tensor: Any) -> Any:
 
 @cute.jit
 def extrema_of(bounds, row, key, past, keys):
-    """Extrema of columns [key, past), which are no more than ``keys``, in a row of ``bounds``: of all blocks that they touch."""
+    """Of columns [key, past), no more than ``keys``, in a row of ``bounds``: of all blocks that they touch."""
     count = bounds.shape[2]
     first = cutlass.min(key // BOUND_BLOCK, count - 1)
     last = cutlass.min((past - 1) // BOUND_BLOCK, count - 1)
@@ -108,7 +108,7 @@ def sees_none(first, end, lts, lte, uts, ute):
 
 @cute.jit
 def elements_before(row, rows):
-    """How many of a thread's elements of a tile of so many rows stand before ``row``, counted from its first: 0, 1, 8, 9, 16, …"""
+    """How many of a thread's elements, in rows 0, 1, 8, 9, 16, … of a tile's ``rows``, stand before ``row``."""
     row = cutlass.min(cutlass.max(row, 0), rows)
     return (row >> 3) * 2 + cutlass.min(row & 7, 2)
 
