@@ -163,7 +163,7 @@ def _every_query_sees(args: AttentionArgs) -> bool:
 
 
 def _where_seeing(t: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """``t`` ([batch,] tokens, heads, ·) with zeros for NaN and infinities in rows that see nothing, which tiles multiply by zeros.
+    """``t`` ([batch,] tokens, heads, ·), in rows that see nothing zeros for NaN and infinities, which tiles multiply by zeros.
 
     Beside a sink the lse of such a row is the sink, and so is that of one whose keys weigh nothing.
     """
