@@ -80,3 +80,33 @@ def flash_attention_4(
         return out[0] if isinstance(out, tuple) else out
 
     return attend
+
+
+def cudnn_flex_plan(intervals: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool = True) -> Any:
+    """The plan that `cudnn.flex_attention` makes of a mask's row intervals before the first call; waits for the device.
+
+    Args:
+        intervals: `warploom.bench.intervals.row_intervals` of the mask.
+        backward: with what gradients need.
+    """
+    return _cudnn_flex().create_mask_plan(intervals, q, k, v, build_backward=backward)
+
+
+def cudnn_flex(plan: Any) -> Attention:
+    """cuDNN's FlexAttention in the CuTe DSL (nvidia-cudnn-frontend 1.32), for calls of the shapes its plan was made for."""
+    attend = _cudnn_flex().flex_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attend(q, k, v, mask_plan=plan)
+        return out
+
+    return call
+
+
+def _cudnn_flex() -> Any:
+    try:
+        from cudnn import flex_attention
+    except Exception as error:  # absent, or without what it needs: libcudnn, the CuTe DSL, a GPU it knows
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotHere(f"cudnn.flex_attention does not import here (pip install nvidia-cudnn-frontend): {words}") from None
+    return flex_attention
