@@ -76,12 +76,12 @@ def _build(
     inputs = shape.draw(device)
     q, k, v, dout = inputs
     pair = pairs(shape.seqlen, device)[name]()
-    resolved = pair.mask.resolve(shape.seqlen, shape.seqlen, device)
+    resolved = pair.mask.resolve(shape.seqlen, shape.seqlen, q.device)
     back = any(each in passes for each in ("backward", "deterministic"))
-    found = _Contenders(pair, resolved, shape, inputs, back, choice, name == NOTHING)
+    found = _Contenders(pair, resolved, inputs, back, choice, name == NOTHING, device.type == "cuda")
     more: dict[str, Any] = {"density": pair.mask.density(shape.seqlen, shape.seqlen)}
     if "mask" in passes and device.type == "cuda":
-        yield "mask", _preparation(pair.mask, shape.seqlen, device, found, more)
+        yield "mask", _preparation(pair.mask, shape.seqlen, q.device, found, more)
     if "host" in passes and device.type == "cuda":
         yield "host", _host(resolved, inputs, found, more)
     flops = shape.flops(more["density"])
@@ -128,11 +128,11 @@ class _Contenders:
 
     pair: MaskPair
     resolved: ResolvedMask
-    shape: Shape
     inputs: list[Tensor]
     backward: bool
     choice: Choice
     hides_nothing: bool
+    on_gpu: bool
 
     def __post_init__(self) -> None:
         self.calls: dict[str, peers.Attention] = {"warploom": partial(_ours, self.pair.mask, {})}
@@ -141,12 +141,12 @@ class _Contenders:
         if self.hides_nothing:
             self.calls[UNMASKED] = partial(_ours, None, {})
             return
-        q = self.inputs[0]
-        if q.is_cuda:
+        self.seqlen = self.inputs[0].shape[1]
+        if self.on_gpu:
             self._try(CUDNN, self._cudnn)
             self._try(FLEX, self._flex)
         elif self.choice.peer("SDPA, dense mask"):
-            self.calls["SDPA, dense mask"] = torch_sdpa(False, self.pair.mask.dense(self.shape.seqlen, self.shape.seqlen))
+            self.calls["SDPA, dense mask"] = torch_sdpa(False, self.pair.mask.dense(self.seqlen, self.seqlen))
 
     def _try(self, peer: str, make: Callable[[], peers.Attention]) -> None:
         if not self.choice.peer(peer):
@@ -169,7 +169,7 @@ class _Contenders:
     def _flex(self) -> peers.Attention:
         if self.pair.mask_mod is None:
             return peers.flex(None)
-        make = partial(peers.flex_block_mask, self.pair.mask_mod, self.shape.seqlen, self.inputs[0].device)
+        make = partial(peers.flex_block_mask, self.pair.mask_mod, self.seqlen, self.inputs[0].device)
         attend = peers.flex(make())
         self.prepare[FLEX] = make
         return attend
@@ -185,7 +185,7 @@ class _Dense:
         q, k, v, dout = self.inputs
         mask = Causal()
         self.flops = self.shape.flops(mask.density(self.shape.seqlen, self.shape.seqlen))
-        self.want = one_head(q, k, v, mask.resolve(q.shape[1], k.shape[1], device), dout if backward else None)
+        self.want = one_head(q, k, v, mask.resolve(q.shape[1], k.shape[1], q.device), dout if backward else None)
 
 
 def _dropout(

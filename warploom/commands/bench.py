@@ -75,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     chosen = [case for case in _cases(options, device) if not options.only or options.only in case.name]
     if not chosen:
+        if not options.only:
+            raise ValueError("no case of these suites has what was chosen; see --list")
         raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
     if options.list:
         listed = [{"suite": c.suite, "case": c.name, **c.shape, "seconds": c.seconds} for c in chosen]
