@@ -16,6 +16,7 @@ from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
 EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
+EVERY += ["--suite", "training"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -27,7 +28,8 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     measures = {(row["suite"], row["measure"]) for row in run["rows"]}
     wanted = {(s, m) for s in ("dense", "masks", "linear") for m in ("forward", "backward")}
     wanted |= {("masks", each) for each in ("deterministic", "dropout forward", "dropout backward")}
-    wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph"), ("decode", "graph")}
+    wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph")}
+    wanted |= {("decode", "graph"), ("training", "step")}
     assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
@@ -54,7 +56,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 14 + 1 + 2 and "tree, B1 S256 H2 D16" in run["left_out"]
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 14 + 1 + 2 + 1 and "tree, B1 S256 H2 D16" in run["left_out"]
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,16 +40,23 @@ def sdpa(backend: str, causal: bool) -> Attention:
 
 
 def flex(block_mask: Any, options: dict[str, Any] | None = None) -> Attention:
-    """FlexAttention, compiled for this very shape."""
+    """FlexAttention, compiled for each shape and each code of a mask_mod."""
+    compiled = _compiled_flex()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = q.shape[2] != k.shape[2]
+        out: Tensor = compiled(*heads_first(q, k, v), block_mask=block_mask, enable_gqa=shared, kernel_options=options)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+@cache
+def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(*heads_first(q, k, v), block_mask=block_mask, kernel_options=options).transpose(1, 2)
-
-    return attend
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def flex_block_mask(mask_mod: Callable[..., Tensor], seqlen: int, device: torch.device) -> Any:

@@ -17,9 +17,10 @@ from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.mask_cases import mask_cases
 from warploom.bench.reference import LastDocument, one_head
+from warploom.bench.training import training_cases
 from warploom.masks import Causal, Full, SlidingWindow
 
-SUITES = ("forward", "backward", "masks", "decode", "linear")
+SUITES = ("forward", "backward", "masks", "decode", "linear", "training")
 # Tokens and channels of a dense case, and its key axes.
 TOKENS, CHANNELS = 16384, 2048
 HEAD_DIMS, SEQLENS = (64, 128, 256), (1024, 4096, 16384)
@@ -48,6 +49,8 @@ def cases(suites: list[str], device: torch.device, quick: bool, choice: Choice |
         found += decode_cases(quick)
     if "linear" in suites:
         found += linear_cases(quick)
+    if "training" in suites:
+        found += training_cases(quick, choice or Choice())
     return found
 
 
