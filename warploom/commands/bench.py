@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
     parser.add_argument(
-        "--against", "--peers", action="extend", nargs="+", metavar="PEER", help="default: every peer that is here"
+        "--peers",
+        "--against",
+        dest="against",
+        action="extend",
+        nargs="+",
+        metavar="PEER",
+        help="besides ours; default: every peer that is here",
     )
     for name, what in (("masks", "of these names"), ("shapes", "with this in their names"), ("passes", "of these names")):
         parser.add_argument(
