@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -89,3 +93,27 @@ def test_steps_take_batches_in_turn_and_prepare_each() -> None:
 
 def test_unwanted_peers_are_left_out() -> None:
     assert set(training.contenders(Choice(peers=("FA4",)), on_gpu=True)) == {"warploom", "warploom, packed", "FA4"}
+
+
+def program() -> ModuleType:
+    """benchmarks/training.py, which is no part of the package."""
+    path = Path(__file__).parents[2] / "benchmarks" / "training.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_training", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_packed_sequences_attend_as_they_do_alone() -> None:
+    """The loss curves' "packed" computes what it computes without, and each layer's kind of attention is there."""
+    curves = program()
+    for kind in curves.LAYERS:
+        dim = 16
+        q = torch.randn(curves.PACKED, curves.SEQLEN, kind.heads, dim, requires_grad=True)
+        k, v = (torch.randn(curves.PACKED, curves.SEQLEN, kind.kv_heads, dim, requires_grad=True) for _ in range(2))
+        dout = torch.randn_like(q)
+        alone, packed = (curves.kernels("cpu", packed=each)(q, k, v, kind.window) for each in (False, True))
+        torch.testing.assert_close(packed, alone, atol=2e-2, rtol=2e-2)
+        for got, want in zip(*(torch.autograd.grad(out, (q, k, v), dout) for out in (packed, alone)), strict=True):
+            assert float((got - want).norm() / want.norm()) < 5e-3, kind
