@@ -241,12 +241,12 @@ def _bounds(mask: ResolvedMask, seqlen: int) -> Tensor:
 
 def _host(resolved: ResolvedMask, inputs: list[Tensor], found: _Contenders, more: dict[str, Any]) -> Comparison:
     """What a forward call costs the host: with a mask that earlier calls had, and with one that none had."""
-    q, k, v = inputs[:3]
-    calls: dict[str, Call] = {each: partial(forward, attend, q, k, v) for each, attend in found.calls.items()}
+    q, k, v = inputs[:3]  # none wants a gradient: nothing stands around the call
+    calls: dict[str, Call] = {each: partial(attend, q, k, v) for each, attend in found.calls.items()}
     refused = dict(found.refused)
     if any(t is not None for t in resolved.vectors):
         fresh = [_copied(resolved) for _ in range(FRESH)]
-        calls[NEW] = lambda: forward(partial(_ours, fresh.pop(), {}), q, k, v)
+        calls[NEW] = lambda: _ours(fresh.pop(), {}, q, k, v)
     for name, call in list(calls.items()):
         try:
             for _ in range(3):  # compiled, and past the first two calls of these shapes
