@@ -1,12 +1,15 @@
 """Train a small transformer with fp32 attention and with bf16 kernels: writes the loss curves, fails where they part.
 
     python benchmarks/training.py [--steps 300] [--out benchmarks/results/training.json] [--plot docs/images/training.svg]
+    python benchmarks/training.py --backends hopper "hopper packed" "hopper packed deterministic"
 
 Four layers with four kinds of attention: causal, head_dim 64; causal, grouped, head_dim 128; a window, head_dim 64; causal,
 head_dim 256. Everything but attention is fp32, so that runs differ by their attention only. The task is to predict tokens
 of Markov chains: each sequence follows one of eight, which has to be inferred from the tokens so far. "fp32" is torch's own
 formula in fp32; "again" the same of q, k and v rounded to bf16, which shows what noise of this size does to a curve; the
-others give such q, k and v to a backend.
+others give such q, k and v to a backend. "packed" puts eight sequences behind each other, after a few tokens so that none
+begins where a tile does, under a mask of documents: the same numbers through the kernels of column masks. How long a step of
+a packed model takes is what `warploom bench training` measures.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import warploom
+from warploom.masks import Document, SlidingWindow
 
 VOCABULARY, SEQLEN, BATCH, WIDTH, CHAINS = 64, 512, 16, 512, 8
+PACKED, BEFORE = 8, 37  # sequences of a packed row, and tokens of a document before them
 LAST = 50  # steps whose mean loss is compared
 Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # q, k, v (batch, seqlen, heads, dim), window
 
@@ -53,14 +59,26 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return exact(*(t.bfloat16().float() for t in (q, k, v)), window)
 
 
-def kernels(backend: str | None, deterministic: bool = False) -> Attend:
+def kernels(backend: str | None, deterministic: bool = False, packed: bool = False) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         q, k, v = (t.bfloat16() for t in (q, k, v))
-        band = {"causal": True} if window is None else {"window": (window, 0)}
-        out = warploom.attention(q, k, v, backend=backend, deterministic=deterministic, **band)  # type: ignore[arg-type]
-        return out.float()  # type: ignore[union-attr]
+        options: dict[str, Any] = {"causal": True} if window is None else {"window": (window, 0)}
+        if packed:
+            documents = Document([BEFORE, *[q.shape[1]] * PACKED])
+            options = {"mask": documents if window is None else documents & SlidingWindow(window, 0)}
+            q, k, v = (behind_each_other(t) for t in (q, k, v))
+        out = warploom.attention(q, k, v, backend=backend, deterministic=deterministic, **options)
+        if packed:
+            out = out[:, BEFORE:].reshape(-1, SEQLEN, *out.shape[2:])
+        return out.float()
 
     return attend
+
+
+def behind_each_other(t: Tensor) -> Tensor:
+    """Rows of sequences (batch, seqlen, heads, dim) as rows of documents, a short one of zeros first."""
+    rows = t.reshape(t.shape[0] // PACKED, -1, *t.shape[2:])
+    return torch.cat([rows.new_zeros(rows.shape[0], BEFORE, *rows.shape[2:]), rows], 1)
 
 
 class Layer(nn.Module):
@@ -160,8 +178,10 @@ def main() -> int:
     data = sequences(min(options.steps, 100) * BATCH, 5)
     runs: dict[str, Attend] = {"fp32": exact, "again": rounded}
     for name in options.backends:
-        backend, _, rest = name.partition(" ")
-        runs[name] = kernels(backend, rest == "deterministic")
+        backend, *how = name.split()
+        if set(how) - {"packed", "deterministic"}:
+            parser.error(f"--backends takes names, with packed or deterministic behind them, got {name!r}")
+        runs[name] = kernels(backend, "deterministic" in how, "packed" in how)
     curves = {name: train(attend, options.steps, device, data) for name, attend in runs.items()}
     found = {name: distance(losses, curves["fp32"]) for name, losses in curves.items() if name != "fp32"}
     for name, (everywhere, at_end) in found.items():

@@ -16,17 +16,20 @@ from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
 EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
+EVERY += ["--suite", "training"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "results" / "run.json"
     assert main([*QUICK, *EVERY, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "D16 S128 causal, backward: warploom" in printed and "tree, B1 S256, forward" in printed
+    assert "D16 S128 causal, backward: warploom" in printed and "tree, B1 S256 H2 D16, forward" in printed
     run = json.loads(out.read_text())
     measures = {(row["suite"], row["measure"]) for row in run["rows"]}
     wanted = {(s, m) for s in ("dense", "masks", "linear") for m in ("forward", "backward")}
-    wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph"), ("decode", "graph")}
+    wanted |= {("masks", each) for each in ("deterministic", "dropout forward", "dropout backward")}
+    wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph")}
+    wanted |= {("decode", "graph"), ("training", "step")}
     assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
@@ -37,15 +40,15 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
 def test_json_and_choice(capsys: pytest.CaptureFixture) -> None:
     assert main([*QUICK, "--suite", "masks", "--only", "tree", "--json"]) == 0
     run = json.loads(capsys.readouterr().out)
-    assert {row["case"] for row in run["rows"]} == {"tree, B1 S256"}
+    assert {row["case"] for row in run["rows"]} == {"tree, B1 S256 H2 D16"}
 
 
 @pytest.mark.parametrize("peer", ["SDPA, dense mask", "nobody"])
 def test_against_some_peers(peer: str, capsys: pytest.CaptureFixture) -> None:
     assert main([*QUICK, "--suite", "masks", "--only", "tree", "--against", peer, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    there = ["warploom", peer][: 1 + (peer != "nobody")]
-    assert [list(row["contenders"]) for row in rows] == [there, there]  # forward and backward
+    there = {"warploom", "warploom, dense causal", peer} - {"nobody"}
+    assert [set(row["contenders"]) for row in rows] == [there, there]  # forward and backward
 
 
 def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -53,7 +56,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 9 + 1 + 2 and "tree, B1 S256" in run["left_out"]
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 14 + 1 + 2 + 1 and "tree, B1 S256 H2 D16" in run["left_out"]
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(
@@ -72,8 +75,8 @@ def test_a_case_that_would_pass_the_budget_is_not_begun(
     out = tmp_path / "run.json"
     assert main([*QUICK, "--suite", "masks", "--budget", "230", "--out", str(out)]) == 0
     run = json.loads(out.read_text())
-    assert (len(run["rows"]), len(run["left_out"])) == (2, 7)
-    assert "stopped after 140 s: 7 cases left out" in capsys.readouterr().err
+    assert (len(run["rows"]), len(run["left_out"])) == (2, 12)
+    assert "stopped after 140 s: 12 cases left out" in capsys.readouterr().err
 
 
 def test_a_killed_run_leaves_whole_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,14 +124,15 @@ def test_warming_survives_a_case_that_fails(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     assert main([*QUICK, "--suite", "masks", "--warm", "3", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert said["failed"] == {"tree, B1 S256": "RuntimeError: out of memory"} and len(said["compiled"]) == 8
+    assert said["failed"] == {"tree, B1 S256 H2 D16": "RuntimeError: out of memory"} and len(said["compiled"]) == 13
     assert jobs == [3, 1]
 
 
 def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "--suite", "masks", "--suite", "decode", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == 18 + 7 and "masks   window 1024, B1 S32768" in names
+    assert len(names) == 56 + 7 + 1 and "masks   window 1024, B1 S32768 H64/8 D128" in names
+    assert names[-1].startswith("about ") and "56 cases" in names[-1]
     assert main(["bench", "--list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 18 + 10 + 3
 
@@ -167,7 +171,7 @@ def test_report_of_made_up_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
             row("masks", "forward", "a", warploom=contender(1, tflops=400), FlexAttention=contender(2, tflops=200)),
             row("masks", "forward", "b", warploom=contender(1, tflops=400), FlexAttention=contender(0.5, tflops=800)),
             row("masks", "forward", "c", warploom=contender(1, tflops=400), FlexAttention={"wrong": "far away"}),
-            row("masks", "mask", "a", warploom=contender(0.025), FlexAttention=contender(5)),
+            row("masks", "mask", "a", **{"warploom, with the vectors": contender(0.02)}, FlexAttention=contender(5)),
             row("decode", "graph", "B1 KV8k 32/8", warploom=contender(0.02), cuDNN=contender(0.025)),
             {"suite": "masks", "case": "d", "failed": "RuntimeError: no"},
         ],
@@ -177,9 +181,9 @@ def test_report_of_made_up_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["bench", "report", str(data), "--docs", str(tmp_path)]) == 0
     page = (tmp_path / "performance.md").read_text()
     for line in (
-        "| FlexAttention over ours, mean | 1.15 | 1.00 | missed |",
-        "| FlexAttention over ours, the worst case | 0.97 | 0.50 | missed |",
-        "| 50 us over the slowest preparation of a mask | 1.00 | 2.00 | met |",
+        "| FlexAttention over ours, mean | 1.70 | 1.00 | missed |",
+        "| cuDNN-Flex over ours, mean | 1.05 | – | not measured |",
+        "| 30 us over a mask from lengths on the device, the worst | 1.00 | 1.50 | met |",
         "| cuDNN over ours, B1 KV8k | 1.20 | 1.25 | met |",
         "| contiguous over paged, the worst case | 0.90 | – | not measured |",
         "| a | 1.00 ms, 400 TFLOP/s | 2.00 ms, 200 TFLOP/s (2.00×) |",

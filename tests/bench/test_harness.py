@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from warploom.bench import harness
-from warploom.bench.harness import Case, Comparison, Timer, WrongResult, compare, run_case
+from warploom.bench.harness import Case, Comparison, Own, Timer, WrongResult, compare, run_case
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,28 @@ def test_divides_what_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     found = compare(Comparison({"a": clock.call("a", 0.32)}, right, divide=32, bytes=1e9), Timer(CPU))["contenders"]
     assert found["a"]["ms"] == pytest.approx(10) and found["a"]["gb_s"] == pytest.approx(100)
+
+
+def test_a_call_of_its_own_has_its_own_check_and_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = {"ours": clock.call("ours", 0.1), "other": clock.call("other", 0.2)}
+    own = {"other": Own(lambda result: 0.25 if result == "other" else 1.0, 4e12)}
+    comparison = Comparison(calls, right, flops=1e12, own=own, verdict=lambda found: {"names": sorted(found)})
+    row = compare(comparison, Timer(CPU))
+    assert row["contenders"]["ours"]["tflops"] == pytest.approx(10) and row["contenders"]["ours"]["error"] == 0.5
+    assert row["contenders"]["other"]["tflops"] == pytest.approx(20) and row["contenders"]["other"]["error"] == 0.25
+    assert row["verdict"] == {"names": ["other", "ours"]} and row["flops"] == 1e12
+
+
+def test_host_time_waits_for_the_device_before_a_call_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def wait() -> None:
+        clock.now += 5.0
+        clock.log.append("wait")
+
+    monkeypatch.setattr(harness.torch.cuda, "synchronize", wait)
+    calls = {"a": clock.call("a", 0.01), "b": clock.call("b", 0.02, 0.02, 0.7, 0.02)}
+    found = compare(Comparison(calls, right, clock=harness.issue), Timer(CPU))["contenders"]
+    assert found["a"]["ms"] == pytest.approx(10) and found["b"]["ms"] == pytest.approx(20)
+    assert clock.log[2:8] == ["wait", "a", "wait", "b", "wait", "a"]

@@ -12,7 +12,7 @@ from torch import Tensor
 import warploom
 from warploom import KVCache, PagedKVCache
 from warploom.bench import peers
-from warploom.bench.harness import Call, Case, Comparison, WrongResult
+from warploom.bench.harness import Call, Case, Comparison, WrongResult, wall
 
 # batch, keys, query heads, key heads
 SHAPES = ((1, 8192, 32, 8), (1, 65536, 32, 8), (16, 8192, 32, 8), (64, 4096, 32, 8), (8, 32768, 64, 8))
@@ -68,7 +68,7 @@ def _build(shape: dict[str, int], page_sizes: tuple[int, ...], device: torch.dev
     with torch.no_grad():
         yield "graph", _captured(calls, partial(check, q, cache), bytes_read, device)
         if device.type == "cuda" and shape["batch"] == 1:
-            yield "eager", Comparison(calls, partial(check, q, cache), host=True)
+            yield "eager", Comparison(calls, partial(check, q, cache), clock=wall)
 
 
 def _build_ragged(shape: dict[str, int], device: torch.device) -> Iterator[tuple[str, Comparison]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
+Clock = Callable[[dict[str, Call]], dict[str, list[float]]]
 
 # Seconds that the rounds of one comparison may take, and rounds at the least and at the most.
 SECONDS, FEWEST, MOST = 0.3, 5, 25
@@ -28,6 +29,14 @@ class WrongResult(Exception):
     """A contender whose result is not the reference's."""
 
 
+@dataclass(frozen=True)
+class Own:
+    """The check and the FLOPs of a contender that is a call of its own."""
+
+    check: Callable[[Any], float]
+    flops: float
+
+
 @dataclass
 class Comparison:
     """Contenders for one call, built: `check` raises WrongResult, or returns the error of a result."""
@@ -39,7 +48,9 @@ class Comparison:
     refused: dict[str, str] = field(default_factory=dict)
     divide: int = 1  # a call is so many of what is measured
     more: dict[str, Any] = field(default_factory=dict)
-    host: bool = False  # measure the wall time of calls queued one behind the other
+    clock: Clock | None = None  # measures the calls; None: the run's timer, the time on the device
+    own: dict[str, Own] = field(default_factory=dict)  # contenders that compute something else, to compare speeds with
+    verdict: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None  # what follows from the contenders' rows
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Case:
     name: str
     shape: dict[str, Any]
     build: Callable[[torch.device], Iterator[tuple[str, Comparison]]]
+    seconds: float | None = None  # about what it takes on a GPU, where somebody reckoned
 
 
 def against(case: Case, peers: list[str]) -> Case:
@@ -134,6 +146,22 @@ def wall(calls: dict[str, Call], count: int = 200, rounds: int = 5) -> dict[str,
     return times
 
 
+def issue(calls: dict[str, Call], rounds: int = 7) -> dict[str, list[float]]:
+    """Milliseconds until a call returns to an idle device's host: what it costs the host, however long the device runs.
+
+    The device is waited for before each call, so that no full queue holds the host.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return times
+
+
 def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
     """One row for each of the case's comparisons; a comparison that fails gives a row that says so."""
     try:
@@ -151,25 +179,30 @@ def compare(comparison: Comparison, timer: Timer) -> dict[str, Any]:
         try:
             memory = _Peak(timer.device)
             result = call()
-            found[name] = {"peak_bytes": memory.stop(), "error": comparison.check(result)}
+            check = comparison.own[name].check if name in comparison.own else comparison.check
+            found[name] = {"peak_bytes": memory.stop(), "error": check(result)}
             right[name] = call
             del result
         except WrongResult as error:
             found[name] = {"wrong": str(error)}
         except Exception as error:  # a peer may fail in any way
             found[name] = {"refused": first_line(error)}
-    times = wall(right) if comparison.host else timer(right) if right else {}
+    times = (comparison.clock or timer)(right) if right else {}
     for name, each in times.items():
         ms = [t / comparison.divide for t in each]
         cuts = statistics.quantiles(ms, n=5) if len(ms) > 1 else [ms[0]] * 4
-        row = {"ms": statistics.median(ms), "p20": cuts[0], "p80": cuts[3], "rounds": len(ms)}
-        if comparison.flops is not None:
-            row["tflops"] = comparison.flops / row["ms"] / 1e9
+        timed = {"ms": statistics.median(ms), "p20": cuts[0], "p80": cuts[3], "rounds": len(ms)}
+        flops = comparison.own[name].flops if name in comparison.own else comparison.flops
+        if flops is not None:
+            timed["tflops"] = flops / timed["ms"] / 1e9
         if comparison.bytes is not None:
-            row["gb_s"] = comparison.bytes / row["ms"] / 1e6
-        found[name].update(row)
+            timed["gb_s"] = comparison.bytes / timed["ms"] / 1e6
+        found[name].update(timed)
     amounts = {"flops": comparison.flops, "bytes": comparison.bytes}
-    return {**{n: x for n, x in amounts.items() if x is not None}, **comparison.more, "contenders": found}
+    row: dict[str, Any] = {**{n: x for n, x in amounts.items() if x is not None}, **comparison.more, "contenders": found}
+    if comparison.verdict is not None:
+        row["verdict"] = comparison.verdict(found)
+    return row
 
 
 def first_line(error: BaseException) -> str:

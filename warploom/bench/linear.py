@@ -214,7 +214,7 @@ def one_head(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, normalize: bo
             dqs.append(dscores @ keys[:end])
             dk[:end] += dscores.T @ part
     gradients = None if dout is None else (torch.cat(dqs).float(), dk.float(), dv.float())
-    return OneHead(torch.cat(outs).float(), gradients, 1)
+    return OneHead(torch.cat(outs).float(), gradients)
 
 
 def token_by_token(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,16 +40,23 @@ def sdpa(backend: str, causal: bool) -> Attention:
 
 
 def flex(block_mask: Any, options: dict[str, Any] | None = None) -> Attention:
-    """FlexAttention, compiled for this very shape."""
+    """FlexAttention, compiled for each shape and each code of a mask_mod."""
+    compiled = _compiled_flex()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = q.shape[2] != k.shape[2]
+        out: Tensor = compiled(*heads_first(q, k, v), block_mask=block_mask, enable_gqa=shared, kernel_options=options)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+@cache
+def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(*heads_first(q, k, v), block_mask=block_mask, kernel_options=options).transpose(1, 2)
-
-    return attend
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def flex_block_mask(mask_mod: Callable[..., Tensor], seqlen: int, device: torch.device) -> Any:
@@ -80,3 +88,33 @@ def flash_attention_4(
         return out[0] if isinstance(out, tuple) else out
 
     return attend
+
+
+def cudnn_flex_plan(intervals: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool = True) -> Any:
+    """The plan that `cudnn.flex_attention` makes of a mask's row intervals before the first call; waits for the device.
+
+    Args:
+        intervals: `warploom.bench.intervals.row_intervals` of the mask.
+        backward: with what gradients need.
+    """
+    return _cudnn_flex().create_mask_plan(intervals, q, k, v, build_backward=backward)
+
+
+def cudnn_flex(plan: Any) -> Attention:
+    """cuDNN's FlexAttention in the CuTe DSL (nvidia-cudnn-frontend 1.32), for calls of the shapes its plan was made for."""
+    attend = _cudnn_flex().flex_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attend(q, k, v, mask_plan=plan)
+        return out
+
+    return call
+
+
+def _cudnn_flex() -> Any:
+    try:
+        from cudnn import flex_attention
+    except Exception as error:  # absent, or without what it needs: libcudnn, the CuTe DSL, a GPU it knows
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotHere(f"cudnn.flex_attention does not import here (pip install nvidia-cudnn-frontend): {words}") from None
+    return flex_attention

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from warploom.attention.philox import philox, threshold
 from warploom.bench.harness import WrongResult
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
@@ -19,22 +22,20 @@ FURTHEST = {"out": 1e-2, "gradient": 2e-2}
 
 @dataclass
 class OneHead:
-    """Out, and gradients for an upstream gradient, of the last batch entry and query head."""
+    """Of the last batch entry, for an upstream gradient: out and dq of the last query head, dk and dv of the last key head."""
 
     out: Tensor
     gradients: tuple[Tensor, Tensor, Tensor] | None
-    group: int
 
     def check_out(self, out: Tensor) -> float:
         """Error of out (batch, seqlen_q, heads, head_dim); WrongResult where it is none of this call's."""
         return _distance("out", out[-1, :, -1], self.out, FURTHEST["out"])
 
     def check_gradients(self, gradients: tuple[Tensor, Tensor, Tensor]) -> float:
-        """The largest error of dq, and of dk and dv where a key head has one query head."""
+        """The largest error of dq, dk and dv."""
         assert self.gradients is not None
-        names = ("dq", "dk", "dv") if self.group == 1 else ("dq",)
-        pairs = zip(names, gradients, self.gradients, strict=False)
-        return max(_distance(name, got[-1, :, -1], want, FURTHEST["gradient"]) for name, got, want in pairs)
+        found = zip(("dq", "dk", "dv"), gradients, self.gradients, strict=True)
+        return max(_distance(name, got[-1, :, -1], want, FURTHEST["gradient"]) for name, got, want in found)
 
 
 @dataclass
@@ -51,38 +52,77 @@ class LastDocument(OneHead):
         return super().check_gradients((dq, dk, dv))
 
 
-def one_head(q: Tensor, k: Tensor, v: Tensor, mask: ResolvedMask, dout: Tensor | None) -> OneHead:
-    """Attention of the last batch entry's last head, in fp32.
+@dataclass(frozen=True)
+class Dropout:
+    p: float
+    seed: Tensor  # int64, one element
+
+    def kept(self, batch: int, head: int, rows: Tensor, keys: int) -> Tensor:
+        """What survives of one head, over 1 - p: fp32 (rows, keys)."""
+        quads = torch.arange((keys + 3) // 4, device=rows.device)
+        counter = quads, rows[:, None], torch.full_like(quads, head), torch.full_like(quads, batch)
+        words = torch.broadcast_tensors(*philox(self.seed.reshape(()), counter))
+        return (torch.stack(words, -1).flatten(1)[:, :keys] >= threshold(self.p)) / (1 - self.p)
+
+
+def one_head(
+    q: Tensor, k: Tensor, v: Tensor, mask: ResolvedMask, dout: Tensor | None, dropout: Dropout | None = None
+) -> OneHead:
+    """Attention of the last batch entry's last head, in fp32; dk and dv are sums over the query heads that share the key head.
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim); dout: gradient of out, or None for no gradients.
     """
-    group = q.shape[2] // k.shape[2]
-    rows, keys, values = (t.detach()[-1, :, -1].float() for t in (q, k, v))
-    chosen = ResolvedMask(mask.left, mask.right, *[None if t is None else t[-1:, -1:].to(q.device) for t in mask.vectors])
-    cols = torch.arange(len(keys), device=q.device)
-    scale = q.shape[-1] ** -0.5
-    outs, dqs = [], []
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    keys, values = (t.detach()[-1, :, -1].float() for t in (k, v))
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        for at in range(0, len(rows), CHUNK):
-            part = rows[at : at + CHUNK]
-            seen = visible(chosen, torch.arange(at, at + len(part), device=q.device), cols, len(keys) - len(rows))[0, 0]
-            scores = (part @ keys.T * scale).masked_fill(~seen, float("-inf"))
-            p = scores.softmax(-1).nan_to_num(0.0)
-            out = p @ values
-            outs.append(out)
-            if dout is not None:
-                upstream = dout[-1, at : at + CHUNK, -1].float()
-                dv += p.T @ upstream
-                ds = p * (upstream @ values.T - (out * upstream).sum(-1, keepdim=True)) * scale
-                dqs.append(ds @ keys)
-                dk += ds.T @ part
+        for head in range(heads - (1 if dout is None else group), heads):
+            rows, upstream = q.detach()[-1, :, head], None if dout is None else dout[-1, :, head]
+            kept = None if dropout is None else partial(dropout.kept, q.shape[0] - 1, head)
+            out, dq = _head(rows, keys, values, _of_head(mask, head, heads, q.device), upstream, dk, dv, kept)
     finally:
         torch.set_float32_matmul_precision(precision)
-    return OneHead(torch.cat(outs), None if dout is None else (torch.cat(dqs), dk, dv), group)
+    return OneHead(out, None if dout is None else (dq, dk, dv))
+
+
+def _of_head(mask: ResolvedMask, head: int, heads: int, device: torch.device) -> ResolvedMask:
+    """The last batch entry's mask of one of so many query heads."""
+    chosen = [None if t is None else t[-1:, head * t.shape[1] // heads][:, None].to(device) for t in mask.vectors]
+    return ResolvedMask(mask.left, mask.right, *chosen)
+
+
+def _head(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: ResolvedMask,
+    dout: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    kept: Callable[[Tensor, int], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Out and, given its gradient, dq of one head, (seqlen_q, head_dim) in fp32; what it adds to dk and dv is added there."""
+    cols = torch.arange(len(keys), device=keys.device)
+    scale = rows.shape[-1] ** -0.5
+    outs, dqs = [], []
+    for at in range(0, len(rows), CHUNK):
+        part = rows[at : at + CHUNK].float()
+        at_rows = torch.arange(at, at + len(part), device=keys.device)
+        seen = visible(mask, at_rows, cols, len(keys) - len(rows))[0, 0]
+        p = (part @ keys.T * scale).masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+        drop = 1.0 if kept is None else kept(at_rows, len(keys))
+        out = p * drop @ values
+        outs.append(out)
+        if dout is not None:
+            upstream = dout[at : at + CHUNK].float()
+            dv += (p * drop).T @ upstream
+            ds = p * (upstream @ values.T * drop - (out * upstream).sum(-1, keepdim=True)) * scale
+            dqs.append(ds @ keys)
+            dk += ds.T @ part
+    return torch.cat(outs), torch.cat(dqs) if dqs else rows[:0].float()
 
 
 def _distance(name: str, got: Tensor, want: Tensor, furthest: float) -> float:

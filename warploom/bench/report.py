@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from warploom.bench import mask_bars
+from warploom.bench.mask_bars import Bar, Row
 
 INTRODUCTION = """# Performance
 
@@ -79,7 +80,7 @@ def ratios(rows: Sequence[Row], peer: str, ours: str = "warploom") -> dict[str, 
 
 
 def _device_run(path: Path, run: dict[str, Any], docs: Path) -> tuple[str, list[Path]]:
-    rows = [{**row, "gemm_tflops": run["roofs"]["gemm_tflops"]} for row in run["rows"] if "contenders" in row]
+    rows = _measured(run)
     lines = [f"## {path.stem.capitalize()}\n", _where(path, run)]
     if run.get("left_out"):
         lines.append(f"Left out for want of time: {', '.join(run['left_out'])}.\n")
@@ -102,6 +103,24 @@ def _device_run(path: Path, run: dict[str, Any], docs: Path) -> tuple[str, list[
     return "\n".join(lines), drawn
 
 
+def _measured(run: dict[str, Any]) -> list[Row]:
+    """The rows that hold times, each with the run's roofs."""
+    return [{**row, **run["roofs"]} for row in run["rows"] if "contenders" in row]
+
+
+def judged(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run of `warploom bench` met of its bars, without those that it did not measure."""
+    rows = _measured(run)
+    found = []
+    for (suite, measure), bars in BARS.items():
+        chosen = [row for row in rows if (row["suite"], row["measure"]) == (suite, measure)]
+        for what, least, value in bars(chosen) if chosen else ():
+            if value is not None:
+                bar = {"bar": what, "at_least": least, "found": value, "met": value >= least}
+                found.append({"suite": suite, "measure": measure, **bar})
+    return found
+
+
 def _where(path: Path, run: dict[str, Any]) -> str:
     roofs = run["roofs"]
     versions = ", ".join(f"{name} {run[name]}" for name in ("torch", "triton", "cuda", "cudnn") if run.get(name))
@@ -114,11 +133,16 @@ def _where(path: Path, run: dict[str, Any]) -> str:
 def _table(rows: Sequence[Row], compared: bool) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
     timed = [n for n in names if any("ms" in row["contenders"].get(n, {}) for row in rows)]
-    lines = ["| case | " + " | ".join(timed) + " |", "| --- |" + " ---: |" * len(timed)]
+    verdicts = any("verdict" in row for row in rows)
+    if verdicts:  # the dense call is another one: its rate counts, not its time
+        timed = [name for name in timed if name != mask_bars.DENSE]
+    columns = [*timed, *(mask_bars.COLUMNS if verdicts else ())]
+    lines = ["| case | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     notes: dict[str, str] = {}
     for row in rows:
         ours = row["contenders"].get("warploom", {}).get("ms")
         cells = [_cell(row["contenders"].get(name, {}), ours if compared else None, name) for name in timed]
+        cells += mask_bars.cells(row.get("verdict")) if verdicts else []
         lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
     for name in names:
         for row in rows:
@@ -144,8 +168,6 @@ def _cell(found: dict[str, Any], ours: float | None, name: str) -> str:
 
 COLOURS = {"warploom": "#0b6e4f", "FlexAttention": "#3d5a80", "cuDNN": "#c44536", "FA2": "#7d8597", "FA4": "#e09f3e"}
 
-Bar = tuple[str, float, float | None]  # what, the least it should be, what it is
-
 
 def _bars(bars: Sequence[Bar]) -> str:
     lines = ["| bar | at least | measured | |", "| --- | ---: | ---: | --- |"]
@@ -155,17 +177,6 @@ def _bars(bars: Sequence[Bar]) -> str:
         shown = "–" if found is None else f"{math.floor(found * 100 + 1e-6) / 100:.2f}"
         lines.append(f"| {what} | {least:.2f} | {shown} | {verdict} |")
     return "\n".join(lines) + "\n"
-
-
-def _against_flex(least: float) -> Callable[[Sequence[Row]], list[Bar]]:
-    def bars(rows: Sequence[Row]) -> list[Bar]:
-        found = list(ratios(rows, "FlexAttention").values())
-        return [
-            ("FlexAttention over ours, mean", least, mean(found) if found else None),
-            ("FlexAttention over ours, the worst case", 0.97, min(found, default=None)),
-        ]
-
-    return bars
 
 
 def _dense(hopper: Callable[[Sequence[Row]], list[Bar]]) -> Callable[[Sequence[Row]], list[Bar]]:
@@ -240,11 +251,6 @@ def _hopper_backward(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
-def _mask_preparation(rows: Sequence[Row]) -> list[Bar]:
-    slowest = max((row["contenders"]["warploom"].get("ms", 0.0) for row in rows), default=0.0)
-    return [("50 us over the slowest preparation of a mask", 1.0, 0.05 / slowest if slowest else None)]
-
-
 def _smallest_decode(rows: Sequence[Row]) -> list[Bar]:
     cudnn = ratios(rows, "cuDNN").items()
     return [("cuDNN over ours, B1 KV8k", 1.2, next((ratio for case, ratio in cudnn if "B1 KV8k" in case), None))]
@@ -308,9 +314,7 @@ def _linear_step(rows: Sequence[Row]) -> list[Bar]:
 
 
 BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
-    ("masks", "forward"): _against_flex(1.15),
-    ("masks", "backward"): _against_flex(1.10),
-    ("masks", "mask"): _mask_preparation,
+    **mask_bars.BARS,
     ("dense", "forward"): _dense(_hopper_forward),
     ("dense", "backward"): _dense(_hopper_backward),
     ("decode", "graph"): _decode,

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from warploom.bench import mask_bars
+from warploom.bench.choice import Choice
 from warploom.bench.harness import MOST, Case, Timer, against, environment, first_line, roofs, run_case
+from warploom.bench.report import judged
 from warploom.bench.suites import SUITES, builds, cases
 
 EXAMPLES = """examples:
   warploom bench --suite forward --suite backward --out benchmarks/results/dense.json
   warploom bench --suite forward --against cuDNN --against FA4
-  warploom bench --suite masks --only document --json
+  warploom bench masks --masks tree prefix-LM --shapes S8192 --passes forward backward
+  warploom bench masks --peers cuDNN-Flex --list       what would run, and about how long
   warploom bench --suite masks --warm 8        compile everything first, eight processes at once
   warploom bench --suite decode --device cpu --quick
   warploom bench report                        docs/performance.md from benchmarks/results/*.json
@@ -27,11 +34,25 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=["run", "report"], default="run", help="default: run")
+    parser.add_argument(
+        "action", nargs="?", choices=["run", "report", *SUITES], default="run", help="a suite's name runs that; default: run"
+    )
     parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json")
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
-    parser.add_argument("--against", action="append", metavar="PEER", help="may be repeated; default: every peer that is here")
+    parser.add_argument(
+        "--peers",
+        "--against",
+        dest="against",
+        action="extend",
+        nargs="+",
+        metavar="PEER",
+        help="besides ours; default: every peer that is here",
+    )
+    for name, what in (("masks", "of these names"), ("shapes", "with this in their names"), ("passes", "of these names")):
+        parser.add_argument(
+            f"--{name}", action="extend", nargs="+", metavar="NAME", help=f"of the masks suite: {name} {what}; see --list"
+        )
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
@@ -48,6 +69,9 @@ def run(options: argparse.Namespace) -> int:
         return _report(options)
     if options.files:
         raise ValueError(f"a run takes no files, got {', '.join(map(str, options.files))}")
+    options.suite = [*(options.suite or []), *([options.action] if options.action in SUITES else [])] or ["forward"]
+    if "masks" not in options.suite and (options.masks or options.shapes or options.passes):
+        raise ValueError("--masks, --shapes and --passes choose among the masks suite's cases: warploom bench masks …")
     if options.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
     if options.budget is not None and not options.budget >= 0:
@@ -57,9 +81,12 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     chosen = [case for case in _cases(options, device) if not options.only or options.only in case.name]
     if not chosen:
+        if not options.only:
+            raise ValueError("no case of these suites has what was chosen; see --list")
         raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
     if options.list:
-        print(json.dumps([{"suite": c.suite, "case": c.name, **c.shape} for c in chosen]) if options.json else _names(chosen))
+        listed = [{"suite": c.suite, "case": c.name, **c.shape, "seconds": c.seconds} for c in chosen]
+        print(json.dumps(listed) if options.json else _names(chosen))
         return 0
     if options.warm is not None:
         return _warm(chosen, options)
@@ -67,12 +94,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    found = cases(options.suite or ["forward"], device, options.quick)
+    choice = Choice(options.masks, options.shapes, options.passes, options.against)
+    found = cases(options.suite, device, options.quick, choice)
     return found if options.against is None else [against(case, options.against) for case in found]
 
 
 def _names(chosen: list[Case]) -> str:
-    return "\n".join(f"{case.suite:<8}{case.name}" for case in chosen)
+    lines = [f"{case.suite:<8}{case.name}" for case in chosen]
+    reckoned = [case.seconds for case in chosen if case.seconds is not None]
+    if reckoned:
+        lines.append(
+            f"about {sum(reckoned):.0f} s on a Hopper GPU for the {len(reckoned)} cases of the masks suite, compiling included"
+        )
+    return "\n".join(lines)
 
 
 def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace) -> int:
@@ -88,7 +122,7 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
             found["left_out"] = [c.name for c in chosen[number - 1 :]]
             print(f"stopped after {begun - started:.0f} s: {len(found['left_out'])} cases left out", file=sys.stderr)
             break
-        for row in run_case(case, timer):
+        for row in _rows(case, timer):
             found["rows"].append(row)
             _write(found, options.out)
             if not options.json:
@@ -96,11 +130,33 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         longest = max(longest, time.perf_counter() - begun)
+    if device.type == "cuda":
+        found["bars"] = judged(found)
     _write(found, options.out)
     if options.json:
         print(json.dumps(found))
+    else:
+        print("\n".join(_bar(bar) for bar in found.get("bars", ())))
     wrong = [row["case"] for row in found["rows"] if "wrong" in row.get("contenders", {}).get("warploom", {})]
     return int(bool(wrong))
+
+
+def _rows(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
+    """The case's rows. What a peer prints while it compiles goes to stderr, so that stdout holds what was asked for."""
+    rows = run_case(case, timer)
+    while True:
+        with contextlib.redirect_stdout(sys.stderr):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
+
+
+def _bar(bar: dict[str, Any]) -> str:
+    # Rounded down: a bar that is missed by a hair does not look met.
+    shown = math.floor(bar["found"] * 1000 + 1e-6) / 1000
+    met = "met" if bar["met"] else "missed"
+    return f"{bar['suite']}, {bar['measure']}: {bar['bar']}: {shown:.3f}, at least {bar['at_least']:.3f}: {met}"
 
 
 def _write(found: dict[str, Any], path: Path | None) -> None:
@@ -126,9 +182,11 @@ def describe(row: dict[str, Any]) -> str:
         rate = (
             f" {found['tflops']:.0f} TFLOP/s" if "tflops" in found else f" {found['gb_s']:.0f} GB/s" if "gb_s" in found else ""
         )
-        ratio = f" ({found['ms'] / ours:.2f}×)" if ours and name != "warploom" else ""
+        other = name in ("warploom", mask_bars.DENSE)  # the dense call is another one: its rate counts, not its time
+        ratio = f" ({found['ms'] / ours:.2f}×)" if ours and not other else ""
         parts.append(f"{name} {found['ms']:.4g} ms{rate}{ratio}")
-    return f"{row['case']}, {row['measure']}: " + "; ".join(parts)
+    judged_as = mask_bars.words(row["verdict"]) if "verdict" in row else ""
+    return f"{row['case']}, {row['measure']}: " + "; ".join(parts) + (f"; {judged_as}" if judged_as else "")
 
 
 def _warm(chosen: list[Case], options: argparse.Namespace) -> int:

@@ -136,6 +136,13 @@ class Hopper(Backend):
         variant = _variant(AttentionProblem.from_args(args, False))
         return (variant.queries, variant.tile_n), variant.tile_n
 
+    def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
+        problem = AttentionProblem.from_args(args, True)
+        if _no_backward(problem) is not None:
+            return _next(args, True).backward_tiles(args)
+        variant = backward_config_for(problem)
+        return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
+
     def describe(self, problem: AttentionProblem) -> str:
         """The module, its state, and the backward's."""
         variant = _variant(problem)
