@@ -105,7 +105,7 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def announce(self, work, stage, m, tested, other, head, tile, size):
-        """As ``expect`` for a stage of Q, which will hold this step; ``other``: 1 if its head has another mask than the last."""
+        """As ``expect`` for a stage of Q, which will hold this step; ``other``: 1 if its mask is not that of the one before."""
         words = work.shared.words
         with cute.arch.elect_one():
             words[self.step_word(stage)] = 4 * m + 2 * other + tested
