@@ -122,11 +122,10 @@ def test_keys_that_nobody_sees_and_queries_that_see_nothing_may_hold_anything(di
 
     def run() -> tuple[Tensor, ...]:
         out, lse = warploom.attention(q, k, v, mask=mask, return_lse=True, backend="reference")
-        blind = lse == float("-inf")
-        assert blind.any() and not out[blind.transpose(1, 2)].any()
-        return *gradients(q, k, v, dout, None, out, lse, mask=mask)[:3], blind.transpose(1, 2)
+        return *gradients(q, k, v, dout, None, out, lse, mask=mask)[:3], (lse == float("-inf")).transpose(1, 2)
 
     *clean, blind = run()
+    assert blind.any()
     k[~seen], v[~seen] = poison, poison
     q[blind], dout[blind] = poison, poison
     *found, _ = run()

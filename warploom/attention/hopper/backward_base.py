@@ -305,8 +305,14 @@ class BackwardBase:
         return self.work(given, group_size, n_block, head, batch, lengths, tuple(tiles), rising).but(turn=turn, base=base)
 
     def words_at(self, turn: Any) -> Any:
-        """Where the words of a block lie; shared out ones may be read again while the next block's are there."""
+        """Where the words of a block lie; some may be read again while the next block's are there."""
+        if self.config.columns:
+            return (turn & 1) * DENSE_WORDS
         return (turn & 1) * PACKED_WORDS if self.config.stream_k else 0
+
+    def again(self, work: Any) -> Work:
+        """The same, read again: what is needed seldom is not to stay in registers from step to step."""
+        return self.read_block(work.given, self.block_word(work.given, work.turn), work.turn, work.base)
 
     @cute.jit
     def steps_of(self, work):

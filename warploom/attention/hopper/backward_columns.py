@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, BackwardBase
+from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, BackwardBase
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
-from warploom.kernels.cute.instructions import hidden, shifted
+from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import (
     FAR,
     elements_before,
@@ -36,10 +36,10 @@ from warploom.kernels.cute.row_tiles import (
     sees_none,
 )
 
-# Behind the words of a block those of the steps in the ring of Q (query tile, and 1 if elements are tested; head; the tile's
-# number in the workspaces), and of each warpgroup's dQ the number of its tile.
+# Behind the words of two blocks those of the steps in the ring of Q (query tile and two bits; head; the tile's number in the
+# workspaces), and of each warpgroup's dQ the number of its tile.
 STEP_WORDS = 3
-STEPS_AT = PACKED_WORDS
+STEPS_AT = 2 * DENSE_WORDS
 
 
 class ColumnWalk(BackwardBase):
@@ -104,20 +104,19 @@ class ColumnWalk(BackwardBase):
         return STEPS_AT + STEP_WORDS * self.stages + group
 
     @cute.jit
-    def announce(self, work, stage, m, tested, head, tile, size):
-        """As ``expect`` for a stage of Q, which will hold this step."""
+    def announce(self, work, stage, m, tested, other, head, tile, size):
+        """As ``expect`` for a stage of Q, which will hold this step; ``other``: 1 if its mask is not that of the one before."""
         words = work.shared.words
         with cute.arch.elect_one():
-            words[self.step_word(stage)] = 2 * m + tested
+            words[self.step_word(stage)] = 4 * m + 2 * other + tested
             words[self.step_word(stage) + 1] = head
             words[self.step_word(stage) + 2] = tile
             cute.arch.mbarrier_arrive_and_expect_tx(work.shared.q_full + stage, size)
 
-    def announced(self, work: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Query tile, whether elements are tested (1 or 0), and head of the step in a stage."""
-        words = work.shared.words
-        word, head = (cute.arch.make_warp_uniform(words[self.step_word(stage) + i]) for i in range(2))
-        return word >> 1, word & 1, head
+    def announced(self, words: Any, stage: Any) -> tuple[Any, Any, Any]:
+        """Query tile, and 1 or 0: elements are tested, the head has another mask, of the step in a stage."""
+        word = cute.arch.make_warp_uniform(words[self.step_word(stage)])
+        return word >> 2, word & 1, word >> 1 & 1
 
     @cute.jit
     def name_tile(self, words, stage, group):
@@ -127,25 +126,18 @@ class ColumnWalk(BackwardBase):
 
     # What a consumer warpgroup hides
 
-    @cute.jit
-    def begin_columns(self, r, work):
-        """A thread's numbers of a block's first query head."""
-        r.mask_row[0] = Int32(-1)
-        self.take_columns(r, work, work.head * work.group_size)
+    def mask_of(self, work: Any, head: Any) -> Any:
+        """The row of the vectors that a query head has."""
+        return mask_row(work.batch, head, work.heads_q, work.given.columns.vectors[0])
 
     @cute.jit
     def take_columns(self, r, work, head):
-        """This thread's number of each of its keys under the mask of a query head, if that is another mask than before."""
-        columns = work.given.columns
-        row = mask_row(work.batch, head, work.heads_q, columns.vectors[0])
-        if row != r.mask_row[0]:
-            self.take_numbers(r, work, row)
+        """This thread's number of each of its keys for a query head: lts, lte, uts or ute, by the lane in its quad.
 
-    @cute.jit
-    def take_numbers(self, r, work, row):
-        """lts, lte, uts or ute, by the lane in its quad, in a row of the vectors; all is hidden past the last key."""
+        Past the last key they hide all.
+        """
         columns = work.given.columns
-        r.mask_row[0] = row
+        row = self.mask_of(work, head)
         which = cute.arch.lane_idx() % 4
         length = columns.vectors[0].shape[2]
         address = columns.vectors[0].iterator.toint()
@@ -173,11 +165,8 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def find_hidden(self, r, work, m):
-        """Bits of this thread's elements of a query tile that its keys hide, or the band.
-
-        Nothing of it is to stay in registers from step to step.
-        """
-        diagonal = hidden(work.n_block) * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
+        """Bits of this thread's elements of a query tile that its keys hide, or the band."""
+        diagonal = self.again(work).n_block * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
         for i in cutlass.range_constexpr(2):
             row = m * self.tile_m + r.column
             lts, lte, uts, ute = self.interval(r, i)
@@ -213,6 +202,7 @@ class ColumnWalk(BackwardBase):
                 first, end = self.band_rows(work, work.n_block * self.tile_n + r.row + 8 * i)
                 if not sees_none(first, end, *self.interval(r, i)):
                     dead[i] = Int32(0)
+        self.take_columns(r, work, work.head * work.group_size)
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
             if dead[i] == 1:

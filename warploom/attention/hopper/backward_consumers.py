@@ -55,7 +55,6 @@ class StepOperands(Operands):
     acc_dv: Any
     hidden: Any  # what is added to a row's lse, without a band
     columns: Any  # of a column mask: this thread's number of each of its keys,
-    mask_row: Any  # where in the vectors that stands,
     hidden_bits: Any  # and which elements of a tile its keys hide
     ds_target: Any
     stats: Any
@@ -97,7 +96,7 @@ class Consumers(ColumnWalk):
         shared = work.shared
         r = r.but(past=work.base + self.steps_of(work))
         if const_expr(self.config.columns):
-            self.begin_columns(r, work)
+            self.take_columns(r, work, work.head * work.group_size)
         else:
             self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
@@ -112,7 +111,9 @@ class Consumers(ColumnWalk):
             if work.bounds[1] == 1 and self.steps_of(work) > 0:
                 self.clear_dead(r, work)
         self.steps(r, work)
-        if const_expr(self.config.stream_k):
+        if const_expr(self.config.columns):
+            self.finish(r, self.again(work), dk, dv, scale)
+        elif const_expr(self.config.stream_k):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
             self.finish(r, self.read_block(work.given, n_block, work.turn, work.base), dk, dv, scale)
         else:
@@ -315,7 +316,6 @@ class Consumers(ColumnWalk):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
             columns=cute.make_rmem_tensor(2, Int32) if config.columns else None,
-            mask_row=cute.make_rmem_tensor(1, Int32) if config.columns else None,
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
@@ -335,9 +335,11 @@ class Consumers(ColumnWalk):
         """
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
-        m, tested, head = self.announced(work, stage)
+        words = r.shared.words
+        m, tested, other = self.announced(words, stage)
+        if other == 1:
+            self.take_columns(r, self.again(work), words[self.step_word(stage) + 1])
         if tested == 1:
-            self.take_columns(r, work, head)
             self.clear_unseeing(r, j)
             self.step(r, m, j, True, work)
         else:

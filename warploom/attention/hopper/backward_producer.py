@@ -84,7 +84,7 @@ class Producer(ColumnWalk):
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
             if n_block * self.tile_n < work.seqlen_k:
-                publish(shared.words, 0, words, shared.block_full)
+                publish(shared.words, self.words_at(turn), words, shared.block_full)
                 turn += 1
             if const_expr(varlen):  # noqa: SIM102
                 if index < total:
@@ -165,6 +165,7 @@ class Producer(ColumnWalk):
         queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
             member, following, first, seen, tested = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
+            mask = self.mask_of(work, work.head * work.group_size)  # the consumers begin with that
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
                 while seen == 0:
@@ -183,7 +184,9 @@ class Producer(ColumnWalk):
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             if const_expr(config.columns):
-                self.announce(work, stage, m, (tested >> lowest) & 1, head, tile, queries_bytes + stats_bytes)
+                before, mask = mask, self.mask_of(work, head)
+                other = choose(mask == before, 0, 1)
+                self.announce(work, stage, m, (tested >> lowest) & 1, other, head, tile, queries_bytes + stats_bytes)
             else:
                 expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)

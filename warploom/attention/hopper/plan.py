@@ -257,7 +257,7 @@ def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: b
 def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
-    Full, causal and windows, each plain, short, deterministic or packed, and causal ones in waves.
+    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks.
 
     Others are compiled when first called for.
     """
@@ -272,5 +272,9 @@ def backward_set() -> list[BackwardConfig]:
         backward_config(Features(dtype, *dims, **band | extra), short): None
         for (extra, short), dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
     }
+    for dims, band, dtype in product(BACKWARD_TILES, BANDS, DTYPES):
+        features = Features(dtype, *dims, columns=True, **band)
+        if takes_columns(features):
+            found[backward_config(features, False)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
     return list(found)
