@@ -38,7 +38,7 @@ class Triton(TritonBackend):
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
         if args.bounds is not None or args.cu_seqlens_q is not None or (args.lts is None and args.ute is None):
             return args
-        return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1]))
+        return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1], args.q_offset))
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         """Queries × keys of the forward tiles that this very call takes, and how many keys are skipped at once, for explain().
