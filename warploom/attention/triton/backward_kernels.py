@@ -93,9 +93,7 @@ def rows_kernel(
     pid = tl.program_id(0)
     tile = pid % tiles
     head = pid // tiles % heads
-    lengths, m0 = packed_query_tile(
-        tile, pid // tiles // heads, cu_q_ptr, None, None, None, None, batches, seqlen_q, seqlen_k, M
-    )
+    lengths, m0 = packed_query_tile(tile, pid // tiles // heads, cu_q_ptr, None, None, None, batches, seqlen_q, seqlen_k, M)
     if (m0 < 0) | (m0 >= lengths.q):
         return
     batch = tl.cast(lengths.batch, tl.int64)
@@ -219,6 +217,7 @@ class Block(NamedTuple):
     vectors: Any
     columns: Any
     band: Any
+    offset: Any  # of the rows in the whole sequence; None where the call has no offsets
 
 
 @triton.jit
@@ -283,11 +282,11 @@ def _dkdv_step(
         p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
     if test:
         rows = m0 + tl.arange(0, m.shape[0])
-        shift = shift_of(lengths)
+        shift = shift_of(lengths, block.offset)
         seen = visible(rows[None, :], block.cols[:, None], block.vectors, block.columns, block.band, shift, lengths.k)
         p = tl.where(seen, p, 0.0)
     if dropout.seed is not None:
-        keep = kept(dropout, lengths, m0, block.n0, p.shape[1], p.shape[0], True)
+        keep = kept(dropout, batch, block.offset, m0, block.n0, p.shape[1], p.shape[0], True)
     if WITH_DV:
         kept_p = p
         if dropout.seed is not None:
@@ -424,8 +423,8 @@ def dkdv_kernel(
             if found != 0:
                 return
     offset = load_offset(offset_ptr, sequence, sequence < batches)
-    lengths = Lengths(sequence, len_q, len_k, first_q, first_k, offset)
-    shift = shift_of(lengths)
+    lengths = Lengths(sequence, len_q, len_k, first_q, first_k)
+    shift = shift_of(lengths, offset)
     band = Band(left, right)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
 
@@ -436,7 +435,7 @@ def dkdv_kernel(
     dims_v = tl.arange(0, DV)
     live = None if DIM == D else dims < DIM
     live_v = None if DIM_V == DV else dims_v < DIM_V
-    first, last = live_columns(lengths, band)
+    first, last = live_columns(lengths, offset, band)
     # Rows that the band shows to some column, in tiles.
     n1 = tl.minimum(n0 + N, len_k)
     begin, end = 0, count
@@ -504,7 +503,7 @@ def dkdv_kernel(
         edges_at = tile_at + g * row_tiles
         rows_base = rows_ptr + edges_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
-        block = Block(k, v, n0, cols, vectors, columns, band)
+        block = Block(k, v, n0, cols, vectors, columns, band, offset)
         if EDGES:
             first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
         for part in range(PARTS):
@@ -587,7 +586,7 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     dp = dot(queries.dout, tl.trans(v), None)
     p = tl.exp2(s * score_factor(tile.softmax) - queries.lse[:, None])
     if tile.dropout.seed is not None:
-        keep = kept(tile.dropout, tile.lengths, queries.m0, n0, p.shape[0], p.shape[1], False)
+        keep = kept(tile.dropout, tile.lengths.batch, queries.offset, queries.m0, n0, p.shape[0], p.shape[1], False)
         dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
     ds = p * (dp - queries.delta[:, None])
     if tile.softmax.softcap is not None:
@@ -677,7 +676,7 @@ def dq_kernel(
     pid = pid // tiles
     head = pid % heads
     lengths, m0 = packed_query_tile(
-        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, offset_ptr, None, batches, seqlen_q, seqlen_k, M
+        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, None, batches, seqlen_q, seqlen_k, M
     )
     if (m0 < 0) | (m0 >= lengths.q):
         return
@@ -706,7 +705,7 @@ def dq_kernel(
     (dq,) = attend(
         _dq_step,
         state,
-        Queries(q, dout, lse2, delta, m0, rows, head),
+        Queries(q, dout, lse2, delta, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches)),
         lengths,
         Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
         Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),

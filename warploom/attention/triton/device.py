@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.columns import BOUND_BLOCK, load_columns, load_offset, normalised, of_chunk
+from warploom.kernels.triton.columns import BOUND_BLOCK, load_columns, normalised, of_chunk
 from warploom.kernels.triton.numerics import LOG2E, capped, clamp
 from warploom.kernels.triton.packed import find_tile, span
 
@@ -43,7 +43,6 @@ class Lengths(NamedTuple):
     k: Any
     first_q: Any
     first_k: Any
-    offset: Any  # of its rows in the whole sequence; None where the call has no offsets
 
 
 class Heads(NamedTuple):
@@ -133,6 +132,7 @@ class Queries(NamedTuple):
     m0: Any
     rows: Any
     head: Any
+    offset: Any  # of the rows in the whole sequence; None where the call has no offsets
 
 
 class Tile(NamedTuple):
@@ -166,24 +166,22 @@ def used_keys(sequence, length, used_ptr, batches):
 
 
 @triton.jit
-def shift_of(lengths):
+def shift_of(lengths, offset):
     """The key position of row 0."""
-    if lengths.offset is None:
+    if offset is None:
         return lengths.k - lengths.q
     else:
-        return lengths.offset
+        return offset
 
 
 @triton.jit
-def packed_query_tile(
-    tile, batch, cu_q_ptr, cu_k_ptr, used_ptr, offset_ptr, table_ptr, batches, seqlen_q, seqlen_k, M: tl.constexpr
-):
+def packed_query_tile(tile, batch, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M: tl.constexpr):
     """Lengths and first local row of a query tile, the `tile`th of the call where it is packed, else of `batch`.
 
     m0 lies outside [0, lengths.q) where the slot holds no rows. seqlen_k is the most keys a paged sequence can have.
     """
     if cu_q_ptr is None:
-        return Lengths(batch, seqlen_q, seqlen_k, 0, 0, load_offset(offset_ptr, batch, True)), tile * M
+        return Lengths(batch, seqlen_q, seqlen_k, 0, 0), tile * M
     else:
         sequence, m0, first_q, len_q = find_tile(tile, cu_q_ptr, batches, seqlen_q, M)
         if table_ptr is not None:
@@ -194,9 +192,7 @@ def packed_query_tile(
         else:
             first_k = first_q
             len_k = tl.where(sequence < batches, len_q, 0)
-        len_k = used_keys(sequence, len_k, used_ptr, batches)
-        offset = load_offset(offset_ptr, sequence, sequence < batches)
-        return Lengths(sequence, len_q, len_k, first_q, first_k, offset), m0
+        return Lengths(sequence, len_q, used_keys(sequence, len_k, used_ptr, batches), first_q, first_k), m0
 
 
 @triton.jit
@@ -205,8 +201,9 @@ def readable_columns(tile, cols, KIND: tl.constexpr):
     readable = (cols >= tile.first) & (cols < tile.last)
     if KIND == EDGE:
         vectors = load_columns(tile.columns, tl.minimum(cols, tile.lengths.k - 1))
-        vectors = of_chunk(vectors, tile.columns, tile.lengths.offset, tile.lengths.q)
-        _, _, _, _, dead = normalised(vectors, tile.columns, cols, tile.band, tile.lengths.q, shift_of(tile.lengths))
+        vectors = of_chunk(vectors, tile.columns, tile.queries.offset, tile.lengths.q)
+        shift = shift_of(tile.lengths, tile.queries.offset)
+        _, _, _, _, dead = normalised(vectors, tile.columns, cols, tile.band, tile.lengths.q, shift)
         readable = readable & (dead == 0)
     return readable
 
@@ -214,10 +211,11 @@ def readable_columns(tile, cols, KIND: tl.constexpr):
 @triton.jit
 def tile_visible(tile, cols, KIND: tl.constexpr):
     """The element test of a tile, (M, N) or what broadcasts to it."""
-    shift = shift_of(tile.lengths)
+    offset = tile.queries.offset
+    shift = shift_of(tile.lengths, offset)
     rows, keys = tile.queries.rows[:, None], cols[None, :]
     at = tl.minimum(cols, tile.lengths.k - 1) if KIND == EDGE else cols
-    lts, lte, uts, ute = of_chunk(load_columns(tile.columns, at), tile.columns, tile.lengths.offset, tile.lengths.q)
+    lts, lte, uts, ute = of_chunk(load_columns(tile.columns, at), tile.columns, offset, tile.lengths.q)
     vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
     return visible(rows, keys, vectors, tile.columns, tile.band, shift, tile.lengths.k)
 
@@ -338,14 +336,14 @@ def band_columns(m0, m1, shift, band, len_k):
 
 
 @triton.jit
-def live_columns(lengths, band):
+def live_columns(lengths, offset, band):
     """Columns [first, past-the-last) that the band shows to some row of the sequence, or of the chunk."""
     first = 0
     last = lengths.k
     if band.left is not None:
-        first = clamp(shift_of(lengths) - band.left, 0, lengths.k)
+        first = clamp(shift_of(lengths, offset) - band.left, 0, lengths.k)
     if band.right is not None:
-        end = lengths.k if lengths.offset is None else lengths.offset + lengths.q
+        end = lengths.k if offset is None else offset + lengths.q
         last = clamp(end + band.right, 0, lengths.k)
     if band.left is not None and band.right is not None:
         last = tl.where(band.left < -band.right, first, last)
@@ -406,7 +404,7 @@ def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k, shift):
 
 
 @triton.jit
-def kept(dropout, lengths, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def kept(dropout, batch, offset, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Which elements of a tile survive dropout, (M, N) or, KEYS_FIRST, (N, M); see warploom.attention.philox.
 
     One Philox call gives the words of four neighbouring keys.
@@ -414,10 +412,9 @@ def kept(dropout, lengths, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST:
     seed = tl.load(dropout.seed).to(tl.uint64)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
-    batch = lengths.batch
-    if lengths.offset is not None:
+    if offset is not None:
         batch = batch // dropout.chunks
-        m0 += lengths.offset
+        m0 += offset
     rows = m0 + tl.arange(0, M)
     keys = n0 // 4 + tl.arange(0, N // 4)
     if KEYS_FIRST:

@@ -31,7 +31,7 @@ from warploom.attention.triton.device import (
     tile_visible,
 )
 from warploom.attention.triton.walk import attend
-from warploom.kernels.triton.columns import Band, Columns
+from warploom.kernels.triton.columns import Band, Columns, load_offset
 from warploom.kernels.triton.numerics import LN2, LOG2E, dot
 from warploom.kernels.triton.softmax import add_sink, divisor, finite, log_sum
 
@@ -58,7 +58,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     shrink = tl.exp2(top - safe)
     total = total * shrink + tl.sum(p, 1)
     if tile.dropout.seed is not None:
-        keep = kept(tile.dropout, tile.lengths, tile.queries.m0, n0, p.shape[0], p.shape[1], False)
+        keep = kept(tile.dropout, tile.lengths.batch, tile.queries.offset, tile.queries.m0, n0, p.shape[0], p.shape[1], False)
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
     v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
@@ -154,7 +154,7 @@ def forward_kernel(
     pid = pid // tiles
     head = pid % heads
     lengths, m0 = packed_query_tile(
-        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, offset_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
+        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
     )
     if (m0 < 0) | (m0 >= lengths.q):
         return
@@ -179,7 +179,7 @@ def forward_kernel(
     acc, total, top = attend(
         _step,
         state,
-        Queries(q, None, None, None, m0, rows, head),
+        Queries(q, None, None, None, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches)),
         lengths,
         Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
         Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
