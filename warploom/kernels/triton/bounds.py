@@ -32,15 +32,9 @@ def bounds_kernel(
     """
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
-    if offset_ptr is None:
-        offset = None
-        shift = seqlen_k - seqlen_q
-    else:
-        batch = row // heads
-        offset = load_offset(offset_ptr, batch, True)
-        shift = offset
-        if batches == 1:
-            row = row % heads
+    offset = load_offset(offset_ptr, 0 if heads is None else row // heads, True)
+    if batches is not None:
+        row = tl.where(batches == 1, row % heads, row)
     # Columns past the end repeat the last one, which changes no extremum.
     cols = tl.minimum(pid % blocks * BOUND_BLOCK + tl.arange(0, BOUND_BLOCK), seqlen_k - 1)
     at = row * seqlen_k
@@ -51,6 +45,7 @@ def bounds_kernel(
         shifted(ute_ptr, at),
     )
     vectors = of_chunk(load_columns(columns, cols), columns, offset, seqlen_q)
+    shift = seqlen_k - seqlen_q if offset is None else offset
     lts, lte, uts, ute, _ = normalised(vectors, columns, cols, Band(left, right), seqlen_q, shift)
     out = bounds_ptr + pid.to(tl.int64) * 8
     tl.store(out, tl.min(lts, 0))
