@@ -72,21 +72,24 @@ def test_opcheck(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_packed_sequences_have_offsets_too(backend: str) -> None:
     """Of their own rows: three and four new tokens behind six and none that are there."""
-    lengths_q, there = (3, 4), (6, 0)
-    q = torch.randn(7, 2, 16)
-    k, v = (torch.randn(13, 2, 16) for _ in range(2))
+    there = (6, 0)
+    q, dout = torch.randn(2, 7, 2, 16)
+    k, v = torch.randn(2, 13, 2, 16)
     starts, starts_k = offsets(0, 3, 7), offsets(0, 9, 13)
-    args = varlen_args(q, k, v, starts, starts_k, 4, 9, causal=True, dropout_p=0.5, dropout_seed=1)
-    args = args._replace(q_offset=offsets(*there))
+    options: dict[str, Any] = {"dropout_p": 0.5, "dropout_seed": 1}
+    args = varlen_args(q, k, v, starts, starts_k, 4, 9, causal=True, **options)._replace(q_offset=offsets(*there))
     out, lse = dispatch.find(backend).forward(args)
-    for n, (rows, past) in enumerate(zip(lengths_q, there, strict=True)):
+    dq, dk, dv, _ = dispatch.find(backend).backward(args, dout, None, out, lse)
+    for n, past in enumerate(there):
         at, keys = slice(int(starts[n]), int(starts[n + 1])), slice(int(starts_k[n]), int(starts_k[n + 1]))
-        one = dense_args(*(t[None].expand(2, -1, -1, -1) for t in (q[at], k[keys], v[keys])), dropout_p=0.5, dropout_seed=1)
-        one = one._replace(right=0, q_offset=offsets(past, past))
-        want, want_lse = dispatch.find("reference").forward(one)  # the second entry is counted as the second sequence
-        assert want.shape[1] == rows
-        torch.testing.assert_close(out[at], want[n])
-        torch.testing.assert_close(lse[:, at], want_lse[n])
+        # As both entries of a batch, so that one of them is counted as this sequence.
+        leaves = [t[None].expand(2, -1, -1, -1).clone().requires_grad_() for t in (q[at], k[keys], v[keys])]
+        one = dense_args(*leaves, **options)._replace(right=0, q_offset=offsets(past, past))
+        want, want_lse = dispatch.find("reference").forward(one)
+        gradients = torch.autograd.grad(want[n], leaves, dout[at])
+        got = (out[at], lse[:, at], dq[at], dk[keys], dv[keys])
+        for a, b in zip(got, (want[n], want_lse[n], *(t[n] for t in gradients)), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])

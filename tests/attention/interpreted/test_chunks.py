@@ -109,6 +109,29 @@ def test_packed_sequences_have_offsets_too() -> None:
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
+def test_compiles_whole_with_the_bounds_of_its_mask() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16).requires_grad_() for n in (40, 200, 200))
+    lengths, at = torch.tensor([90, 110]), offsets(7, 160)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, at: Tensor) -> Tensor:
+        options: dict[str, Any] = {"mask": masks.Document(lengths), "backend": "triton"}
+        return attention_chunks(q, k, v, at, seqlen_q=200, **options)[0].square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for rows in ((7, 160), (100, 0)):
+        at.copy_(offsets(*rows))
+        got, want = compiled(q, k, v, lengths, at), loss(q, k, v, lengths, at)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(want, (q, k, v)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_opcheck_of_the_bounds(batch: int) -> None:
+    vectors = torch.randint(0, 200, (4, batch, 3, 150), dtype=torch.int32).unbind()
+    torch.library.opcheck(torch.ops.warploom.column_bounds.default, (*vectors, 5, None, 40, offsets(7, 160)))
+
+
 @pytest.mark.parametrize("offset", [-5, 2**31 - 1, -(2**31)])
 def test_offsets_out_of_range_read_and_write_nothing_else(offset: int) -> None:
     """A device's contents are not looked at: they are held to the range."""
