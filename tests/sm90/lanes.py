@@ -55,6 +55,7 @@ ARITHMETIC: dict[str, Callable[..., int]] = {
     "neg": lambda a: -a,
     "abs": abs,
     "popc": lambda a: a.bit_count(),
+    "bfind": lambda a: a.bit_length() - 1,
 }
 COMPARE: dict[str, Callable[[int, int], bool]] = {
     "eq": lambda a, b: not (a - b),  # which fails with what is unknown, as the others do
@@ -103,6 +104,9 @@ def function(parts: tuple[str, ...]) -> Callable[..., Value] | None:
             return lambda a, b, c: take(a, bits) * take(b, bits) + c & ((1 << 2 * bits) - 1)
         assert parts[1] == "lo", parts
         return lambda a, b, c: a * b + c & mask
+    if head == "shf":
+        assert parts[1:3] == ("l", "wrap"), parts
+        return lambda a, b, c: (b << bits | a) << (c & 31) >> bits & mask
     if head == "shl":
         return lambda a, b: a << min(b, bits) & mask
     if head == "shr":

@@ -27,7 +27,8 @@ class Machine(Barriers, Copies, Products, Words):
 
     def __init__(self, kernel: Kernel, launch: Launch, seed: int, processors: int = 1, passing: object = None) -> None:
         self.kernel, self.launch, self.draw = kernel, launch, random.Random(seed)
-        self.code, self.labels = kernel.sliced(("st.global", "ld.global") if launch.watched else ())
+        others = (("st.global", "ld.global") if launch.watched else ()) + (("ld.shared",) if launch.reads else ())
+        self.code, self.labels = kernel.sliced(others)
         self.processors, self.passing = processors, passing
         warps = kernel.threads // LANES
         self.readers = launch.grid * warps

@@ -32,7 +32,7 @@ class Launch:
     """What a kernel is started with: bytes of its parameters, bytes that a copy by a tensor map brings, words of tensors.
 
     ``ordered``: bulk additions to one address are to be ordered too. ``watched``: addresses of what blocks hand each other
-    by plain stores and loads.
+    by plain stores and loads. ``reads``: loads from shared memory are played too where what they find decides nothing.
     """
 
     parameters: list[bytes]
@@ -42,6 +42,7 @@ class Launch:
     words: dict[int, int] = field(default_factory=dict)
     ordered: bool = False
     watched: range = range(0)
+    reads: bool = False
 
 
 class Mbarrier:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.problem import AttentionArgs
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime.device import on_device
 
@@ -24,6 +25,13 @@ _KEPT = 8
 _FAR = 2**30  # beyond it a limit of the band changes nothing
 
 _kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = OrderedDict()
+
+
+def with_bounds(args: AttentionArgs) -> AttentionArgs:
+    """A dense call with the bounds of its column mask, if it has one."""
+    if args.bounds is not None or args.cu_seqlens_q is not None or (args.lts is None and args.ute is None):
+        return args
+    return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1], args.q_offset))
 
 
 def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: Tensor | None = None) -> Tensor:

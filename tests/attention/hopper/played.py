@@ -8,6 +8,8 @@ from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.masks.intervals import ResolvedMask
+from warploom.masks.tiles import column_bounds
 
 SUMS = 7 << 44  # where what blocks hand each other lies
 Tag = tuple[int, ...]
@@ -31,12 +33,14 @@ def forward(
     heads: int = 2,
     split: int = 0,
     left: int = 0,
+    mask: ResolvedMask | None = None,
 ) -> Launch:
     """One batch, one key head; of packed calls two sequences, the first with a third of the tokens."""
     dim, dim_v = config.head_dim, config.head_dim_v
     names = names_of(
-        "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter", config.varlen,
-        "parts", bool(config.split), "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
+        "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter",
+        config.varlen or config.columns, "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
+        "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
     tiles = -(-heads // config.heads_per_tile) if config.pack_gqa else heads
     values: dict[str, Any] = {
@@ -60,7 +64,29 @@ def forward(
             "cu_q": ((3,), ()), "cu_k": ((3,), ()), "used": ((2,), ()), "counter": ((1,), ()),
         }  # fmt: skip
         words = _packed(names, seqlen_q, seqlen_k)
-    return launch(traced, values, names, grid=blocks, words=words)
+    if mask is not None:
+        column_values, words = column_mask(names, mask, seqlen_q, seqlen_k)
+        values |= column_values | {"counter": ((1,), ()), "pair_heads": heads}
+    return launch(traced, values, names, grid=blocks, words=words, reads=config.columns)
+
+
+def column_mask(
+    names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int
+) -> tuple[dict[str, Any], dict[int, int]]:
+    """The parameters of a column mask, and what its vectors and bounds hold."""
+    bounds = column_bounds(mask, seqlen_q, seqlen_k, 64, "cpu").contiguous()
+    given = {"lts": mask.lts, "lte": mask.lte, "uts": mask.uts, "ute": mask.ute}
+    values: dict[str, Any] = {
+        "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
+        "present": sum(1 << i for i, t in enumerate(given.values()) if t is not None),
+    }
+    words = {}
+    for name, t in (*given.items(), ("bounds", bounds)):
+        start = names.index(name) + 1 << 32
+        for i, number in enumerate([] if t is None else t.flatten().tolist()):
+            words[start + 4 * i] = number % 2**32
+        values.setdefault(name, ((0 if t is None else t.numel(),), ()))
+    return values, words
 
 
 def _packed(names: list[str], seqlen_q: int, seqlen_k: int) -> dict[int, int]:

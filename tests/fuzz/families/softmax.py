@@ -32,7 +32,7 @@ class Limits:
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     dims: tuple[int, int, int] = (1, 256, 1)  # from, to, step
-    columns: bool = True
+    columns: tuple[str, ...] = ("dense", "varlen")  # layouts that it takes column masks of
     dropout: bool = True
     packed: bool = True
     paged: bool = True
@@ -40,8 +40,8 @@ class Limits:
 
 LIMITS = {
     "triton": Limits(dims=(16, 256, 8)),
-    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), columns=False, dropout=False, paged=False),
-    "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=False, dropout=False, packed=False, paged=False),
+    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), columns=("dense",), dropout=False, paged=False),
+    "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=(), dropout=False, packed=False, paged=False),
     "cpu": Limits(),
     "reference": Limits(dtypes=("float16", "bfloat16", "float32", "float64")),
 }
@@ -97,7 +97,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
         deterministic=d.chance(0.2),
         layout=layout,
     )
-    if limits.columns and layout != "paged" and d.chance(0.5):
+    if layout in limits.columns and d.chance(0.5):
         vectors, _ = d.pick([one for one in maskspec.classes() if not one[1] or found.right])
         found = replace(found, vectors=vectors)
     if layout != "dense":
@@ -300,6 +300,8 @@ def modules(
     from warploom.attention.hopper.plan import backward_config_for, config_for
 
     found = [config_for(described).spec]
+    if p.mask is not None and layout == "dense":  # which may be a band, or columns, whose backward pass is another's
+        found.append(config_for(replace(described, columns=("lts",))).spec)
     return [*found, backward_config_for(described, bool(p.lse_gradient)).spec] if p.backward else found
 
 

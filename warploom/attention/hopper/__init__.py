@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper.plan import (
     LONG,
@@ -41,6 +42,8 @@ def _examine() -> str | None:
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
+    if problem.columns:
+        return "has no column masks yet"
     short = False
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
@@ -78,6 +81,8 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
+    if args.lts is not None or args.ute is not None:
+        return False
     features, short = described(args, dlse)
     return _module_refusal(short, True, *features) is None
 
@@ -95,7 +100,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Backend):
-    """Dense and packed calls in 16 bits, up to 256 dims a head, without column masks or dropout."""
+    """Dense and packed calls in 16 bits, up to 256 dims a head, without dropout; column masks of dense calls."""
 
     name = NAME
 
@@ -108,8 +113,8 @@ class Hopper(Backend):
             return refused
         if problem.layout == "paged":
             return "takes no pages"
-        if problem.columns:
-            return "has no column masks yet"
+        if problem.columns and problem.layout != "dense":
+            return "takes no column mask of packed sequences"
         if problem.dropout:
             return "has no dropout"
         if problem.q_offset:
@@ -122,6 +127,10 @@ class Hopper(Backend):
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
         return _module_refusal(long, False, *Features.of(problem))
+
+    def prepare(self, args: AttentionArgs) -> AttentionArgs:
+        """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
+        return with_bounds(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         variant = _variant(AttentionProblem.from_args(args, False))
@@ -163,6 +172,8 @@ class Hopper(Backend):
         Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k).
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
+            return None
+        if args.bounds is not None:  # those of the next call may be others
             return None
         from warploom.attention.hopper.run import bind as run
 

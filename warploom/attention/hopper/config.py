@@ -15,8 +15,8 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "merge")))
-SOURCES = (*_COMMON, "kernels/cute/band.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
+_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "columns", "merge")))
+SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
 _BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles", *_PAIR)))
 BACKWARD_SOURCES = (*_COMMON, "kernels/cute/memory.py", *(f"{_HERE}/{file}.py" for file in _BACKWARD))
@@ -49,6 +49,7 @@ class ForwardConfig:
     # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "pingpong": where ptxas
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"
+    columns: bool = False  # of the mask hide rows
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
@@ -63,7 +64,7 @@ class ForwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += [feature for feature in ("softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
+        parts += [feature for feature in ("columns", "softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         return "attn_fwd_sm90_" + "_".join(parts)

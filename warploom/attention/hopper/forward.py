@@ -20,11 +20,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.attention.hopper.forward_base import TILE_STAGES, TILE_WORDS, ForwardShared
-from warploom.attention.hopper.forward_consumers import Consumers
+from warploom.attention.hopper.forward_base import MASK_STAGES, TILE_WORDS, ForwardShared
+from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnProducer
 from warploom.attention.hopper.forward_merge import Merge
-from warploom.attention.hopper.forward_producer import Producer
 from warploom.kernels.cute.basics import WARP
+from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.softmax import multipliers
@@ -33,11 +33,13 @@ from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, pr
 
 # Registers a thread (consumer, producer): a warpgroup's share of 64 Ki, in steps of 8, by number of consumers.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
-# Warps of the producer warpgroup.
-LOADER, SCHEDULER = 0, 1
+# Under a column mask, whose bits two warps of the producer make.
+COLUMN_REGISTERS = {2: (224, 56), 3: (160, 32)}
+# Warps of the producer warpgroup; under a column mask those from MASKS on make masks.
+LOADER, SCHEDULER, MASKS = 0, 1, 2
 
 
-class HopperForward(Producer, Consumers, Merge):
+class HopperForward(ColumnProducer, ColumnConsumers, Merge):
     """softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -52,8 +54,9 @@ class HopperForward(Producer, Consumers, Merge):
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
         used_k: cute.Tensor | None,  # (sequences,) int32
-        counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call
+        counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call, or under a column mask
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
+        mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -87,7 +90,7 @@ class HopperForward(Producer, Consumers, Merge):
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
@@ -103,9 +106,15 @@ class HopperForward(Producer, Consumers, Merge):
         if warp == LOADER:
             with cute.arch.elect_one():
                 init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
+                makers = 2 if const_expr(self.config.columns) else 0
                 init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
-                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
-                init_rings(TILE_STAGES, (shared.tile_full, shared.tile_empty, WARP * (consumers + 1)))  # lanes
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers + makers))
+                readers = WARP * (consumers + 1 + makers)  # lanes
+                init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
+                if const_expr(self.config.columns):
+                    for i in cutlass.range_constexpr(MASK_STAGES):
+                        cute.arch.mbarrier_init(shared.mask_full + i, WARP * makers)
+                        cute.arch.mbarrier_init(shared.mask_empty + i, WARP * consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -123,6 +132,7 @@ class HopperForward(Producer, Consumers, Merge):
         used_k: cute.Tensor | None,
         counter: cute.Tensor | None,
         parts: cute.Tensor | None,
+        mask: tuple[Any, ...] | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -145,12 +155,15 @@ class HopperForward(Producer, Consumers, Merge):
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
 
-        stages, warpgroups = self.stages, self.warpgroups
+        stages, warpgroups, tile_stages = self.stages, self.warpgroups, self.tile_stages
+        mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
+        mask_words = mask_stages * self.tile_m * 4
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups + 4 * stages + 2 * TILE_STAGES]
-            tiles: cute.struct.Align[cute.struct.MemRange[Int32, TILE_STAGES * TILE_WORDS], 16]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups + 4 * stages + 2 * tile_stages + 2 * mask_stages]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
             scratch: cute.struct.MemRange[Int32, 1]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
@@ -165,9 +178,12 @@ class HopperForward(Producer, Consumers, Merge):
             k_empty=barriers.take(stages),
             v_full=barriers.take(stages),
             v_empty=barriers.take(stages),
-            tile_full=barriers.take(TILE_STAGES),
-            tile_empty=barriers.take(TILE_STAGES),
-            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_STAGES))),
+            tile_full=barriers.take(tile_stages),
+            tile_empty=barriers.take(tile_stages),
+            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, tile_stages))),
+            mask_full=barriers.take(mask_stages),
+            mask_empty=barriers.take(mask_stages),
+            masks=storage.masks.data_ptr(),
             scratch=storage.scratch.data_ptr(),
             q=placed(storage.q, layout_q),
             loads_q=placed(storage.q, loads_q),
@@ -176,7 +192,24 @@ class HopperForward(Producer, Consumers, Merge):
         )
         self.init_barriers(warp, shared)
 
-        consumer_registers, producer_registers = REGISTERS[warpgroups]
+        if const_expr(self.config.columns):
+            self.play_lists(
+                warp, q, k, v, out, lse, sink, counter, mask, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
+                multiplier, cap_in, left, right, pair_heads,
+            )  # fmt: skip
+        else:
+            self.play_tiles(
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
+                multiplier, cap_in, left, right, heads, pair_heads, split,
+            )  # fmt: skip
+
+    @cute.jit
+    def play_tiles(
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
+        multiplier, cap_in, left, right, heads, pair_heads, split,
+    ):  # fmt: skip
+        """What each warp does without a column mask."""
+        consumer_registers, producer_registers = REGISTERS[self.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == LOADER:
@@ -188,5 +221,25 @@ class HopperForward(Producer, Consumers, Merge):
                     self.schedule(k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1  # type: ignore[union-attr]
+            sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
             self.compute(out, lse, sink, parts, k.shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right)
+
+    @cute.jit
+    def play_lists(
+        self, warp, q, k, v, out, lse, sink, counter, mask, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
+        multiplier, cap_in, left, right, section,
+    ):  # fmt: skip
+        """What each warp does under a column mask."""
+        columns = columns_of(mask)
+        consumer_registers, producer_registers = COLUMN_REGISTERS[self.warpgroups]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == LOADER:
+                self.load_lists(q, k, v, lse, shared, tma_q, tma_k, tma_v)
+            if warp == SCHEDULER:
+                self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section)
+            if warp >= MASKS:
+                self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            self.compute_lists(out, lse, sink, shared, mma_qk, mma_pv, multiplier, cap_in)

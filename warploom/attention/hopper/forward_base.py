@@ -21,8 +21,12 @@ from warploom.kernels.cute.fields import Fields
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
 # the workspace if those are not all (below 0: they are); for packed sequences also where queries and keys start, how
 # many there are, and by how much a query's position is past its row.
-TILE_STAGES, TILE_WORDS = 2, 12
+TILE_WORDS = 12
 DENSE_WORDS, PACKED_WORDS = 6, 11
+# Words of a list: query tile, head (below 0: no more), batch, its first key tile, then bits of 32 key tiles from there on:
+# those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists.
+LIST_WORDS = 8
+MASK_STAGES = 2  # of the ring of bits of partial tiles, under a column mask
 
 
 class ForwardShared(Fields):
@@ -37,6 +41,9 @@ class ForwardShared(Fields):
     tile_full: Any
     tile_empty: Any
     tiles: Any  # (word, stage)
+    mask_full: Any  # under a column mask
+    mask_empty: Any
+    masks: Any  # a word for each (stage, row, quarter of a quad's columns)
     scratch: Any  # an address that nothing is ever stored at
     q: Any  # (row, head_dim, warpgroup)
     loads_q: Any  # the same as TMA fills it
@@ -53,6 +60,7 @@ class ForwardBase:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
+        self.tile_stages = 4 if config.columns else 2
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 
@@ -85,4 +93,13 @@ class ForwardBase:
         cute.arch.mbarrier_arrive(shared.tile_empty + stage)
         if const_expr(not self.config.varlen):
             words += [Int32(0), seqlen_q, Int32(0), seqlen_k, seqlen_k - seqlen_q]
+        return tuple(words)
+
+    @cute.jit
+    def next_list(self, shared, stage, phase):
+        """The words of the list in the ring's stage."""
+        cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
+        words = [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(LIST_WORDS)]
+        # Every lane says so, as in ``next_tile``.
+        cute.arch.mbarrier_arrive(shared.tile_empty + stage)
         return tuple(words)

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase, ForwardShared
+from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardBase, ForwardShared
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
@@ -55,6 +55,8 @@ class Rows(Fields):
     row_sum: Any  # of this thread's columns
     correction: Any  # what O is still to be multiplied by
     limits: Any  # (row, first hidden column on the right / first visible)
+    mask_words: Any  # of each row the bits of this thread's columns, under a column mask
+    mask_ring: Any  # stage and phase
 
 
 class Consumers(ForwardBase):
@@ -150,7 +152,7 @@ class Consumers(ForwardBase):
                     self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             else:
                 self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
-            tile_stage, tile_phase = advance(tile_stage, tile_phase, TILE_STAGES)
+            tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
             m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
@@ -192,6 +194,8 @@ class Consumers(ForwardBase):
             row_sum=cute.make_rmem_tensor(2, Float32),
             correction=cute.make_rmem_tensor(2, Float32),
             limits=cute.make_rmem_tensor((2, 2), Int32),
+            mask_words=cute.make_rmem_tensor(2, Int32),
+            mask_ring=cute.make_rmem_tensor(2, Int32),
         )
 
     def start(self, work: Any) -> None:
@@ -231,6 +235,8 @@ class Consumers(ForwardBase):
         release(shared.k_empty + stage)
         if n == last:
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
+        if const_expr(masked and self.config.columns):
+            self.take_mask(work)
         self.softmax(work, n, masked, shared.v_empty + v_stage)
         pack(work.acc_s, work.p, self.dtype)
         return stage, phase
@@ -275,7 +281,9 @@ class Consumers(ForwardBase):
         if const_expr(self.config.softcap):
             for i in cutlass.range_constexpr(2 * columns):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, work.cap_in)
-        if const_expr(masked):
+        if const_expr(masked and self.config.columns):
+            self.apply_mask(rows, work.mask_words)
+        elif const_expr(masked):
             self.mask(rows, work.limits, n)
         offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
@@ -326,6 +334,29 @@ class Consumers(ForwardBase):
                 shown = self.lowest_bits(hidden - start)
                 if const_expr(self.config.left):
                     shown = shown & ~self.lowest_bits(visible - start)
+                for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
+                    rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+
+    @cute.jit
+    def take_mask(self, work):
+        """The bits that the producer has made for this thread's two rows of the next partial tile."""
+        ring, shared = work.mask_ring, work.shared
+        cute.arch.mbarrier_wait(shared.mask_full + ring[0], ring[1])
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row = work.group * 64 + thread // 32 * 16 + thread % 32 // 4
+        source = shared.masks + (ring[0] * self.tile_m + row) * 4 + thread % 4
+        words = cute.make_tensor(source, cute.make_layout(2, stride=32))
+        work.mask_words[0], work.mask_words[1] = words[0], words[1]
+        cute.arch.mbarrier_arrive(shared.mask_empty + ring[0])  # every lane, as in ``next_tile``
+        ring[0], ring[1] = advance(ring[0], ring[1], MASK_STAGES)
+
+    @cute.jit
+    def apply_mask(self, rows, words):
+        """Hide the columns whose bits are 0."""
+        columns = self.tile_n // 4
+        for r in cutlass.range_constexpr(2):
+            for start in cutlass.range_constexpr(0, columns, MASK_BITS):
+                shown = words[r] >> start
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
                     rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
 

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.forward_base import TILE_STAGES, ForwardBase
+from warploom.attention.hopper.forward_base import ForwardBase
 from warploom.kernels.cute.band import key_tiles
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
@@ -74,7 +74,7 @@ class Producer(ForwardBase):
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
                 words = (m_block, head, batch, first, end, slot)
                 publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-                stage, phase = advance(stage, phase, TILE_STAGES)
+                stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
     def schedule_packed(self, total_k, lse_shape, shared, cu_q, cu_k, used_k, counter, left, right):
@@ -122,7 +122,7 @@ class Producer(ForwardBase):
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
             words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
             publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-            stage, phase = advance(stage, phase, TILE_STAGES)
+            stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
     def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):
@@ -148,7 +148,6 @@ class Producer(ForwardBase):
         config, loads = self.config, 64 // self.load_rows
         packed = config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
-        bytes_q = 64 * config.head_dim * 2
         q_phase = Int32(1)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
@@ -166,15 +165,12 @@ class Producer(ForwardBase):
                 tk, tv = sequence_rows(k, head_kv, k_end, seqlen_k), sequence_rows(v, head_kv, k_end, seqlen_k)
             else:
                 tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
-            gk = cute.local_tile(tk, (self.tile_n, config.head_dim), (None, 0))
-            gv = cute.local_tile(tv, (self.tile_n, config.head_dim_v), (None, 0))
-            keys = self.ring(tma_views(tma_k, shared.k, gk), shared.k_full, shared.k_empty, config.head_dim)
-            values = self.ring(tma_views(tma_v, shared.v, gv), shared.v_full, shared.v_empty, config.head_dim_v)
+            keys, values = self.key_rings(tk, tv, shared, tma_k, tma_v)
             if first < end:
                 k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 for i in cutlass.range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
-                    expect(shared.q_full, bytes_q, i)
+                    self.expect_queries(shared, i)
                     if const_expr(config.pack_gqa):
                         for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
                             at, member = self.place(0, head, j * self.load_rows, group, 0)
@@ -187,10 +183,24 @@ class Producer(ForwardBase):
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)
-            tile_stage, tile_phase = advance(tile_stage, tile_phase, TILE_STAGES)
+            tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
             m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
                 shared, tile_stage, tile_phase, Int32(0), Int32(0)
             )
+
+    def key_rings(self, k: Any, v: Any, shared: Any, tma_k: Any, tma_v: Any) -> tuple[KeyRing, KeyRing]:
+        """The rings of K and of V, of the keys (seqlen, head_dim) of one head."""
+        config = self.config
+        gk = cute.local_tile(k, (self.tile_n, config.head_dim), (None, 0))
+        gv = cute.local_tile(v, (self.tile_n, config.head_dim_v), (None, 0))
+        return (
+            self.ring(tma_views(tma_k, shared.k, gk), shared.k_full, shared.k_empty, config.head_dim),
+            self.ring(tma_views(tma_v, shared.v, gv), shared.v_full, shared.v_empty, config.head_dim_v),
+        )
+
+    def expect_queries(self, shared: Any, i: Any) -> None:
+        """The barrier of warpgroup ``i``'s Q waits for its bytes."""
+        expect(shared.q_full, 64 * self.config.head_dim * 2, i)
 
     @cute.jit
     def load_queries(self, atom, queries, shared, n, j, barrier):

@@ -36,6 +36,7 @@ class Tiling:
     dense: Tile
     short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile
     other: Tile | None = None  # windows and packed sequences
+    columns: Tile | None = None  # under a column mask: keys are whole blocks of its bounds
     softcap: Tile | None = None  # of the 160 registers that three warpgroups leave a thread, its constants spill some
 
 
@@ -44,14 +45,18 @@ LONG = 2048
 TILINGS = {
     # 16384 keys full: with ping-pong 589 TFLOP/s, without 551. 1024 keys causal: 256x64 363, 192x128 327.
     (64, 64): Tiling(
-        Tile(3, 128, 3, "pingpong"), short=Tile(4, 64, 4, "early"), other=Tile(3, 128, 3, "early"), softcap=Tile(2, 128)
+        Tile(3, 128, 3, "pingpong"),
+        short=Tile(4, 64, 4, "early"),
+        other=Tile(3, 128, 3, "early"),
+        columns=Tile(2, 128, 3, "early"),
+        softcap=Tile(2, 128),
     ),
-    (96, 96): Tiling(Tile(3, 112), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
+    (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
-    (192, 192): Tiling(Tile(2, 112)),  # as wide as shared memory allows, here and below
+    (192, 192): Tiling(Tile(2, 112), columns=Tile(2, 64)),  # as wide as shared memory allows, here and below
     # Early and ping-pong no better. 1024 keys causal: 1.03 of 80 keys.
-    (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64)),
+    (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64), columns=Tile(2, 64)),
 }
 
 
@@ -69,7 +74,11 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
-    if features.softcap:
+    if features.columns:
+        tile = tiling.columns or tiling.dense
+        if features.softcap and tiling.softcap and tiling.softcap.keys == tile.keys:
+            tile = tiling.softcap
+    elif features.softcap:
         tile = tiling.softcap
     elif features.left or features.varlen:
         tile = tiling.other
@@ -83,7 +92,7 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         pv_wait=tile.pv_wait,
-        split=not features.varlen,
+        split=not (features.varlen or features.columns),
         pack_gqa=each,
         **features.flags(ForwardConfig),
     )
@@ -112,6 +121,8 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     if features.varlen:
         return config(features, long)
     group = problem.heads_q // problem.heads_kv
+    if features.columns:
+        return config(features, long)  # whose heads may have masks of their own
     return config(features, long, pack_gqa(problem.seqlen_q, group, config(features, long).tile_m))
 
 

@@ -13,7 +13,7 @@ from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa
-from warploom.attention.hopper.schedule import heads_in_pairs, tile_heads, tiles_to_split
+from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
@@ -52,6 +52,8 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     members = heads // heads_kv
     function, variant = _function(args, seqlen_k, (seqlen_q, members))
     m_blocks = -(-seqlen_q // variant.queries)
+    if variant.columns:
+        return _bind_columns(args, function, variant)
     rows = batch * (heads_kv * tile_heads(members, variant.heads_per_tile) if variant.pack_gqa else heads)
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
@@ -74,10 +76,54 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if sink is not None:
             sink = sink.float().contiguous()
         parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # not read: of the type
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, *numbers))
         return out, lse
 
     return launch
+
+
+def _bind_columns(
+    args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """As ``bind``, under a column mask, whose vectors and bounds are those of ``args``.
+
+    Keys that the band hides from every query are among the columns that no row sees, whose values count as zeros.
+    """
+    q, k, v = args.q, args.k, args.v
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, heads_kv, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    device, index = q.device, q.device.index
+    like_out = _like((batch, seqlen_q, heads, head_dim_v), q.dtype, device)
+    like_lse = _like((batch, heads, seqlen_q), torch.float32, device)
+    readable = all(map(stepped, (q, k, v)))
+    m_blocks = -(-seqlen_q // variant.queries)
+    shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
+    blocks = min(processors(index), m_blocks * batch * heads)
+    numbers = _numbers(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
+    mask = column_mask(args)
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        q, k, v = _read_by_tma(readable, q, k, v)
+        if sink is not None:
+            sink = sink.float().contiguous()
+        counter = _counter(device)
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, mask, *numbers))
+        return out, lse
+
+    return launch
+
+
+def column_mask(args: AttentionArgs) -> tuple[Tensor | int, ...]:
+    """What a module takes of a column mask: lts, lte, uts and ute, flat, the bounds, and a bit for each vector there is.
+
+    One that does not exist is passed as another.
+    """
+    vectors = (args.lts, args.lte, args.uts, args.ute)
+    present = sum(1 << i for i, t in enumerate(vectors) if t is not None)
+    some = args.lts if args.lts is not None else args.ute
+    assert some is not None and args.bounds is not None
+    return (*((some if t is None else t).contiguous().view(-1) for t in vectors), args.bounds, present)
 
 
 def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +183,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
-        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, None, *numbers))
         return out, lse
 
     return launch
@@ -198,21 +244,26 @@ def warm(args: AttentionArgs) -> None:
 
 def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig) -> None:
     """Launch the module's kernels on one token: CUDA loads their code when they are first launched."""
-    vectors: tuple[Tensor | None, ...] = (None, None, None, None)
+    packed: tuple[Tensor | None, ...] = (None, None, None, None)
     shape: tuple[int, ...] = (1, 1)
     if args.cu_seqlens_q is not None:
         ones = args.cu_seqlens_q.new_tensor([0, 1])
-        vectors = (ones, ones, None if args.seqused_k is None else ones[1:], ones.new_zeros(1))
+        packed = (ones, ones, None if args.seqused_k is None else ones[1:], ones.new_zeros(1))
         shape = (1,)
     q, k, v = (t.new_zeros((*shape, *t.shape[len(shape) :])) for t in (args.q, args.k, args.v))
     out, lse = _outputs(q, v, (*shape[1:], q.shape[-2], 1))
     split = int(variant.split)
     parts = lse.new_empty(_parts_shape(1, variant)) if split else None
     sink = None if args.sink is None else args.sink.float().contiguous()
-    numbers = _numbers(args, args.left, args.right, split=split)
+    mask: tuple[Tensor | int, ...] | None = None
+    if variant.columns:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        packed = (None, None, None, counter)
+        mask = (*(counter for _ in range(4)), counter.new_zeros(1, 1, 1, 8), 0)
+    numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    _launch(q.device.index, function, (q, k, v, out, lse, sink, *vectors, parts, *numbers))
+    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, *numbers))
 
 
 def _numbers(
@@ -238,7 +289,7 @@ def _function(
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
     features, long = Features.of_args(args), seqlen_k >= LONG
     variant = config(features, long)
-    each = 0 if few is None else pack_gqa(*few, variant.tile_m)
+    each = 0 if few is None or features.columns else pack_gqa(*few, variant.tile_m)
     if each:
         variant = config(features, long, each)
     function = _ready.get(variant.spec.name)

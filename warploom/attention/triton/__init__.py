@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warploom.attention.bounds import BLOCK, prepared_bounds
+from warploom.attention.bounds import BLOCK, with_bounds
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ class Triton(TritonBackend):
 
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
-        if args.bounds is not None or args.cu_seqlens_q is not None or (args.lts is None and args.ute is None):
-            return args
-        return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1], args.q_offset))
+        return with_bounds(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         """Queries × keys of the forward tiles that this very call takes, and how many keys are skipped at once, for explain().

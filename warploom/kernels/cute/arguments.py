@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 
@@ -29,6 +29,16 @@ def rows(modes: int, last: Any = 1, align: int = 4) -> Any:
 def vector(dtype: Any, present: bool = True) -> Any:
     """A contiguous vector of any length, or None."""
     return make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
+
+
+def column_mask() -> tuple[Any, ...]:
+    """Vectors of a column mask, flat, their bounds (batch, heads, blocks, 8) and the word that says which vectors there are."""
+    vectors = [vector(Int32) for _ in range(4)]
+    shape = (*(cute.sym_int() for _ in range(3)), 8)
+    bounds = make_fake_tensor(
+        Int32, shape, stride=(*(cute.sym_int64(divisibility=8) for _ in range(2)), 8, 1), assumed_align=16
+    )
+    return (*vectors, bounds, Int32(0))
 
 
 def stream() -> Any:

@@ -23,6 +23,25 @@ def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def ones_from(bit: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The bits of a word from ``bit`` on, which is not negative; none past 31."""
+    return Int32(assembly(T.i32(), [Int32(bit).ir_value(loc=loc, ip=ip)], "shl.b32 $0, -1, $1;", "=r,r"))
+
+
+@dsl_user_op
+def highest_bit(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The number of a word's highest bit, of which it has one."""
+    return Int32(assembly(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "bfind.u32 $0, $1;", "=r,r"))
+
+
+@dsl_user_op
+def rotated(word: Int32, left: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A word's bits moved left, those that leave it back in on the right."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (word, left)]
+    return Int32(assembly(T.i32(), values, "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r"))
+
+
+@dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """1 / x on the special function unit, to one unit in the last place."""
     return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))

@@ -1,0 +1,324 @@
+"""The forward under a column mask: lists of visible key tiles, and the bits of those that are partly visible.
+
+The scheduler warp classifies 32 key tiles at a time by the bounds of their columns and hands the visible ones out as the bits
+of a word: no list in memory, however long the keys are. Two more warps of the producer's make the bits of partial tiles from
+the vectors, a word for each row and lane of a quad, while the tensor cores work on tiles before; consumers only apply them.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.forward_base import MASK_STAGES
+from warploom.attention.hopper.forward_consumers import Consumers
+from warploom.attention.hopper.forward_producer import Producer
+from warploom.kernels.cute.band import key_tiles, whole_tiles
+from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.columns import (
+    BLOCK,
+    band_rows,
+    classify,
+    intervals,
+    limits_in_tile,
+    mask_row,
+    shown_rows,
+    turned,
+    unseen,
+)
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.instructions import highest_bit
+from warploom.kernels.cute.rings import advance, publish, release
+from warploom.kernels.cute.wgmma import gemm, pack
+
+
+class MaskedRows(Fields):
+    """What the masks of a query tile are made from."""
+
+    columns: Any
+    start: Any  # of the vectors of the tile's head
+    top: Any  # its first row
+    seqlen_q: Any
+    seqlen_k: Any
+    left: Any
+    right: Any
+
+
+class ColumnProducer(Producer):
+    """The producer's warps: ``schedule_lists``, ``load_lists`` and, of two warps, ``make_masks``."""
+
+    # The scheduler warp
+
+    @cute.jit
+    def schedule_lists(self, seqlen_k, lse_shape, shared, columns, counter, left, right, section):
+        """Hand out query tiles in the order in which blocks ask for them, those with the most keys under a causal band first.
+
+        A list waits until the next one of its tile is found, or none: so every list but a tile's only one is not empty.
+        """
+        queries = self.config.queries
+        batch_size, heads, seqlen_q = lse_shape
+        m_blocks = cute.ceil_div(seqlen_q, queries)
+        lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
+        stage, phase, head = Int32(0), Int32(1), Int32(0)
+        while head >= 0:
+            index = Int32(0)
+            if lane == 0:
+                index = cute.arch.atomic_add(counter.iterator, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+            tiles = m_blocks * heads * batch_size
+            row, head = schedule.sections(cutlass.min(index, tiles - 1), m_blocks, heads * batch_size, section, choose)
+            m_block, batch = m_blocks - 1 - row, head // heads
+            head = head - batch * heads if index < tiles else Int32(-1)
+            base, visible, whole, edge = Int32(0), Int32(0), Int32(0), Int32(0)
+            if head >= 0:
+                top = m_block * queries
+                past = cutlass.min(top + queries, seqlen_q)
+                mask_batch, mask_head = mask_row(columns, batch, head, heads)
+                bounds = columns.bounds[mask_batch, mask_head, None, None]
+                first, end = key_tiles(self.config, top, past, seqlen_q, seqlen_k, shift, left, right)
+                whole_first, whole_end = whole_tiles(self.config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
+                lists = cutlass.max((end + 31) // 32 - first // 32, 0)
+                for i in cutlass.range(lists, unroll=1):
+                    start = ((end + 31) // 32 - 1 - i) * 32
+                    n = start + lane
+                    hidden, touched, dead = self.classes(bounds, n, top, past, seqlen_q)
+                    inside = (n >= first) & (n < end)
+                    seen = cute.arch.vote_ballot_sync(inside & ~hidden)
+                    plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
+                    plain = cute.arch.vote_ballot_sync(plain)
+                    dead = cute.arch.vote_ballot_sync(dead)
+                    if seen != 0:
+                        if visible != 0:
+                            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1))
+                            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+                            stage, phase = advance(stage, phase, self.tile_stages)
+                        base, visible, whole, edge = start, seen, plain, dead
+            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+            words = (m_block, head, batch, base, visible, whole, edge, Int32(0))
+            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+            stage, phase = advance(stage, phase, self.tile_stages)
+
+    @cute.jit
+    def classes(self, bounds, n, top, past, seqlen_q):
+        """Of key tile ``n``: whether its columns hide all rows, touch some, may hold one that no row sees."""
+        each = self.tile_n // BLOCK
+        hidden, touched, dead = classify(bounds, n * each, top, past, seqlen_q)
+        for i in cutlass.range_constexpr(1, each):
+            other_hidden, other_touched, other_dead = classify(bounds, n * each + i, top, past, seqlen_q)
+            hidden, touched, dead = hidden & other_hidden, touched | other_touched, dead | other_dead
+        return hidden, touched, dead
+
+    # The loader warp
+
+    @cute.jit
+    def load_lists(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
+        """Q of each warpgroup once a tile that sees a key, then K one visible tile ahead of V."""
+        group = lse.shape[1] // k.shape[2]
+        q_phase = Int32(1)
+        k_stage, k_phase = Int32(0), Int32(1)
+        v_stage, v_phase = Int32(0), Int32(1)
+        stage, phase = Int32(0), Int32(0)
+        m_block, head, batch, base, visible, _, _, more = self.next_list(shared, stage, phase)
+        while head >= 0:
+            tk, tv = k[None, None, head // group, batch], v[None, None, head // group, batch]
+            keys, values = self.key_rings(tk, tv, shared, tma_k, tma_v)
+            tq = q[None, None, head, batch]
+            waiting, going = Int32(-1), Int32(1)  # the key tile whose V is still to come
+            while going != 0:
+                while visible != 0:
+                    bit = highest_bit(visible)
+                    visible = visible ^ (Int32(1) << bit)
+                    k_stage, k_phase = self.push(keys, base + bit, k_stage, k_phase)
+                    if waiting >= 0:
+                        v_stage, v_phase = self.push(values, waiting, v_stage, v_phase)
+                    else:
+                        self.load_rows_of_tile(tma_q, tq, shared, m_block, q_phase)
+                        q_phase ^= 1
+                    waiting = base + bit
+                going = more
+                if more != 0:
+                    stage, phase = advance(stage, phase, self.tile_stages)
+                    m_block, head, batch, base, visible, _, _, more = self.next_list(shared, stage, phase)
+            if waiting >= 0:
+                v_stage, v_phase = self.push(values, waiting, v_stage, v_phase)
+            stage, phase = advance(stage, phase, self.tile_stages)
+            m_block, head, batch, base, visible, _, _, more = self.next_list(shared, stage, phase)
+
+    @cute.jit
+    def load_rows_of_tile(self, tma_q, queries, shared, m_block, phase):
+        """Q of every warpgroup, once it has read the last one."""
+        for i in cutlass.range_constexpr(self.warpgroups):
+            cute.arch.mbarrier_wait(shared.q_empty + i, phase)
+            self.expect_queries(shared, i)
+            self.load_queries(tma_q, queries, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
+
+    # The warps that make masks
+
+    @cute.jit
+    def make_masks(self, part, k_shape, lse_shape, shared, columns, left, right):
+        """The bits of every partial tile, half of its rows by each ``part``; values that no row sees become zeros.
+
+        P is zero there, but zero times a NaN is not. V's ring waits for these warps too, which therefore know its phases; they
+        let a tile of V go when they have made the next mask, so that masks are early.
+        """
+        _, heads, seqlen_q = lse_shape
+        mask_stage, mask_phase = Int32(0), Int32(1)
+        v_stage, v_phase = Int32(0), Int32(0)
+        old_stage, old_phase, begun = Int32(0), Int32(0), Int32(0)  # of the tile of V before
+        stage, phase = Int32(0), Int32(0)
+        m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
+        while head >= 0:
+            rows = MaskedRows(
+                columns=columns,
+                start=self.vectors_start(columns, batch, head, heads, k_shape[0]),
+                top=m_block * self.tile_m,
+                seqlen_q=seqlen_q,
+                seqlen_k=k_shape[0],
+                left=left,
+                right=right,
+            )
+            while visible != 0:
+                bit = highest_bit(visible)
+                visible = visible ^ (Int32(1) << bit)
+                if ((whole >> bit) & 1) == 0:
+                    tile = (base + bit) * self.tile_n
+                    cute.arch.mbarrier_wait(shared.mask_empty + mask_stage, mask_phase)
+                    self.make_mask(part, rows, tile, shared.masks + mask_stage * (4 * self.tile_m))
+                    if ((edge >> bit) & 1) != 0:
+                        cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+                        self.clear_values(part, rows, tile, shared.v[None, None, v_stage])
+                    cute.arch.mbarrier_arrive(shared.mask_full + mask_stage)
+                    mask_stage, mask_phase = advance(mask_stage, mask_phase, MASK_STAGES)
+                v_stage, v_phase = advance(v_stage, v_phase, self.stages)
+                if begun != 0:
+                    cute.arch.mbarrier_wait(shared.v_full + old_stage, old_phase)
+                    release(shared.v_empty + old_stage)
+                    old_stage, old_phase = advance(old_stage, old_phase, self.stages)
+                begun = Int32(1)
+            stage, phase = advance(stage, phase, self.tile_stages)
+            m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
+
+    @cute.jit
+    def vectors_start(self, columns, batch, head, heads, seqlen_k):
+        """Where the vectors of a query head begin."""
+        mask_batch, mask_head = mask_row(columns, batch, head, heads)
+        return Int64(mask_batch * columns.bounds.shape[1] + mask_head) * seqlen_k
+
+    @cute.jit
+    def hidden(self, rows, column):
+        """Rows that a column hides, and [first, past) that see it by the band."""
+        here = cutlass.min(column, rows.seqlen_k - 1)
+        first, past = band_rows(self.config, here, rows.seqlen_k - rows.seqlen_q, rows.left, rows.right)
+        return intervals(rows.columns, rows.start + here), first, past
+
+    @cute.jit
+    def make_mask(self, part, rows, tile, target):
+        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad, two in each eight."""
+        lane = cute.arch.lane_idx()
+        column = tile + lane // 2 * 8 + lane % 2
+        diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
+        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.tile_m)
+        for j in cutlass.range(self.tile_m // 64, unroll=1):
+            start = (2 * j + part) * 32
+            words = cute.make_rmem_tensor(4, Int32)
+            for i in cutlass.range_constexpr(4):
+                words[i] = turned(shown_rows(self.config, limits[i], diagonal + 2 * i, start, rows.left, rows.right))
+            into = (target + (start + lane) * 4).align(16)
+            cute.autovec_copy(words, cute.make_tensor(into, cute.make_layout(4)))
+
+    @cute.jit
+    def clear_values(self, part, rows, tile, values):
+        """Zero the values of columns that no row sees, half of the columns by each ``part``."""
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(2):
+            first_of_pair = 4 * part + 2 * i
+            inside = lane // 2 * 8 + first_of_pair + lane % 2
+            column = tile + inside
+            hidden, first, past = self.hidden(rows, column)
+            dead = unseen(hidden, first, past, rows.seqlen_q)
+            bits = cute.arch.vote_ballot_sync(dead & (column < rows.seqlen_k) & (inside < self.tile_n))
+            while bits != 0:
+                bit = highest_bit(bits)
+                bits = bits ^ (Int32(1) << bit)
+                key = bit // 2 * 8 + first_of_pair + bit % 2
+                for d in cutlass.range_constexpr(self.config.head_dim_v // 32):
+                    values[key, d * 32 + lane] = self.dtype(0.0)
+        cute.arch.fence_view_async_shared()
+
+
+class ColumnConsumers(Consumers):
+    """The consumer warpgroups: ``compute_lists``."""
+
+    @cute.jit
+    def compute_lists(self, out, lse, sink, shared, mma_qk, mma_pv, multiplier, cap_in):
+        """64 rows of every query tile of this block."""
+        seqlen_q = lse.shape[2]
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in)
+        work.mask_ring.fill(0)
+        q_phase = Int32(0)
+        k_stage, k_phase = Int32(0), Int32(0)
+        stage, phase = Int32(0), Int32(0)
+        m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
+        while head >= 0:
+            local = group * 64 + row_in_group
+            places = [(m_block * self.tile_m + local + 8 * r, head) for r in range(2)]
+            self.start(work)
+            begun, going = Int32(0), Int32(1)
+            while going != 0:
+                while visible != 0:
+                    bit = highest_bit(visible)
+                    visible = visible ^ (Int32(1) << bit)
+                    full = (whole >> bit) & 1
+                    last = choose((visible | more) == 0, 0, -1)
+                    if begun == 0:
+                        cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
+                        q_phase ^= 1
+                        self.first_of_list(work, k_stage, k_phase, full, last)
+                        begun = Int32(1)
+                    else:
+                        if full != 0:
+                            k_stage, k_phase = self.step(work, 0, last, k_stage, k_phase, False)
+                        else:
+                            k_stage, k_phase = self.step(work, 0, last, k_stage, k_phase, True)
+                going = more
+                if more != 0:
+                    stage, phase = advance(stage, phase, self.tile_stages)
+                    m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
+            if begun != 0:
+                self.rescale(work)
+                cute.arch.mbarrier_wait(shared.v_full + k_stage, k_phase)
+                gemm(work.mma_pv, work.acc_o, work.p, work.v, True, k_stage)
+                warpgroup.wait_group(0)
+                release(shared.v_empty + k_stage)
+                k_stage, k_phase = advance(k_stage, k_phase, self.stages)
+            self.epilogue(work, out, lse, sink, batch, places, Int32(0), seqlen_q, 0)
+            stage, phase = advance(stage, phase, self.tile_stages)
+            m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
+
+    @cute.jit
+    def first_of_list(self, work, stage, phase, full, last):
+        """The first visible key tile, with no PV before it."""
+        shared = work.shared
+        cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+        gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+        warpgroup.wait_group(0)
+        release(shared.k_empty + stage)
+        if last == 0:
+            release(shared.q_empty + work.group)
+        work.mask_words.fill(-1)
+        if full == 0:
+            self.take_mask(work)
+        self.softmax(work, 0, True)
+        self.keep_scale(work)
+        pack(work.acc_s, work.p, self.dtype)
