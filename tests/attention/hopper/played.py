@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
@@ -103,9 +105,9 @@ def _packed(names: list[str], seqlen_q: int, seqlen_k: int) -> dict[int, int]:
 
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
-    split: int = 0, each: int = 1, left: int = 0,
+    split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """As ``forward``; ``blocks`` 0: one for each key block."""
+    """As ``forward``; ``blocks`` 0: one for each key block. ``bounds``: the extrema of a column mask's blocks of 64 columns."""
     dim, dim_v = config.head_dim, config.head_dim_v
     span = config.tile_n * (2 if config.pair else 1)
     m_blocks, n_blocks = -(-seqlen_q // config.tile_m), -(-seqlen_k // span)
@@ -134,10 +136,17 @@ def backward(
         "q k v do dk dv sums", True, "partial", not config.pair, "stats", True,
         "pingpong", config.states > 0 or config.persistent, "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
-        "seqlen_q m_blocks n_blocks batches scale softcap left right section", True,
+        "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
+        "scale softcap left right section", True,
         "items whole split each steps", not config.pair,
     )  # fmt: skip
     words = _packed(names, seqlen_q, seqlen_k) if config.varlen else {}
+    if bounds is not None:
+        masks, count = bounds.shape[1:3]
+        values |= {name: ((1, masks, seqlen_k), (masks * seqlen_k, seqlen_k)) for name in ("lts", "lte", "uts", "ute")}
+        values |= {"bounds": ((1, masks, count), (masks * count * 8, count * 8)), "present": 15}
+        start = names.index("bounds") + 1 << 32
+        words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),

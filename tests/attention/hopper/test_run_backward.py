@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import warploom
-from tests.attention.cases import CASES, case
+from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
 from tests.attention.packed import PACKED, Packed
 from tests.plain import parameters
 from warploom.attention import hopper, reference
@@ -21,6 +21,9 @@ from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.problem import AttentionProblem
+from warploom.masks import tiles
+from warploom.masks.intervals import ResolvedMask
+from warploom.masks.visible import visible
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
@@ -36,7 +39,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
 
     def one(
         q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-        scale: float, softcap: float, left: int, right: int,
+        scale: float, softcap: float, left: int, right: int, masked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of (batch, seqlen, heads, dim) in fp64, given lse and delta (batch, heads, seqlen)."""
         group = q.shape[2] // k.shape[2]
@@ -49,6 +52,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             s, slope = softcap * bent, 1 - bent.square()
         distance = torch.arange(s.shape[2])[:, None] + s.shape[3] - s.shape[2] - torch.arange(s.shape[3])
         hidden = (distance < -right) & variant["right"] | (distance > left) & variant["left"]
+        hidden = hidden if masked is None else hidden | masked
         p = (s - lse[..., None]).masked_fill(hidden | (lse == -torch.inf)[..., None], -torch.inf).exp()
         ds = p * (dout @ values.transpose(-1, -2) - delta[..., None]) * slope * scale
         parts = ds @ keys, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
@@ -101,6 +105,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
+        lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None,
+        bounds: Tensor | None, present: int | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
@@ -119,7 +125,18 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         delta = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
         if dlse is not None:
             delta = delta - dlse
-        options = (scale, softcap, left, right)
+        masked = None
+        if variant["columns"]:
+            assert lts is not None and lte is not None and uts is not None and ute is not None and bounds is not None
+            assert present and bounds.is_contiguous() and all(t.is_contiguous() for t in (lts, lte, uts, ute))
+            assert bounds.shape[2:] == (-(-k.shape[1] // 64), 8) and bounds.shape[:2] == lts.shape[:2]
+            there = [t if present >> i & 1 else None for i, t in enumerate((lts, lte, uts, ute))]
+            rows = torch.arange(q.shape[1])
+            masked = ~visible(ResolvedMask(None, None, *there), rows, torch.arange(k.shape[1]), 0)
+            masked = masked.repeat_interleave(q.shape[2] // masked.shape[1], 1)
+        else:
+            assert (lts, lte, uts, ute, bounds, present) == (None,) * 6
+        options = (scale, softcap, left, right, masked)
         stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, sums, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
@@ -163,6 +180,21 @@ def test_dense(name: str, deterministic: bool) -> None:
         given = torch.where(seen, given, 0.0)
     found = run_backward.backward(args, dout, given, out.detach().half(), lse.detach().float())
     compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])
+def test_masks(name: str, narrow: bool) -> None:
+    """What vectors, which of them, and that no keys are cut off: bounds count blocks of all."""
+    call = masked(name, 5, narrow=narrow, dtype=torch.float16)
+    leaves = [t.double().requires_grad_() for t in call.tensors()[:3]]  # type: ignore[union-attr]
+    out, lse = warploom.attention(*leaves, return_lse=True, backend="reference", **call.keywords)
+    dout, _ = call.upstream(out.half(), lse.float())
+    want = torch.autograd.grad((out * dout.double()).sum(), leaves)
+    args = dense_args(*call.tensors()[:3], **call.keywords)  # type: ignore[misc]
+    if any(t is not None for t in args.mask.vectors):
+        args = args._replace(bounds=tiles.column_bounds(args.mask, call.seqlen_q, call.seqlen_k, 64))
+    found = run_backward.backward(args, dout, None, out.detach().half(), lse.detach().float())
+    compare(found[:3], want)
 
 
 @pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, -7), (-3, 40), (0, 0)])
@@ -270,7 +302,7 @@ def test_which_calls_go_in_waves(shape: tuple[int, ...], monkeypatch: pytest.Mon
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
         names.append(spec.name)
-        return lambda *arguments: given.extend(arguments[18:])
+        return lambda *arguments: given.extend(arguments[24:])
 
     monkeypatch.setattr(modules, "load", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
@@ -318,7 +350,7 @@ def test_which_packed_calls_claim_tiles(
     given: list[Any] = []
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
-        return lambda *arguments: given.extend((spec.name, arguments[18]))
+        return lambda *arguments: given.extend((spec.name, arguments[24]))
 
     monkeypatch.setattr(modules, "load", load)
     q, cu = torch.empty(5000, 8, 128, dtype=torch.float16), torch.tensor([0, 300, 300, 600], dtype=torch.int32)

@@ -297,12 +297,17 @@ def modules(
         from warploom.attention.ampere.plan import config_for as ampere
 
         return [ampere(described, (9, 0)).spec]
-    from warploom.attention.hopper.plan import backward_config_for, config_for
+    from warploom.attention.features import Features
+    from warploom.attention.hopper.plan import backward_config_for, config_for, takes_columns
 
-    found = [config_for(described).spec]
-    if p.mask is not None and layout == "dense":  # which may be a band, or columns, whose backward pass is another's
-        found.append(config_for(replace(described, columns=("lts",))).spec)
-    return [*found, backward_config_for(described, bool(p.lse_gradient)).spec] if p.backward else found
+    ways = [described]
+    if p.mask is not None and layout == "dense":  # it may be a band
+        ways.append(replace(described, columns=("lts",)))
+    found = [config_for(way).spec for way in ways]
+    for way in ways:
+        if p.backward and (not way.columns or takes_columns(Features.of(way))):
+            found.append(backward_config_for(way, bool(p.lse_gradient)).spec)
+    return found
 
 
 def view_features(views: dict[str, View], shapes: dict[str, tuple[int, ...]], dtype: str) -> Iterator[str]:

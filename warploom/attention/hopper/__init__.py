@@ -18,6 +18,7 @@ from warploom.attention.hopper.plan import (
     config,
     config_for,
     is_short,
+    takes_columns,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
@@ -42,12 +43,13 @@ def _examine() -> str | None:
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
-    if problem.columns:
-        return "has no column masks yet"
     short = False
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
-    return _module_refusal(short, True, *Features.of(problem, dlse))
+    features = Features.of(problem, dlse)
+    if features.columns and not takes_columns(features):
+        return "has no kernel for this column mask"
+    return _module_refusal(short, True, *features)
 
 
 def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
@@ -81,9 +83,9 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
-    if args.lts is not None or args.ute is not None:
-        return False
     features, short = described(args, dlse)
+    if features.columns and not takes_columns(features):
+        return False
     return _module_refusal(short, True, *features) is None
 
 
@@ -100,7 +102,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Backend):
-    """Dense and packed calls in 16 bits, up to 256 dims a head, without dropout; column masks of dense calls."""
+    """Dense and packed calls in 16 bits, up to 256 dims a head, without dropout; column masks of dense ones."""
 
     name = NAME
 

@@ -26,7 +26,6 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.attention.hopper.backward_base import (
     LOADER,
     PACKED_WORDS,
-    PRODUCER_REGISTERS,
     SCHEDULER,
     WARPGROUPS,
     WRITERS,
@@ -40,6 +39,7 @@ from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers
+from warploom.kernels.cute.row_tiles import Columns
 from warploom.kernels.cute.tiles import tile_layout, tma_load
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
 
@@ -81,6 +81,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
         cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
         cu_k: cute.Tensor | None,
         used: cute.Tensor | None,  # (sequences,) int32: keys of a sequence that count
+        lts: cute.Tensor | None,  # of a column mask, as ``Columns`` has it
+        lte: cute.Tensor | None,
+        uts: cute.Tensor | None,
+        ute: cute.Tensor | None,
+        bounds: cute.Tensor | None,
+        present: Int32 | None,
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -117,7 +123,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             views = [ragged(t) for t in views]
         self.launch(
             views, (dk, dv, sums, partial, stats, counters), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
-            (scale, softcap, left, right, section), heads_q, (blocks, split, each), stream,
+            (lts, lte, uts, ute, bounds, present), (scale, softcap, left, right, section), heads_q, (blocks, split, each),
+            stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
         unseen = None
@@ -132,6 +139,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         views: list[Any],
         buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
+        columns: tuple[Any, ...],
         band: tuple[Any, ...],
         heads_q: Any,
         order: tuple[Any, Any, Any],
@@ -159,7 +167,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             deal = (total, Int32(0), each, Int32(1))
         self.kernel(
             tq, tk, tv, tdo, *buffers, tma_q, tma_k, tma_v, tma_do, *products,
-            *layouts, *sizes, *band, items, *deal,
+            *layouts, *sizes, *columns, *band, items, *deal,
         ).launch(
             grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -249,6 +257,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
         m_blocks: Int32,
         n_blocks: Int32,
         batches: Int32,
+        lts: cute.Tensor | None,
+        lte: cute.Tensor | None,
+        uts: cute.Tensor | None,
+        ute: cute.Tensor | None,
+        bounds: cute.Tensor | None,
+        present: Int32 | None,
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -312,6 +326,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             counters=counters,
             left=left,
             right=right,
+            columns=Columns(vectors=(lts, lte, uts, ute), present=present, bounds=bounds),
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)
@@ -339,7 +354,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
     def play_blocks(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in a persistent block."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == LOADER:
                 self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
@@ -358,7 +373,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         """A warp's role in a block that works on one key block."""
         work = self.describe(given, cute.arch.block_idx()[0])
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == LOADER:
                 self.load(work, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):

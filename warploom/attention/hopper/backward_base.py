@@ -26,6 +26,7 @@ from warploom.kernels.cute.tiles import placed
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+WALKING_REGISTERS = 232, 40  # where the producer's warps look for tiles of a column mask
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
@@ -76,6 +77,7 @@ class Call(Fields):
     section: Any
     left: Any
     right: Any
+    columns: Any  # of the mask, or None
 
 
 class Work(Fields):
@@ -97,7 +99,8 @@ class Work(Fields):
     first_tile: Any
     rising: Any  # 1 if it walks its query tiles from the first one on
     slot: Any  # of a block whose steps are shared out
-    bounds: Any  # its query tiles: first, whole_first, whole_end, end
+    # Its query tiles: first, whole_first, whole_end, end. Under a column mask 0, 1 if keys may be dead, 0, how many steps.
+    bounds: Any
     whole: Any  # keys of the sequence, and how many of them no query sees, where the block is described
     hidden: Any
     turn: Any  # how many blocks came before on this processor,
@@ -153,6 +156,9 @@ class BackwardBase:
         # P is computed times 2^lift: it passes as fp16, which has eleven bits between 2^-14 and 2^16. It may exceed 1 where
         # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
+        self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
+        if config.columns:
+            self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
     def init_both(self, shared: Any, releases: int) -> None:
@@ -213,7 +219,9 @@ class BackwardBase:
             k_start, seqlen_k, shift, hidden = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
         group_size = q_shape[2] // heads_kv
         lengths = (q_start, k_start, seqlen_q, seqlen_k, shift, tile)
-        query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
+        query_tiles: tuple[Any, ...] = (Int32(0),) * 4
+        if not self.config.columns:
+            query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
         work = self.work(given, group_size, n_block, head, batch, lengths, query_tiles, rising)
         return work.but(whole=whole, hidden=hidden)
 
@@ -303,7 +311,7 @@ class BackwardBase:
     def steps_of(self, work):
         """How many steps a block, or its piece, has."""
         first, _, _, end = work.bounds
-        if const_expr(self.config.stream_k):
+        if const_expr(self.config.stream_k or self.config.columns):
             return end - first
         return work.group_size * (end - first)
 

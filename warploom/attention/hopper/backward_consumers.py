@@ -18,13 +18,12 @@ from cutlass.cute.nvgpu import warpgroup
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import (
     BOTH,
-    CONSUMER_REGISTERS,
     DQ_ODD,
     DQ_THREADS,
     WARPGROUPS,
-    BackwardBase,
     Operands,
 )
+from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.epilogue import quad_words, store_words
@@ -55,12 +54,15 @@ class StepOperands(Operands):
     acc_dk: Any
     acc_dv: Any
     hidden: Any  # what is added to a row's lse, without a band
+    columns: Any  # of a column mask: this thread's number of each of its keys,
+    mask_row: Any  # where in the vectors that stands,
+    hidden_bits: Any  # and which elements of a tile its keys hide
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
 
 
-class Consumers(BackwardBase):
+class Consumers(ColumnWalk):
     """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
 
     # A block
@@ -68,7 +70,7 @@ class Consumers(BackwardBase):
     @cute.jit
     def compute(self, work, dk, dv, products, scale, softcap, left, right):
         """dK and dV of a warpgroup's share of the block's keys, and a half of every dQ."""
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(self.consumer_registers)
         r = self.operands(work, products, scale, softcap)
         self.begin_ping_pong(r.group)
         self.compute_block(r, work, dk, dv, scale, left, right)
@@ -76,7 +78,7 @@ class Consumers(BackwardBase):
     @cute.jit
     def compute_blocks(self, given, dk, dv, products, scale, softcap):
         """A consumer warpgroup's part of every block."""
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(self.consumer_registers)
         r = self.operands(given, products, scale, softcap)
         self.begin_ping_pong(r.group)
         turn, base = Int32(0), Int32(0)
@@ -94,7 +96,10 @@ class Consumers(BackwardBase):
         """All steps of a block, and its dK and dV."""
         shared = work.shared
         r = r.but(past=work.base + self.steps_of(work))
-        self.set_limits(r, work, left, right)
+        if const_expr(self.config.columns):
+            self.begin_columns(r, work)
+        else:
+            self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
         if const_expr(self.config.persistent):
@@ -103,6 +108,9 @@ class Consumers(BackwardBase):
             if self.steps_of(work) == 0:
                 release(shared.v_empty)
                 release(shared.k_empty)
+        if const_expr(self.config.columns):  # noqa: SIM102
+            if work.bounds[1] == 1 and self.steps_of(work) > 0:
+                self.clear_dead(r, work)
         self.steps(r, work)
         if const_expr(self.config.stream_k):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
@@ -123,7 +131,7 @@ class Consumers(BackwardBase):
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
-        if const_expr(self.abreast):
+        if const_expr(self.abreast and not config.columns):
             lengths = [(upper - lower, masked) for lower, upper, masked in reversed(parts)]
             if const_expr(self.both_ways):
                 begins, ends = whole_first - first, end - whole_end
@@ -144,6 +152,9 @@ class Consumers(BackwardBase):
                     if member == work.group_size:
                         member = Int32(0)
                         m += onward
+        elif const_expr(config.columns):
+            for step in cutlass.range(work.base, r.past, unroll=1):
+                self.masked_step(r, work, step)
         elif const_expr(config.stream_k):
             begin = work.base - first
             for lower, upper, masked in parts:
@@ -303,6 +314,9 @@ class Consumers(BackwardBase):
             rows_dp=accumulator_rows(acc_dp, tile_m),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
+            columns=cute.make_rmem_tensor(2, Int32) if config.columns else None,
+            mask_row=cute.make_rmem_tensor(1, Int32) if config.columns else None,
+            hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
@@ -314,14 +328,31 @@ class Consumers(BackwardBase):
     # A step
 
     @cute.jit
-    def step(self, r, m, j, masked):
+    def masked_step(self, r, work, j):
+        """A query tile under a column mask, as the loader announced it.
+
+        Elements are tested in a step of its own: a branch while products are under way would make ptxas wait for each.
+        """
+        stage, phase = schedule.ring(j, self.stages)
+        cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
+        m, tested, head = self.announced(work, stage)
+        if tested == 1:
+            self.take_columns(r, work, head)
+            self.step(r, m, j, True, work)
+        else:
+            self.step(r, m, j, False, work)
+
+    @cute.jit
+    def step(self, r, m, j, masked, work=None):
         """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
 
-        Row statistics are asked for before the wait for S, under which their latency hides.
+        Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask the first wait
+        is over, and ``work`` is the block's.
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
-        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(not config.columns):
+            cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
         if const_expr(self.ping_pong):
@@ -333,7 +364,11 @@ class Consumers(BackwardBase):
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
+        if const_expr(config.columns and masked):
+            self.find_hidden(r, work, m)
         warpgroup.wait_group(1)
+        if const_expr(config.columns and masked):
+            self.hide(r)
         if const_expr(config.softcap):  # whose slopes leave no registers for more
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
@@ -396,7 +431,7 @@ class Consumers(BackwardBase):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
         config = self.config
         for i in cutlass.range_constexpr(2):
-            if const_expr(masked and not config.stream_k):
+            if const_expr(masked and not (config.stream_k or config.columns)):
                 first = r.limits[i, 0] - m * self.tile_m
                 for c in cutlass.range_constexpr(self.tile_m // 4):
                     r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
@@ -459,6 +494,8 @@ class Consumers(BackwardBase):
         count = cute.size(r.acc_dq) // (4 * parts)
         for part in cutlass.range_constexpr(parts):
             wait(BackwardBarrier.DQ_EMPTY, DQ_THREADS, r.group)
+            if const_expr(self.config.columns):
+                self.name_tile(r.shared.words, schedule.ring(j, self.stages)[0], r.group)
             for i in cutlass.range_constexpr(count):
                 four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))
                 cute.autovec_copy(four, cute.make_tensor(r.dq_target + i * 4 * WARPGROUP, cute.make_layout(4)))

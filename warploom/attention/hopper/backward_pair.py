@@ -48,6 +48,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         views: list[Any],
         buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
+        columns: tuple[Any, ...],
         band: tuple[Any, ...],
         heads_q: Any,
         order: tuple[Any, Any, Any],
@@ -182,6 +183,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             section=section,
             left=left,
             right=right,
+            columns=None,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

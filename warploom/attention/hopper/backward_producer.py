@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS
+from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
@@ -25,7 +26,7 @@ from warploom.kernels.cute.rings import expect, publish
 from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
-class Producer(BackwardBase):
+class Producer(ColumnWalk):
     """The roles of the producer's warps; ``hand_out``, ``load_blocks`` and ``write_blocks`` are those of persistent blocks."""
 
     # The order of query tiles
@@ -75,6 +76,9 @@ class Producer(BackwardBase):
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
             work = self.describe(given, cutlass.min(index, total - 1))
+            if const_expr(self.config.columns):
+                steps, dead = self.count_steps(work)
+                work = work.but(bounds=(Int32(0), dead, Int32(0), steps))
             n_block = choose(index < total, work.n_block, -1)
             words = [n_block, work.head, work.batch, *work.bounds, work.rising]
             if const_expr(varlen):
@@ -158,16 +162,30 @@ class Producer(BackwardBase):
             if steps > 0:  # else nobody waits for what would still be on its way when the block ends
                 expect(shared.k_full, 2 * self.tile_n * config.head_dim)
                 load_tile(keys, None, 0, shared.k_full)
-        stats_bytes = 8 * self.tile_m
+        queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
+        if const_expr(config.columns):
+            member, following, first, seen, tested = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
         for j in cutlass.range(steps, unroll=1):
-            head, m, tile = self.place(work, j)
+            if const_expr(config.columns):
+                while seen == 0:
+                    member = choose(following == 0, member + 1, member)
+                    seen, tested, first, following = self.next_tiles(work, member, following)
+                lowest = cute.arch.popc((seen & -seen) - 1)
+                seen &= seen - 1
+                head, m = work.head * work.group_size + member, first + lowest
+                tile = (work.batch * work.heads_q + head) * work.m_blocks + m
+            else:
+                head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
             gq = cute.local_tile(tq, (self.tile_m, config.head_dim), (m, 0))
             gdo = cute.local_tile(tdo, (self.tile_m, config.head_dim_v), (m, 0))
             queries, gradients = tma_views(tma_q, shared.q, gq), tma_views(tma_do, shared.dout, gdo)
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
-            expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            if const_expr(config.columns):
+                self.announce(work, stage, m, (tested >> lowest) & 1, head, tile, queries_bytes + stats_bytes)
+            else:
+                expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)
             with cute.arch.elect_one():
                 source = stats.iterator + Int64(tile) * (2 * self.tile_m)
@@ -237,13 +255,17 @@ class Producer(BackwardBase):
         if steps > 0:
             arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(steps, unroll=1):
-            _, _, tile = self.place(work, j)
+            tile = Int32(0)
+            if const_expr(not self.config.columns):
+                _, _, tile = self.place(work, j)
             part = Int64(tile) * WARPGROUPS + group
             found, first = Int32(0), Int32(0)
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     found = load_acquire(counters.iterator + part)  # its latency hides under the wait for dQ
             wait(BackwardBarrier.DQ_FULL, DQ_THREADS, group)
+            if const_expr(self.config.columns):
+                part = Int64(shared.words[self.tile_word(group)]) * WARPGROUPS + group
             if cute.arch.lane_idx() == 0:
                 if const_expr(self.config.claims):
                     first = claim(counters.iterator + part, found)

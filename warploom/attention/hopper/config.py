@@ -18,8 +18,13 @@ _COMMON = (
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "columns", "merge")))
 SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_BACKWARD = ("backward", *(f"backward_{part}" for part in ("base", "rows", "producer", "consumers", "roles", *_PAIR)))
-BACKWARD_SOURCES = (*_COMMON, "kernels/cute/memory.py", *(f"{_HERE}/{file}.py" for file in _BACKWARD))
+_PARTS = "base", "columns", "rows", "producer", "consumers", "roles", *_PAIR
+_BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
+BACKWARD_SOURCES = (
+    *_COMMON,
+    *(f"kernels/cute/{file}.py" for file in ("memory", "row_tiles")),
+    *(f"{_HERE}/{file}.py" for file in _BACKWARD),
+)
 
 
 def box_columns(span: int) -> int:
@@ -126,6 +131,7 @@ class BackwardConfig:
     claims: bool = False  # the first block at a tile of dQ stores what others add to: no zeros before; not where they queue
     persistent: bool = False  # a block a processor, which takes key block after key block
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
+    columns: bool = False  # of the mask hide rows
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
@@ -134,7 +140,8 @@ class BackwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
-        parts += [feature for feature in ("softcap", "dlse", "deterministic", "varlen", "used") if getattr(self, feature)]
+        features = "columns", "softcap", "dlse", "deterministic", "varlen", "used"
+        parts += [feature for feature in features if getattr(self, feature)]
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
@@ -180,7 +187,7 @@ class BackwardConfig:
     @property
     def stream_k(self) -> bool:
         """Whether the steps of a call's last key blocks may be shared out (stream-K): where all blocks have the same steps."""
-        return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen)
+        return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen or self.columns)
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:

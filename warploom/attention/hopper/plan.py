@@ -170,17 +170,24 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
     return seqlen_q <= (SHORT_GROUPED if grouped else SHORT)
 
 
+def takes_columns(features: Features) -> bool:
+    """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
+    small = features.head_dim <= 128 and features.head_dim_v <= 128
+    capped = features.softcap and max(features.head_dim, features.head_dim_v) > 96
+    return small and not (capped or features.varlen or features.used or features.deterministic)
+
+
 @cache
 def backward_config(features: Features, short: bool, waves: bool = False) -> BackwardConfig:
     """The variant for a call's features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    if softcap or (left and tile_m == 80):  # registers leave no room for more
+    if softcap or features.columns or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill
-    claims = short and features.right and not (left or deterministic or features.used)
+    claims = short and features.right and not (left or deterministic or features.used or features.columns)
     return BackwardConfig(
         features.dtype_name,
         *dims,
@@ -191,6 +198,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
         persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
+        or features.columns
         or (dims in PAIRS and not (deterministic or softcap or varlen)),
         pair=dims in PAIRS,
         waves=waves,
@@ -205,7 +213,7 @@ def waves(variant: BackwardConfig, heads: int, seqlen_k: int, shared: int) -> tu
     L2, and blocks would pass the tiles of one after the other head each at its own time: 1.00 to 1.34 of the speed. At others
     0.85 to 1.17, to 96 about 0.99.
     """
-    if not variant.right or variant.left or variant.claims or variant.deterministic or variant.varlen:
+    if not variant.right or variant.left or variant.claims or variant.deterministic or variant.varlen or variant.columns:
         return 0, 0
     n_blocks = -(-seqlen_k // variant.tile_n)
     if (variant.head_dim, variant.head_dim_v) != IN_WAVES or max(1, 128 // n_blocks) * shared <= schedule.L2_BYTES:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.band import reach, seen
+from warploom.attention.bounds import prepared_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
@@ -24,6 +25,8 @@ CLAIMING_HEADS = 8  # of short causal calls at the most: 1024 keys, head_dim 64 
 # Documents of 100 to 4000 tokens, causal: 4 heads 7.84 ms, 8 7.82; with claims 2 7.47, 4 7.57, 8 7.67, 16 8.08.
 PACKED_HEADS, PACKED_CLAIMING_HEADS = 4, 2
 
+NO_COLUMNS: tuple[Tensor | int | None, ...] = (None,) * 6
+
 
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
@@ -36,11 +39,12 @@ def backward(
     dq, dk, dv = map(_like, (q, k, v))
     gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
+    columns = _columns(args)
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
             return dq.zero_(), dk.zero_(), dv.zero_(), _dsink(args, dlse, None, lse)
-        if first > 0 or end < seqlen_k:
+        if columns is NO_COLUMNS and (first > 0 or end < seqlen_k):
             # As in the forward: keys that no query sees stay outside of what TMA reads.
             for t in (dk, dv):
                 t[:, :first].zero_()
@@ -49,6 +53,8 @@ def backward(
             gradients = (dq, *keys)
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
+    if columns is not NO_COLUMNS:  # keys that no query sees are cleared in the kernel
+        q, dout = (_where_seeing(t, lse, args.sink) for t in (q, dout))
     batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
     features, short = described(args, dlse is not None)
     together, each = _waves(args, backward_config(features, short))
@@ -70,7 +76,8 @@ def backward(
             blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
         )
     inputs = (q, k, v, out, dout, lse, dlse)
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, (left, right), together, split, each)
+    band = left, right
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, band, together, split, each, columns=columns)
     delta = None
     if args.sink is not None:
         stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
@@ -104,7 +111,25 @@ def warm(args: AttentionArgs) -> None:
     gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
     tiles = q.shape[-2] * (1 // variant.tile_m + 1)
     inputs = (q, k, v, out, out, lse, None)
-    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts)
+    columns = NO_COLUMNS
+    if variant.columns:
+        some = next(t for t in args.mask.vectors if t is not None)
+        columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 1, 8)), 0
+    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts, columns=columns)
+
+
+def _columns(args: AttentionArgs) -> tuple[Tensor | int | None, ...]:
+    """What the kernel takes of a column mask: lts, lte, uts, ute, their extrema, and bits of those vectors that exist."""
+    vectors = args.mask.vectors
+    some = next((t for t in vectors if t is not None), None)
+    if some is None:
+        return NO_COLUMNS
+    bounds = args.bounds
+    if bounds is None:
+        bounds = prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1])
+    some = some.contiguous()
+    given = [some if t is None else t.contiguous() for t in vectors]
+    return *given, bounds, sum(1 << i for i, t in enumerate(vectors) if t is not None)
 
 
 def _packed(
@@ -138,7 +163,7 @@ def _every_query_sees(args: AttentionArgs) -> bool:
 
 
 def _where_seeing(t: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """``t`` (tokens, heads, ·) with zeros for NaN and infinities in rows that see nothing: their tiles multiply them by zeros.
+    """``t`` ([batch,] tokens, heads, ·) with zeros for NaN and infinities in rows that see nothing, which tiles multiply by zeros.
 
     Beside a sink the lse of such a row is the sink, and so is that of one whose keys weigh nothing.
     """
@@ -146,7 +171,7 @@ def _where_seeing(t: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     if sink is not None:
         logits = sink.float()[:, None]
         blind = blind | ((lse - logits).abs() <= 1e-5 * (1.0 + logits.abs()))
-    return torch.where(blind.T[..., None] & ~torch.isfinite(t), 0.0, t)
+    return torch.where(blind.transpose(-1, -2)[..., None] & ~torch.isfinite(t), 0.0, t)
 
 
 def _like(t: Tensor) -> Tensor:
@@ -166,6 +191,7 @@ def _launch(
     split: int = 0,
     each: int = 1,
     starts: tuple[Tensor | None, ...] = (None, None, None),
+    columns: tuple[Tensor | int | None, ...] = NO_COLUMNS,
 ) -> Tensor:
     """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
 
@@ -185,7 +211,7 @@ def _launch(
     left, right = map(reach, band)
     with on_device(q):
         function(
-            *views, lse.contiguous(), dlse, *gradients, workspace, *starts,
+            *views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns,
             args.scale, args.softcap, left, right, together, processors(q.get_device()), split, each,
         )  # fmt: skip
     return workspace

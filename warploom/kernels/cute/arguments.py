@@ -26,6 +26,12 @@ def rows(modes: int, last: Any = 1, align: int = 4) -> Any:
     return make_fake_tensor(Float32, shape, stride=stride, assumed_align=align)
 
 
+def numbers() -> Any:
+    """An int32 for each column of a mask, (batch|1, heads|1, seqlen_k), contiguous."""
+    shape = tuple(cute.sym_int() for _ in range(3))
+    return make_fake_tensor(Int32, shape, stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+
+
 def vector(dtype: Any, present: bool = True) -> Any:
     """A contiguous vector of any length, or None."""
     return make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None

@@ -45,6 +45,7 @@ class StepBarrier(NamedBarriers):
     """Of the backward whose warpgroups compute the same, each of its own keys."""
 
     PING_PONG = 6, 2  # a warpgroup's turn to issue S and dP
+    CLEARED = 8  # keys and values that nobody sees are 0
 
 
 @unique

@@ -16,7 +16,7 @@ from cutlass import Int32, const_expr
 
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import ones_from, rotated
+from warploom.kernels.cute.instructions import rotated, shifted
 
 BLOCK = 64  # columns of a block of bounds
 LTS, LTE, UTS, UTE = 1, 2, 4, 8  # bits of the word that says which vectors there are
@@ -133,12 +133,12 @@ def shown_rows(config, word, diagonal, start, left, right):
 
     ``word`` is of ``limits_in_tile``; ``diagonal`` is the row at the column's position, counted from the tile's first.
     """
-    limits = [ones_from(cutlass.max(((word >> (8 * i)) & 0xFF) - start, 0)) for i in range(4)]
+    limits = [shifted(Int32(-1), cutlass.max(((word >> (8 * i)) & 0xFF) - start, 0)) for i in range(4)]
     shown = ~((limits[0] & ~limits[1]) | (limits[2] & ~limits[3]))
     if const_expr(config.right):
-        shown = shown & ones_from(cutlass.max(diagonal - start - right, 0))
+        shown = shown & shifted(Int32(-1), cutlass.max(diagonal - start - right, 0))
     if const_expr(config.left):
-        shown = shown & ~ones_from(cutlass.max(diagonal - start + left + 1, 0))
+        shown = shown & ~shifted(Int32(-1), cutlass.max(diagonal - start + left + 1, 0))
     return shown
 
 

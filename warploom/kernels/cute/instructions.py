@@ -23,9 +23,10 @@ def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def ones_from(bit: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The bits of a word from ``bit`` on, which is not negative; none past 31."""
-    return Int32(assembly(T.i32(), [Int32(bit).ir_value(loc=loc, ip=ip)], "shl.b32 $0, -1, $1;", "=r,r"))
+def shifted(x: Int32, by: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """``x`` shifted to the left by so many bits, 0 from 32 on, which LLVM leaves open."""
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (x, by)]
+    return Int32(assembly(T.i32(), values, "shl.b32 $0, $1, $2;", "=r,r,r"))
 
 
 @dsl_user_op

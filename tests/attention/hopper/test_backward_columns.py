@@ -1,0 +1,196 @@
+"""The compiled backward under column masks played through: every visible tile is multiplied once and nothing hangs or races.
+
+And the arithmetic of its walk and of its bits, in the kernel's own text, against masks element by element.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.hopper.played import backward, choose
+from tests.attention.hopper.test_backward_barriers import multiplied
+from tests.compiled import Built
+from tests.plain import plain
+from tests.sm90.machine import Machine
+from warploom import masks
+from warploom.attention.features import Features
+from warploom.attention.hopper.plan import backward_config
+from warploom.masks import Mask, tiles
+from warploom.runtime import modules
+
+builds = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
+
+FP16, BF16 = torch.float16, torch.bfloat16
+COLUMNS = {
+    "head_dim 128": backward_config(Features(BF16, 128, 128, columns=True), short=False),
+    "head_dim 128, causal": backward_config(Features(BF16, 128, 128, columns=True, right=True), short=False),
+    "head_dim 64, causal": backward_config(Features(FP16, 64, 64, columns=True, right=True), short=False),
+    "head_dim 96, window": backward_config(Features(FP16, 96, 96, columns=True, right=True, left=True), short=False),
+    "head_dim 64, causal, softcap": backward_config(
+        Features(BF16, 64, 64, columns=True, right=True, softcap=True), short=False
+    ),
+}
+QUERIES, KEYS, LEFT = 330, 420, 150
+
+
+def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: torch.Generator) -> Mask:
+    """Intervals that differ a little from key to key and hide whole tiles of some blocks; some keys that nobody sees."""
+    block = torch.arange(seqlen_k) // 128
+    vectors = []
+    for _ in range(2):
+        low = torch.randint(-50, seqlen_q, (heads, 16), generator=generator)[:, block]
+        high = low + torch.randint(0, seqlen_q, (heads, 16), generator=generator)[:, block]
+        vectors += [t + torch.randint(0, 20, t.shape, generator=generator) for t in (low, high)]
+    dead = torch.rand(seqlen_k, generator=generator) < 0.1
+    vectors[0][:, dead], vectors[1][:, dead] = 0, seqlen_q
+    return masks.ColumnMask(*(t[None].int() for t in vectors), causal=causal)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(COLUMNS, "sm_90a", tmp_path_factory) as built:
+        yield built
+
+
+def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int]]:
+    """The resolved mask of a variant, its bounds, and what else its launch takes."""
+    config, generator = COLUMNS[name], torch.Generator().manual_seed(seed)
+    mask = drawn(heads, QUERIES, KEYS, config.right, generator)
+    resolved = mask.resolve(QUERIES, KEYS)
+    if config.left:
+        resolved = resolved._replace(left=LEFT)
+    return resolved, tiles.column_bounds(resolved, QUERIES, KEYS, 64), {"left": LEFT} if config.left else {}
+
+
+def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
+    """(First key, (row, head)) of the tiles that are not hidden by extrema of blocks of ``tile_n`` keys."""
+    config = COLUMNS[name]
+    found = []
+    bounds = tiles.column_bounds(resolved, QUERIES, KEYS, config.tile_n)
+    edges = tiles.block_edges(KEYS, config.tile_n)
+    for m in range(0, QUERIES, config.tile_m):
+        stop = min(m + config.tile_m, QUERIES)
+        classes = tiles.classify_row_block(bounds, edges, m, stop, resolved.left, resolved.right, QUERIES, KEYS)
+        for head in range(2):
+            row = classes[0, min(head, classes.shape[1] - 1)]
+            found += [(n * config.tile_n, (m, head)) for n in range(len(row)) if row[n] != tiles.HIDDEN]
+    return sorted(found)
+
+
+@builds
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
+    """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    resolved, bounds, options = masked(name, heads, seed)
+    for processors in (1, 2):
+        traced = built.traced(name)
+        launch = backward(traced, COLUMNS[name], QUERIES, KEYS, processors, bounds=bounds, **options)
+        machine = Machine(traced.kernel, launch, seed, processors).run()
+        expected = visible_steps(name, resolved)
+        assert sorted(multiplied(machine, "v", "do")) == expected
+        assert sum(map(len, machine.added.values())) == 2 * len(expected)
+        assert len(machine.added) == 2 * len({queries for _, queries in expected})
+
+
+@builds
+def test_a_mask_that_hides_all(built: Built) -> None:
+    """No step; blocks end all the same."""
+    name = "head_dim 128, causal"
+    mask = masks.ColumnMask(torch.zeros(1, 1, KEYS, dtype=torch.int32), causal=True).resolve(QUERIES, KEYS)
+    traced = built.traced(name)
+    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=tiles.column_bounds(mask, QUERIES, KEYS, 64))
+    machine = Machine(traced.kernel, launch, 0, 1).run()
+    assert not machine.added and not multiplied(machine, "v", "do")
+
+
+@builds
+@pytest.mark.parametrize("name", COLUMNS)
+def test_resources(name: str, built: Built) -> None:
+    _, facts, _ = built[name]
+    assert facts["stack"] == 0, "registers spill"
+
+
+# The arithmetic, in the kernel's text
+
+ROW_TILES = "kernels/cute/row_tiles.py"
+
+
+def shifted(x: int, by: int) -> int:
+    """As PTX shifts 32 bits: to 0 from 32 on."""
+    return x << by & (1 << 32) - 1 if by < 32 else 0
+
+
+@pytest.mark.parametrize("rows", [64, 80, 128])
+def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
+    """A thread has rows 0, 1, 8, 9, 16, … of a tile, from its first."""
+    before = plain(ROW_TILES, "elements_before")
+    hidden = plain(ROW_TILES, "hidden_elements", shifted=shifted, elements_before=before)
+    own = [8 * (c // 2) + c % 2 for c in range(rows // 4)]
+    for start in range(-9, rows + 9):
+        for stop in [start - 5, *range(start, rows + 9), 1 << 30]:
+            expected = sum(1 << c for c, row in enumerate(own) if start <= row < stop)
+            assert hidden(start, stop, rows) & (1 << len(own)) - 1 == expected, (start, stop)
+
+
+def test_walk_classifies_as_tiles_do() -> None:
+    """Hidden, partial and full tiles, the rows that some column may show, and where keys that nobody sees may be."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    hides_all, hides_some, may_hold_dead = (plain(ROW_TILES, name) for name in ("hides_all", "hides_some", "may_hold_dead"))
+    seen_rows = plain(ROW_TILES, "seen_rows", choose=choose)
+    generator = torch.Generator().manual_seed(seed)
+    for causal in (False, True):
+        mask = drawn(3, 400, 1100, causal, generator).resolve(400, 1100)._replace(right=None)
+        bounds = tiles.column_bounds(mask, 400, 1100, 128)
+        edges = tiles.block_edges(1100, 128)
+        dead = ~masks_dense(mask, 400, 1100).any(2)
+        for tile_m in (64, 80):
+            for m in range(0, 400, tile_m):
+                stop = min(m + tile_m, 400)
+                classes = tiles.classify_row_block(bounds, edges, m, stop, None, None, 400, 1100)[0]
+                for head in range(3):
+                    for n, extrema in enumerate(bounds[0, head].tolist()):
+                        hidden = hides_all(extrema, m, stop)
+                        assert hidden == (classes[head, n] == tiles.HIDDEN)
+                        assert hidden or hides_some(extrema, m, stop) == (classes[head, n] == tiles.PARTIAL)
+                        first, end = seen_rows(extrema, 400)
+                        assert hidden or (m // tile_m >= first // tile_m and m < end)
+                        if dead[0, head, n * 128 : n * 128 + 128].any():
+                            assert may_hold_dead(extrema, 400)
+
+
+def masks_dense(mask: Any, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """What is visible, by definition: bool (batch|1, heads|1, seqlen_q, seqlen_k)."""
+    row = torch.arange(seqlen_q)[:, None]
+    lts, lte, uts, ute = (t[:, :, None] for t in mask.vectors)
+    return ~((lts <= row) & (row < lte)) & ~((uts <= row) & (row < ute))
+
+
+def test_keys_that_no_query_sees() -> None:
+    """By their four numbers and the rows that the band leaves them."""
+    sees_none = plain(ROW_TILES, "sees_none", choose=choose)
+    ends = [-2, 0, 3, 5, 9, 12]
+    for first, end in ((0, 9), (3, 7), (5, 5), (8, 2)):
+        for lts in ends:
+            for lte in ends:
+                for uts in ends:
+                    for ute in ends:
+                        shown = [row for row in range(first, end) if not (lts <= row < lte or uts <= row < ute)]
+                        assert sees_none(first, end, lts, lte, uts, ute) == (not shown)
+
+
+def test_extrema_of_every_block_that_a_tile_touches() -> None:
+    blocks_of = plain(ROW_TILES, "blocks_of", gcd=math.gcd, BOUND_BLOCK=64)
+    for keys in (64, 80, 96, 112, 128):
+        touched = max((n * keys + keys - 1) // 64 - n * keys // 64 + 1 for n in range(64))
+        assert blocks_of(keys) == touched

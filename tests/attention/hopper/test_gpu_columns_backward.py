@@ -1,0 +1,151 @@
+"""The Hopper backward under column masks on an H100 or H200, given out and lse of the reference: whatever the forward is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from tests.attention.cases import MASKS, NARROWED, masked
+from tests.attention.harness import Call, model, results
+from warploom import masks
+from warploom.attention import hopper
+from warploom.attention.arguments import dense_args
+from warploom.attention.judge import judge
+from warploom.masks import Mask
+
+MISSING = hopper.BACKEND.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}")]
+
+HALVES = [torch.float16, torch.bfloat16]
+DIMS = [64, 96, 128]
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def here_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.empty hands out NaN, and nothing goes to another implementation."""
+
+    def elsewhere(*_: object, **__: object) -> None:
+        raise AssertionError("went to another implementation")
+
+    monkeypatch.setattr(hopper, "_next", elsewhere)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, **keywords: Any
+) -> tuple[Tensor, ...]:
+    args = dense_args(q, k, v, **{"deterministic": False, **keywords})
+    return hopper.BACKEND.backward(args, dout, dlse, out, lse)
+
+
+def check(call: Call) -> None:
+    """Gradients of the kernel from out and lse of the reference, by the criterion of every backend."""
+    want, low = results(call, "reference", torch.float64), model(call)
+    q, k, v, sink = call.tensors()
+    out, lse = want["out"].to(call.dtype), want["lse"].float()
+    dout, dlse = call.upstream(out, lse)
+    dlse = dlse.masked_fill(torch.isinf(lse), 0.0)
+    found = gradients(q, k, v, dout, dlse if call.lse_gradient else None, out, lse, sink=sink, **call.keywords)
+    for name, value in zip(("dq", "dk", "dv", *(["dsink"] if sink is not None else [])), found, strict=False):
+        verdict = judge(name, value, want[name], low[name], call.dtype)
+        assert verdict.passed, f"{verdict}\n{call}"
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])
+def test_mask(name: str, narrow: bool, dim: int) -> None:
+    check(masked(name, seed(), "cuda", narrow, dtype=HALVES[narrow], head_dim=dim))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("lengths", [(1000, 1000), (333, 1333), (1291, 517), (1, 700), (700, 1)], ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_drawn_vectors(dim: int, lengths: tuple[int, int], heads: int) -> None:
+    """Four vectors: intervals of blocks of keys that differ a little from key to key, per head and batch; some dead keys."""
+    generator = torch.Generator().manual_seed(seed())
+    print(f"seed {generator.initial_seed()}")
+    for causal in (False, True):
+        mask = drawn(heads, *lengths, causal, generator).to("cuda")
+        keywords = {"mask": mask}
+        check(Call(seed(), 2, *lengths, 6, 2, dim, dtype=torch.bfloat16, device="cuda", keywords=keywords))
+
+
+def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: torch.Generator) -> Mask:
+    block = torch.arange(seqlen_k) // 128
+    vectors = []
+    for _ in range(2):
+        low = torch.randint(-50, seqlen_q, (2, heads, 16), generator=generator)[:, :, block % 16]
+        high = low + torch.randint(0, seqlen_q, (2, heads, 16), generator=generator)[:, :, block % 16]
+        vectors += [t + torch.randint(0, 20, t.shape, generator=generator) for t in (low, high)]
+    dead = torch.rand(seqlen_k, generator=generator) < 0.1
+    vectors[0][:, :, dead], vectors[1][:, :, dead] = 0, seqlen_q
+    return masks.ColumnMask(*(t.int() for t in vectors), causal=causal)
+
+
+@pytest.mark.parametrize("changes", [{"sink": True}, {"lse_gradient": True}, {"softcap": 3.0}, {"strided": True}], ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 96])
+def test_features(dim: int, changes: dict[str, Any]) -> None:
+    changes, keywords = dict(changes), dict[str, Any]()
+    if "softcap" in changes:
+        keywords = {"softcap": changes.pop("softcap")}
+    mask = masks.Document([300, 37, 400, 263], causal=True).to("cuda")
+    keywords["mask"] = mask
+    check(Call(seed(), 1, 1000, 1000, 4, 2, dim, dtype=torch.bfloat16, device="cuda", keywords=keywords, **changes))
+
+
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
+@pytest.mark.parametrize("dim", DIMS)
+def test_keys_that_nobody_sees_and_queries_that_see_nothing_may_hold_anything(dim: int, poison: float) -> None:
+    """Rows anywhere, in tiles that others share; bits of all that no order of additions changes."""
+    generator = torch.Generator("cuda").manual_seed(seed())
+    q, k, v, dout = (
+        torch.randn(2, 700, heads, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    seen = torch.ones(2, 700, dtype=torch.bool, device="cuda")
+    seen[0, 300:500], seen[1, ::7] = False, False
+    lts = torch.where(seen, 700, 0)[:, None].int()
+    uts, ute = torch.full_like(lts, 200), torch.full_like(lts, 210)  # ten rows that see nothing
+    mask = masks.ColumnMask(lts, None, uts, ute)
+
+    def run() -> tuple[Tensor, ...]:
+        out, lse = warploom.attention(q, k, v, mask=mask, return_lse=True, backend="reference")
+        blind = lse == float("-inf")
+        assert blind.any() and not out[blind.transpose(1, 2)].any()
+        return *gradients(q, k, v, dout, None, out, lse, mask=mask)[:3], blind.transpose(1, 2)
+
+    *clean, blind = run()
+    k[~seen], v[~seen] = poison, poison
+    q[blind], dout[blind] = poison, poison
+    *found, _ = run()
+    assert torch.equal(found[1], clean[1]) and torch.equal(found[2], clean[2])
+    torch.testing.assert_close(found[0], clean[0])
+    assert not found[0][blind].any() and not found[1][~seen].any() and not found[2][~seen].any()
+
+
+def test_more_blocks_than_processors() -> None:
+    """Persistent blocks pass from one key block to the next, some of which see nothing."""
+    generator = torch.Generator().manual_seed(seed())
+    mask = drawn(8, 4000, 5000, True, generator).to("cuda")
+    q, k, v, dout = (torch.randn(2, n, h, 128, device="cuda", dtype=torch.bfloat16) for n, h in
+                     ((4000, 8), (5000, 4), (5000, 4), (4000, 8)))  # fmt: skip
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = warploom.attention(*leaves, mask=mask, return_lse=True, backend="triton")
+    want = torch.autograd.grad(out, leaves, dout)
+    found = gradients(q.detach(), k.detach(), v.detach(), dout, None, out.detach(), lse.detach(), mask=mask)
+    for a, b in zip(found[:3], want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    again = gradients(q.detach(), k.detach(), v.detach(), dout, None, out.detach(), lse.detach(), mask=mask)
+    assert torch.equal(found[1], again[1]) and torch.equal(found[2], again[2])

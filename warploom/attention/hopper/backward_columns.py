@@ -1,0 +1,246 @@
+"""Column masks in the backward: which query tiles a block walks, what of them it hides, and keys that nobody sees.
+
+The scheduler's warp counts a block's steps and the loader's finds them: both look at 32 query tiles at a time, a lane at each,
+and compare its rows with the extrema of the block's columns. The loader leaves word of every step in shared memory: its query
+tile, whether elements of it are to be tested, its head and its number. A consumer warpgroup passes that number on to its writer
+warp. So one warp alone decides what comes next, and there is no list of tiles anywhere.
+
+A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, BackwardBase
+from warploom.kernels.cute.barriers import StepBarrier, wait
+from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.instructions import hidden, shifted
+from warploom.kernels.cute.row_tiles import (
+    FAR,
+    elements_before,
+    extrema_of,
+    hidden_elements,
+    hides_all,
+    hides_some,
+    mask_row,
+    may_hold_dead,
+    seen_rows,
+    sees_none,
+)
+
+# Behind the words of a block those of the steps in the ring of Q (query tile, and 1 if elements are tested; head; the tile's
+# number in the workspaces), and of each warpgroup's dQ the number of its tile.
+STEP_WORDS = 3
+STEPS_AT = PACKED_WORDS
+
+
+class ColumnWalk(BackwardBase):
+    """What the warps of a block need of its column mask."""
+
+    # The walk
+
+    @cute.jit
+    def next_tiles(self, work, member, at):
+        """Of a head's query tiles from ``at`` on the first 32 that may be visible.
+
+        Returns bits of those that the block sees and of those whose elements are to be tested, the first one's number, and
+        the number of the one behind the last, 0 if the head has no more.
+        """
+        given, tile_m = work.given, self.tile_m
+        first, whole_first, whole_end, end = self.query_tiles(
+            work.n_block, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
+        )
+        extrema = self.extrema(work, work.head * work.group_size + member)
+        begin, past = seen_rows(extrema, work.seqlen_q)
+        at = cutlass.max(at, cutlass.max(first, begin // tile_m))
+        end = cutlass.min(end, cute.ceil_div(past, tile_m))
+        m = at + cute.arch.lane_idx()
+        row, stop = m * tile_m, cutlass.min((m + 1) * tile_m, work.seqlen_q)
+        seen, tested = Int32(0), Int32(0)
+        if m < end and not hides_all(extrema, row, stop):
+            seen = Int32(1)
+        if m < whole_first or m >= whole_end or hides_some(extrema, row, stop):
+            tested = Int32(1)
+        seen, tested = cute.arch.vote_ballot_sync(seen == 1), cute.arch.vote_ballot_sync(tested == 1)
+        return seen, tested, at, choose(at + 32 < end, at + 32, 0)
+
+    def extrema(self, work: Any, head: Any) -> Any:
+        """Of the block's columns, for a query head."""
+        bounds = work.given.columns.bounds
+        key = work.n_block * self.tile_n
+        row = mask_row(work.batch, head, work.heads_q, bounds)
+        return extrema_of(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+
+    @cute.jit
+    def count_steps(self, work):
+        """Steps of a block, and 1 if it may hold keys that no query of the group sees; a warp computes them."""
+        steps, dead = Int32(0), Int32(1)
+        for member in cutlass.range(work.group_size, unroll=1):
+            if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
+                dead = Int32(0)
+            at, more = Int32(0), Int32(1)
+            while more == 1:
+                seen, _, _, at = self.next_tiles(work, member, at)
+                steps += cute.arch.popc(seen)
+                more = choose(at > 0, 1, 0)
+        return steps, dead
+
+    # What a step's loads and its warps tell each other
+
+    def step_word(self, stage: Any) -> Any:
+        """Where the words of a stage of the ring of Q begin."""
+        return STEPS_AT + STEP_WORDS * stage
+
+    def tile_word(self, group: Any) -> Any:
+        """Where the number of the tile of a warpgroup's dQ stands."""
+        return STEPS_AT + STEP_WORDS * self.stages + group
+
+    @cute.jit
+    def announce(self, work, stage, m, tested, head, tile, size):
+        """As ``expect`` for a stage of Q, which will hold this step."""
+        words = work.shared.words
+        with cute.arch.elect_one():
+            words[self.step_word(stage)] = 2 * m + tested
+            words[self.step_word(stage) + 1] = head
+            words[self.step_word(stage) + 2] = tile
+            cute.arch.mbarrier_arrive_and_expect_tx(work.shared.q_full + stage, size)
+
+    def announced(self, work: Any, stage: Any) -> tuple[Any, Any, Any]:
+        """Query tile, whether elements are tested (1 or 0), and head of the step in a stage."""
+        words = work.shared.words
+        word, head = (cute.arch.make_warp_uniform(words[self.step_word(stage) + i]) for i in range(2))
+        return word >> 1, word & 1, head
+
+    @cute.jit
+    def name_tile(self, words, stage, group):
+        """Leave the number of a step's tile to the warp that writes the warpgroup's dQ."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            words[self.tile_word(group)] = words[self.step_word(stage) + 2]
+
+    # What a consumer warpgroup hides
+
+    @cute.jit
+    def begin_columns(self, r, work):
+        """A thread's numbers of a block's first query head."""
+        r.mask_row[0] = Int32(-1)
+        self.take_columns(r, work, work.head * work.group_size)
+
+    @cute.jit
+    def take_columns(self, r, work, head):
+        """This thread's number of each of its keys under the mask of a query head, if that is another mask than before."""
+        columns = work.given.columns
+        row = mask_row(work.batch, head, work.heads_q, columns.vectors[0])
+        if row != r.mask_row[0]:
+            self.take_numbers(r, work, row)
+
+    @cute.jit
+    def take_numbers(self, r, work, row):
+        """lts, lte, uts or ute, by the lane in its quad, in a row of the vectors; all is hidden past the last key."""
+        columns = work.given.columns
+        r.mask_row[0] = row
+        which = cute.arch.lane_idx() % 4
+        length = columns.vectors[0].shape[2]
+        address = columns.vectors[0].iterator.toint()
+        for n in cutlass.range_constexpr(1, 4):
+            if which == n:
+                address = columns.vectors[n].iterator.toint()
+        absent = choose(which < 2, FAR, 0)
+        beyond = choose(which % 2 == 0, 0, FAR)
+        for i in cutlass.range_constexpr(2):
+            key = work.n_block * self.tile_n + r.row + 8 * i
+            found = beyond
+            if key < work.seqlen_k:
+                found = absent
+                if (columns.present >> which) & 1 == 1:
+                    at = address + 4 * (Int64(row) * length + key)
+                    source = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
+                    found = cute.make_tensor(source, cute.make_layout(1))[0]
+                    found = cutlass.min(cutlass.max(found, 0), FAR)
+            r.columns[i] = found
+
+    def interval(self, r: Any, i: int) -> list[Any]:
+        """lts, lte, uts and ute of a thread's i-th key, from the lanes of its quad."""
+        quad = cute.arch.lane_idx() // 4 * 4
+        return [cute.arch.shuffle_sync(r.columns[i], quad + n) for n in range(4)]
+
+    @cute.jit
+    def find_hidden(self, r, work, m):
+        """Bits of this thread's elements of a query tile that its keys hide, or the band.
+
+        Nothing of it is to stay in registers from step to step.
+        """
+        diagonal = hidden(work.n_block) * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
+        for i in cutlass.range_constexpr(2):
+            row = m * self.tile_m + r.column
+            lts, lte, uts, ute = self.interval(r, i)
+            bits = hidden_elements(lts - row, lte - row, self.tile_m) | hidden_elements(uts - row, ute - row, self.tile_m)
+            if const_expr(self.config.right):
+                bits |= ~shifted(-1, elements_before(diagonal + 8 * i - work.given.right, self.tile_m))
+            if const_expr(self.config.left):
+                bits |= shifted(-1, elements_before(diagonal + 8 * i + work.given.left + 1, self.tile_m))
+            r.hidden_bits[i] = bits
+
+    @cute.jit
+    def hide(self, r):
+        """-inf for scores of hidden elements."""
+        for i in cutlass.range_constexpr(2):
+            bits = r.hidden_bits[i]
+            for c in cutlass.range_constexpr(self.tile_m // 4):
+                r.rows_s[i, c] = r.rows_s[i, c] if bits & (1 << c) == 0 else -Float32.inf
+
+    # Keys that nobody sees
+
+    @cute.jit
+    def clear_dead(self, r, work):
+        """Zeros for keys and values that no query of the group sees: what they hold must not come into a product, even by zero.
+
+        Both warpgroups do it, each in its rows, before the first product that reads them.
+        """
+        shared, config = work.shared, self.config
+        dead = cute.make_rmem_tensor(2, Int32)
+        dead.fill(1)
+        for member in cutlass.range(work.group_size, unroll=1):
+            self.take_columns(r, work, work.head * work.group_size + member)
+            for i in cutlass.range_constexpr(2):
+                first, end = self.band_rows(work, work.n_block * self.tile_n + r.row + 8 * i)
+                if not sees_none(first, end, *self.interval(r, i)):
+                    dead[i] = Int32(0)
+        _, box_k, box_v, _ = config.boxes
+        for i in cutlass.range_constexpr(2):
+            if dead[i] == 1:
+                self.clear_row(shared.k_start, r.row + 8 * i, config.head_dim, box_k)
+                self.clear_row(shared.v_start, r.row + 8 * i, config.head_dim_v, box_v)
+        cute.arch.fence_view_async_shared()
+        wait(StepBarrier.CLEARED, BOTH)
+
+    @cute.jit
+    def band_rows(self, work, key):
+        """Rows [first, end) that the band leaves to a key."""
+        given = work.given
+        first, end = Int32(0), Int32(0) + work.seqlen_q
+        if const_expr(self.config.right):
+            first = cutlass.max(key - work.shift - given.right, 0)
+        if const_expr(self.config.left):
+            end = cutlass.min(end, key - work.shift + given.left + 1)
+        return first, end
+
+    @cute.jit
+    def clear_row(self, start, row, columns, box):
+        """Zeros in a row of shared tiles of ``columns`` columns, a fourth of it by each lane of a quad.
+
+        A swizzle moves chunks of 16 bytes inside of a row of a box, which lie together.
+        """
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        lane = cute.arch.lane_idx() % 4
+        for i in cutlass.range_constexpr(columns // 32):
+            chunk = i * 4 + lane
+            at = chunk // (box // 8) * (self.tile_n * box) + row * box + chunk % (box // 8) * 8
+            cute.autovec_copy(zeros, cute.make_tensor((start + at).align(16), cute.make_layout(8)))
