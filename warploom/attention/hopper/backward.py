@@ -50,6 +50,8 @@ class StepShared(BackwardShared):
     words: Any  # of the block that is handed out
     k_start: Any  # addresses
     v_start: Any
+    q_start: Any
+    do_start: Any
 
 
 class StepCall(Call):
@@ -113,7 +115,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         rows = m_blocks * heads_q * batch
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
-        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, m_blocks).launch(
+        looked_at = q if const_expr(self.config.columns) else None
+        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
@@ -305,6 +308,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             words=storage.words.get_tensor(cute.make_layout(2 * PACKED_WORDS)),
             k_start=storage.k.data_ptr(),
             v_start=storage.v.data_ptr(),
+            q_start=storage.q.data_ptr(),
+            do_start=storage.dout.data_ptr(),
         )
         self.init_barriers(warp, shared)
 

@@ -26,6 +26,7 @@ from warploom.kernels.cute.tiles import placed
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
 WALKING_REGISTERS = 232, 40  # where the producer's warps look for tiles of a column mask
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3

@@ -18,9 +18,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, BackwardBase
 from warploom.kernels.cute.barriers import StepBarrier, wait
-from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.instructions import hidden, shifted
 from warploom.kernels.cute.row_tiles import (
     FAR,
@@ -215,8 +216,47 @@ class ColumnWalk(BackwardBase):
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
             if dead[i] == 1:
-                self.clear_row(shared.k_start, r.row + 8 * i, config.head_dim, box_k)
-                self.clear_row(shared.v_start, r.row + 8 * i, config.head_dim_v, box_v)
+                self.clear_row(shared.k_start, r.row + 8 * i, self.tile_n, config.head_dim, box_k)
+                self.clear_row(shared.v_start, r.row + 8 * i, self.tile_n, config.head_dim_v, box_v)
+        cute.arch.fence_view_async_shared()
+        wait(StepBarrier.CLEARED, BOTH)
+
+    # Queries that see nothing
+
+    @cute.jit
+    def clear_unseeing(self, r, j):
+        """Zeros in a step's tiles for queries that see nothing and hold anything but numbers, or whose dO does.
+
+        Each warp looks at all of them, so both warpgroups come to the same; no product of the step has begun.
+        """
+        shared, tile_m = r.shared, self.tile_m
+        stage, _ = schedule.ring(j, self.stages)
+        levels = cute.make_tensor(shared.stats + stage * (2 * tile_m), cute.make_layout(tile_m))
+        odd = Int32(0)
+        for i in cutlass.range_constexpr(-(-tile_m // WARP)):
+            row = i * WARP + cute.arch.lane_idx()
+            if levels[cutlass.min(row, tile_m - 1)] == Float32.inf:
+                odd = Int32(1)
+        if cute.arch.vote_any_sync(odd == 1):
+            self.clear_queries(shared, levels, j)
+
+    @cute.jit
+    def clear_queries(self, shared, levels, j):
+        """Zeros for the queries, and in dO, whose level is +inf, once both have arrived."""
+        config, tile_m = self.config, self.tile_m
+        stage, _ = schedule.ring(j, self.stages)
+        do_stage, phase = schedule.ring(j, self.dout_stages)
+        cute.arch.mbarrier_wait(shared.do_full + do_stage, phase)
+        box_q, _, _, box_do = config.boxes
+        own = cute.arch.thread_idx()[0] - WARPGROUP
+        for i in cutlass.range_constexpr(-(-tile_m // (BOTH // 4))):
+            row = i * (BOTH // 4) + own // 4
+            if row < tile_m:  # noqa: SIM102
+                if levels[row] == Float32.inf:
+                    q_start = shared.q_start + stage * (tile_m * config.head_dim)
+                    do_start = shared.do_start + do_stage * (tile_m * config.head_dim_v)
+                    self.clear_row(q_start, row, tile_m, config.head_dim, box_q)
+                    self.clear_row(do_start, row, tile_m, config.head_dim_v, box_do)
         cute.arch.fence_view_async_shared()
         wait(StepBarrier.CLEARED, BOTH)
 
@@ -232,8 +272,8 @@ class ColumnWalk(BackwardBase):
         return first, end
 
     @cute.jit
-    def clear_row(self, start, row, columns, box):
-        """Zeros in a row of shared tiles of ``columns`` columns, a fourth of it by each lane of a quad.
+    def clear_row(self, start, row, rows, columns, box):
+        """Zeros in a row of a shared tile of ``rows`` by ``columns``, a fourth of it by each lane of a quad.
 
         A swizzle moves chunks of 16 bytes inside of a row of a box, which lie together.
         """
@@ -242,5 +282,5 @@ class ColumnWalk(BackwardBase):
         lane = cute.arch.lane_idx() % 4
         for i in cutlass.range_constexpr(columns // 32):
             chunk = i * 4 + lane
-            at = chunk // (box // 8) * (self.tile_n * box) + row * box + chunk % (box // 8) * 8
+            at = chunk // (box // 8) * (rows * box) + row * box + chunk % (box // 8) * 8
             cute.autovec_copy(zeros, cute.make_tensor((start + at).align(16), cute.make_layout(8)))

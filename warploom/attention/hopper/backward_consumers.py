@@ -338,6 +338,7 @@ class Consumers(ColumnWalk):
         m, tested, head = self.announced(work, stage)
         if tested == 1:
             self.take_columns(r, work, head)
+            self.clear_unseeing(r, j)
             self.step(r, m, j, True, work)
         else:
             self.step(r, m, j, False, work)

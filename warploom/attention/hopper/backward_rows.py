@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from warploom.attention.hopper.backward_base import BackwardBase
+from warploom.attention.hopper.backward_base import FAR_LEVEL, BackwardBase
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.instructions import pack16, store_matrices
@@ -39,11 +39,13 @@ class RowKernels(BackwardBase):
         dk: cute.Tensor | None,
         dv: cute.Tensor | None,
         cu_k: cute.Tensor | None,
+        q: cute.Tensor | None,
         m_blocks: Int32,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
 
-        A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0.
+        A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0. Under a column mask
+        a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the consumers then clear.
         """
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -78,18 +80,38 @@ class RowKernels(BackwardBase):
                 for j in cutlass.range_constexpr(8):
                     total += a[j].to(Float32) * b[j].to(Float32)
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            unseeing = Float32.inf
+            if const_expr(self.config.columns):
+                unseeing = self.unseeing_level(q, dout, lse, batch, head, row, column, seqlen_q, lanes)
             if column == 0:
-                level = Float32.inf
+                level = unseeing
                 if row < seqlen_q:
                     at = (head, start + row) if const_expr(self.config.varlen) else (batch, head, row)
                     found = lse[at]
                     if const_expr(dlse is not None):
                         total -= dlse[at]  # type: ignore[index]
-                    level = Float32.inf if found == -Float32.inf else found * LOG2_E - self.lift
+                    level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
                 stats[base + tile_m] = total
+
+    @cute.jit
+    def unseeing_level(self, q, dout, lse, batch, head, row, column, seqlen_q, lanes):
+        """What stands for a row's lse if it sees nothing: +inf where it holds anything but numbers."""
+        odd = Float32(0.0)
+        if row < seqlen_q:  # noqa: SIM102
+            if lse[batch, head, row] == -Float32.inf:
+                for t in (q, dout):
+                    for part in cutlass.range_constexpr(-(-self.config.head_dim // (8 * lanes))):
+                        at = column + part * (8 * lanes)
+                        if at < t.shape[-1]:
+                            values = self.eight(t, batch, row, head, at)
+                            for j in cutlass.range_constexpr(8):
+                                value = values[j].to(Float32)
+                                odd += value - value
+        odd = cute.arch.warp_reduction_sum(odd, threads_in_group=lanes)
+        return FAR_LEVEL if odd == 0.0 else Float32.inf
 
     @cute.jit
     def clear(self, t, cu):

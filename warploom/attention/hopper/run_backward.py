@@ -53,7 +53,7 @@ def backward(
             gradients = (dq, *keys)
             left = None if left is None else left - (seqlen_k - end)
             right = None if right is None else right + (seqlen_k - end)
-    if columns is not NO_COLUMNS:  # keys that no query sees are cleared in the kernel
+    if columns is not NO_COLUMNS and args.sink is not None:  # beside which the kernel does not know such rows
         q, dout = (_where_seeing(t, lse, args.sink) for t in (q, dout))
     batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
     features, short = described(args, dlse is not None)
@@ -163,7 +163,7 @@ def _every_query_sees(args: AttentionArgs) -> bool:
 
 
 def _where_seeing(t: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """``t`` ([batch,] tokens, heads, ·) with zeros for NaN and infinities in rows that see nothing, which tiles multiply by zeros.
+    """``t`` ([batch,] tokens, heads, ·) with zeros for NaN and infinities in rows that see nothing: tiles multiply them by 0.
 
     Beside a sink the lse of such a row is the sink, and so is that of one whose keys weigh nothing.
     """
