@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from warploom import masks  # noqa: E402
 from warploom.attention.arguments import dense_args, varlen_args  # noqa: E402
+from warploom.attention.chunks import chunk_args  # noqa: E402
 from warploom.attention.problem import AttentionArgs  # noqa: E402
 from warploom.attention.triton import call, run  # noqa: E402
 from warploom.decode.problem import DecodeArgs  # noqa: E402
@@ -88,6 +89,13 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
     return varlen_args(q[0], k[0], v[0], cu, max_seqlen_q=156, max_seqlen_k=156, **options)
 
 
+def _chunks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
+    args = chunk_args(q, k, v, torch.tensor([_SEQLEN], dtype=torch.int32), seqlen_q=2 * _SEQLEN, **options)
+    if args.lts is None:
+        return args
+    return args._replace(bounds=torch.zeros(1, 1, _SEQLEN // 64, 8, dtype=torch.int32))
+
+
 def _paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
     cu, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, _SEQLEN], [_SEQLEN]))
     options |= {"block_table": torch.zeros(1, 16, dtype=torch.int32), "seqused_k": used}
@@ -122,6 +130,8 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "paged": (_paged, {"causal": True}),
     "odd strides": (_odd, {"causal": True}),
     "columns, packed": (_packed, {"mask": _vectors()}),
+    "chunks": (_chunks, {"causal": True}),
+    "chunks, columns, dropout": (_chunks, {"mask": _vectors(), "window": (64, 32), "dropout_p": 0.1, "dropout_seed": 1}),
     "columns, dropout": (_dense, {"mask": masks.Document([100, 156]), "dropout_p": 0.1, "dropout_seed": 1, "softcap": 5.0}),
 }
 

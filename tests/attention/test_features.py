@@ -14,6 +14,7 @@ from warploom import masks
 from warploom.attention.ampere.config import ForwardConfig as AmpereForward
 from warploom.attention.ampere.plan import config_for as ampere_config
 from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.chunks import chunk_args
 from warploom.attention.features import Features
 from warploom.attention.hopper import run, run_backward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
@@ -36,6 +37,7 @@ CARRIED: dict[str, dict[str, Any]] = {
     "paged": {"packed": True, "seqused_k": LENGTHS, "block_table": PAGES},
     "used": {"packed": True, "seqused_k": LENGTHS},
     "deterministic": {"deterministic": True},
+    "q_offset": {"q_offset": torch.zeros(1, dtype=torch.int32), "seqlen_q": 20},
 }
 # Without a kernel for it, a call's out and lse are none the less right.
 NO_MATTER = {"deterministic", "dlse"}  # of gradients alone
@@ -46,7 +48,7 @@ def carrying(packed: bool = False, heads_kv: int = 2, **keywords: Any) -> Attent
     q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
     k = torch.zeros(1, 20, heads_kv, 16, dtype=torch.float16)
     if not packed:
-        return dense_args(q, k, k, **keywords)
+        return (chunk_args if "q_offset" in keywords else dense_args)(q, k, k, **keywords)
     k = k.view(4, 5, heads_kv, 16) if "block_table" in keywords else k[0]
     return varlen_args(q[0], k, k, torch.tensor([0, 5, 20], dtype=torch.int32), **keywords)
 

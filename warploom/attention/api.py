@@ -413,7 +413,7 @@ def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
         *(backend, backward, q.dtype, q.shape, k.shape, v.shape[-1], args.left, args.right, args.deterministic),
         *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
         *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
-        *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k),
+        *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k, args.q_offset is None),
     )
 
 

@@ -38,7 +38,7 @@ def dense_args(
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
     _warn_layout(q)
-    resolved = _resolve(mask, causal, window, q.shape[1], k.shape[1], q)
+    resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q)
     check_columns(resolved, q.shape[0], q.shape[2], k.shape[2], k.shape[1], q)
     return _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
 
@@ -78,7 +78,7 @@ def varlen_args(
             f"got {type(mask).__name__}; call attention(), or build the columns of each sequence"
         )
     total_k = k.shape[0] * k.shape[1] if paged else k.shape[0]
-    resolved = _resolve(mask, causal, window, q.shape[0], total_k, q)
+    resolved = resolve(mask, causal, window, q.shape[0], total_k, q)
     if paged and any(vector is not None for vector in resolved.vectors):
         raise ValueError("mask: column vectors together with block_table are not supported; use a band")
     check_columns(resolved, 1, q.shape[1], k.shape[-2], total_k, q)
@@ -214,7 +214,7 @@ def _check_mask(mask: object) -> None:
     raise TypeError(f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}")
 
 
-def _resolve(mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor) -> ResolvedMask:
+def resolve(mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor) -> ResolvedMask:
     """The mask of the call: columns and the intersection of all bands."""
     _check_mask(mask)
     left, right = arguments.window("window", window)

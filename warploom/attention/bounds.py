@@ -31,21 +31,22 @@ def with_bounds(args: AttentionArgs) -> AttentionArgs:
     """A dense call with the bounds of its column mask, if it has one."""
     if args.bounds is not None or args.cu_seqlens_q is not None or (args.lts is None and args.ute is None):
         return args
-    return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1]))
+    return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1], args.q_offset))
 
 
-def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
+def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: Tensor | None = None) -> Tensor:
     """`warploom.masks.tiles.column_bounds` for blocks of 64 columns, in one launch, or kept from an earlier call.
 
     Args:
         mask: column vectors on the device; at least one interval.
+        q_offset: int32 (batch,), see `AttentionArgs`: of which rows each batch entry has bounds.
 
     Returns:
-        int32 (batch|1, heads|1, blocks, 8).
+        int32 (batch|1, heads|1, blocks, 8); with offsets (batch, heads|1, blocks, 8).
     """
-    vectors = [t for t in mask.vectors if t is not None]
-    arguments = (*mask.vectors, mask.left, mask.right, seqlen_q)
-    key = _key(vectors, mask, seqlen_q)
+    vectors = [t for t in (*mask.vectors, q_offset) if t is not None]
+    arguments = (*mask.vectors, mask.left, mask.right, seqlen_q, q_offset)
+    key = _key(vectors, mask, seqlen_q, q_offset)
     if key is None:
         return torch.ops.warploom.column_bounds(*arguments)
     entry = _kept.get(key)
@@ -58,7 +59,9 @@ def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
     return bounds
 
 
-def _key(vectors: list[Tensor], mask: ResolvedMask, seqlen_q: int) -> tuple[Any, ...] | None:
+def _key(
+    vectors: list[Tensor], mask: ResolvedMask, seqlen_q: int, q_offset: Tensor | None
+) -> tuple[Any, ...] | None:
     """What the kept bounds depend on; None where nothing may be kept."""
     if torch.compiler.is_compiling() or any(type(t) is not Tensor or t.is_inference() for t in vectors):
         return None
@@ -67,7 +70,7 @@ def _key(vectors: list[Tensor], mask: ResolvedMask, seqlen_q: int) -> tuple[Any,
         if torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(vectors[0].device).cuda_stream
-    state = tuple([None if t is None else (id(t), t._version) for t in mask.vectors])
+    state = tuple([None if t is None else (id(t), t._version) for t in (*mask.vectors, q_offset)])
     return state, mask.left, mask.right, seqlen_q, stream
 
 
@@ -79,18 +82,21 @@ def _column_bounds(
     left: int | None,
     right: int | None,
     seqlen_q: int,
+    q_offset: Tensor | None = None,
 ) -> Tensor:
     from warploom.kernels.triton.bounds import bounds_kernel
 
     vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
     some = next(t for t in vectors if t is not None)
-    bounds = some.new_empty(_shape(some))
+    bounds = some.new_empty(_shape(some, q_offset))
     blocks = bounds.shape[2]
     left, right = (None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right))
     if bounds.numel():
         with on_device(some):
             bounds_kernel[(bounds.shape[0] * bounds.shape[1] * blocks,)](
-                *vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, num_warps=1
+                *(*vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, q_offset),
+                *((None, None) if q_offset is None else (some.shape[1], some.shape[0])),
+                num_warps=1,
             )
     return bounds
 
@@ -103,18 +109,21 @@ def _column_bounds_fake(
     left: int | None,
     right: int | None,
     seqlen_q: int,
+    q_offset: Tensor | None = None,
 ) -> Tensor:
     some = next(t for t in (lts, lte, uts, ute) if t is not None)
-    return some.new_empty(_shape(some))
+    return some.new_empty(_shape(some, q_offset))
 
 
-def _shape(vector: Tensor) -> tuple[int, ...]:
-    return (*vector.shape[:2], (vector.shape[2] + BLOCK - 1) // BLOCK, 8)
+def _shape(vector: Tensor, q_offset: Tensor | None) -> tuple[int, ...]:
+    batch = vector.shape[0] if q_offset is None else q_offset.shape[0]
+    return (batch, vector.shape[1], (vector.shape[2] + BLOCK - 1) // BLOCK, 8)
 
 
 _library = torch.library.Library("warploom", "FRAGMENT")
 _library.define(
-    "column_bounds(Tensor? lts, Tensor? lte, Tensor? uts, Tensor? ute, SymInt? left, SymInt? right, SymInt seqlen_q) -> Tensor"
+    "column_bounds(Tensor? lts, Tensor? lte, Tensor? uts, Tensor? ute, SymInt? left, SymInt? right, SymInt seqlen_q, "
+    "Tensor? q_offset=None) -> Tensor"
 )
 for _dispatch_key in ("CPU", "CUDA"):
     _library.impl("column_bounds", _column_bounds, _dispatch_key)

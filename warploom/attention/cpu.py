@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
-from warploom.attention.packing import gradients, sequences
+from warploom.attention.packing import Gradients, chunks, gradients, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
@@ -50,10 +50,11 @@ class _Part:
     mask_batch: int
     mask_head: int
     batch_index: Tensor  # int64, the entries' numbers in the whole call: dropout is keyed by them
+    first_row: int  # of the call's queries in the sequence: dropout is keyed by rows too
     plan: list[Rectangle]
 
 
-def _parts(args: AttentionArgs, first_batch: int) -> Iterator[_Part]:
+def _parts(args: AttentionArgs, first_batch: int, first_row: int) -> Iterator[_Part]:
     """One part for each (batch, head) of the mask vectors that differs."""
     batch, seqlen_q, heads_q = args.q.shape[:3]
     seqlen_k, heads_kv = args.k.shape[1:3]
@@ -75,6 +76,7 @@ def _parts(args: AttentionArgs, first_batch: int) -> Iterator[_Part]:
                 mask_batch=b,
                 mask_head=h,
                 batch_index=torch.arange(first_batch, first_batch + batch)[batches],
+                first_row=first_row,
                 plan=next(plans),
             )
 
@@ -133,9 +135,16 @@ def _needs_arithmetic(args: AttentionArgs) -> bool:
 
 
 def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, Tensor]:
+    if args.q_offset is None:
+        return _forward_rows(args, first_batch, 0)
+    found = [_forward_rows(chunk.args, chunk.batch, chunk.first_row) for chunk in chunks(args, first_batch)]
+    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+
+def _forward_rows(args: AttentionArgs, first_batch: int, first_row: int) -> tuple[Tensor, Tensor]:
     q = args.q
     batch, seqlen_q, heads = q.shape[:3]
-    parts = list(_parts(args, first_batch))
+    parts = list(_parts(args, first_batch, first_row))
     arithmetic = _needs_arithmetic(args)
     if len(parts) == 1 and _is_whole(parts[0].plan, args) and not arithmetic and args.sink is None:
         tile = _Tile(args, parts[0], parts[0].plan[0])
@@ -297,14 +306,35 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
     assert args.dropout_seed is not None
     heads_index = torch.arange(heads.start, heads.stop)
     cols = tile.col_index[step.start : step.stop]
-    keep = philox.keep_mask(args.dropout_seed, args.dropout_p, part.batch_index, heads_index, tile.row_index, cols)
+    rows = part.first_row + tile.row_index
+    keep = philox.keep_mask(args.dropout_seed, args.dropout_p, part.batch_index, heads_index, rows, cols)
     return keep.float() / (1.0 - args.dropout_p)
 
 
 def _backward_dense(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     """dq, dk, dv and dsink in fp32: what sequences share is summed before it is rounded."""
+    if args.q_offset is None:
+        return _backward_rows(args, dout, dlse, out, lse, first_batch, 0)
+    found = []
+    for chunk in chunks(args, first_batch):
+        at = chunk.entry
+        given = (dout[at], None if dlse is None else dlse[at], out[at], lse[at])
+        found.append(_backward_rows(chunk.args, *given, chunk.batch, chunk.first_row))
+    dq, dk, dv = (torch.cat(several) for several in list(zip(*found, strict=True))[:3])
+    return dq, dk, dv, torch.stack([dsink for *_, dsink in found]).sum(0)
+
+
+def _backward_rows(
+    args: AttentionArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    first_batch: int,
+    first_row: int,
+) -> Gradients:
     # In half precision torch's backward kernel sums dk and dv in that precision too; fp32 copies are O(seqlen), keep
     # sums in fp32, and are an order of magnitude faster where the CPU has no half-precision instructions.
     args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
@@ -317,7 +347,7 @@ def _backward_dense(
         if dlse is not None:
             delta = delta - dlse
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
-    for part in _parts(args, first_batch):
+    for part in _parts(args, first_batch, first_row):
         for tile in _tiles(args, part):
             if arithmetic:
                 assert delta is not None

@@ -31,6 +31,7 @@ class Features(NamedTuple):
     used: bool = False  # whose keys may end early (seqused_k)
     deterministic: bool = False  # gradients have equal bits in every run
     dlse: bool = False  # a gradient arrives through lse too
+    q_offset: bool = False  # queries are chunks of longer sequences
 
     @classmethod
     def of(cls, problem: AttentionProblem, dlse: bool = False) -> Features:
@@ -49,6 +50,7 @@ class Features(NamedTuple):
             used=problem.seqused,
             deterministic=problem.deterministic,
             dlse=dlse,
+            q_offset=problem.q_offset,
         )
 
     @classmethod
@@ -70,6 +72,7 @@ class Features(NamedTuple):
             args.seqused_k is not None,
             args.deterministic,
             dlse,
+            args.q_offset is not None,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Packed (varlen) and paged calls cut into dense ones, for implementations that walk sequences on the host."""
+"""Packed and paged calls, and chunks of sequences, cut into plain dense calls, for what walks them on the host."""
 
 from __future__ import annotations
 
@@ -62,9 +62,47 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
             cu_seqlens_k=None,
             seqused_k=None,
             block_table=None,
+            q_offset=None if args.q_offset is None else args.q_offset[n : n + 1],
             **vectors,
         )
         yield Sequence(dense, queries, keys, pages, length)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One batch entry of a call with query offsets as a dense call of batch 1 without: the same elements by local rows."""
+
+    args: AttentionArgs
+    entry: slice
+    first_row: int  # of the whole
+    batch: int  # by which dropout's elements are counted
+
+
+def chunks(args: AttentionArgs, first_batch: int) -> Iterator[Chunk]:
+    """The batch entries of a dense call with query offsets, which are read on the host.
+
+    ``first_batch`` is the number of the first entry.
+    """
+    assert args.q_offset is not None
+    seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
+    for b, row in enumerate(args.q_offset.tolist()):
+        entry = slice(b, b + 1)
+        shift = row - (seqlen_k - seqlen_q)  # what the chunk's own alignment leaves out
+        vectors: dict[str, Any] = {
+            name: None if t is None else t[entry if t.shape[0] > 1 else slice(None)].clamp(row, row + seqlen_q) - row
+            for name, t in zip(("lts", "lte", "uts", "ute"), args.mask.vectors, strict=True)
+        }
+        dense = args._replace(
+            q=args.q[entry],
+            k=args.k[entry],
+            v=args.v[entry],
+            bounds=None,
+            left=None if args.left is None else args.left - shift,
+            right=None if args.right is None else args.right + shift,
+            q_offset=None,
+            **vectors,
+        )
+        yield Chunk(dense, entry, row, (first_batch + b) // args.q_chunks)
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]

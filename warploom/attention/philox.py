@@ -44,13 +44,14 @@ def keep_mask(seed: Tensor, dropout_p: float, batch: Tensor, heads: Tensor, rows
     Args:
         seed: int64, one element.
         dropout_p: probability of dropping.
-        batch, heads, rows, cols: int64 index vectors (absolute positions in the call).
+        batch, heads, rows, cols: int64 index vectors (absolute positions in the call); rows may be (len(batch), 1, n), of
+            each batch entry its own.
 
     Returns:
-        bool (len(batch), len(heads), len(rows), len(cols)), True = kept.
+        bool (len(batch), len(heads), n, len(cols)) of n rows, True = kept.
     """
     seed = seed.reshape(())
-    b, h, i = batch[:, None, None, None], heads[None, :, None, None], rows[None, None, :, None]
+    b, h, i = batch[:, None, None, None], heads[None, :, None, None], rows[..., None]
     words = philox(seed, (cols // 4, i, h, b))
     word = cols % 4
     chosen = torch.where(word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3]))

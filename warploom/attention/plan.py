@@ -65,7 +65,8 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
         reason = f"{reason}; {words}"
     tile, at_once = found.tiles(args) or (None, 0)
     counts, skipped = (None, None)
-    if tile is not None and problem.layout == "dense" and problem.seqlen_q and problem.seqlen_k:
+    whole = problem.layout == "dense" and not problem.q_offset
+    if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
         classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, args.q.device)
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())

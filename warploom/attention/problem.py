@@ -12,6 +12,9 @@ from warploom.masks.intervals import ResolvedMask
 from warploom.runtime import arguments
 from warploom.runtime.qkv import check_starts
 
+# Beyond it sums of rows, lengths and limits of the band would leave 32 bits.
+MOST_OFFSET = 1 << 29
+
 
 class AttentionArgs(NamedTuple):
     """The arguments of the attention op, in schema order; every implementation receives one of these.
@@ -21,6 +24,20 @@ class AttentionArgs(NamedTuple):
     and ``block_table``. ``lts … ute`` are int32 (batch|1, heads|1, seqlen_k) with rows local to each sequence.
     ``bounds`` is a slot for prepared per-tile extrema of those four. left and right are the band
     -right <= p - j <= left with p = i + seqlen_k - seqlen_q; None is unlimited.
+
+    With ``q_offset``, int32 (batch,) on the device, none negative, queries are chunks of longer sequences and keys are
+    whole: row i of batch entry b (in packed calls: of sequence b) stands for row r = i + q_offset[b]. Then
+
+    - the band counts from p = r, without seqlen_k - seqlen_q: a chunk's length says nothing about where it lies. Whoever makes
+      the call knows the whole lengths, and adds their alignment to left and right (`warploom.attention.chunks` does). A
+      prompt whose keys begin where its queries do has nothing to add, however many of its keys are there yet.
+    - column vectors are compared with r: those of the whole serve all of its chunks.
+    - dropout's elements are those of row r of batch entry b // ``q_chunks``: where each sequence has so many chunks in a
+      row, they drop together what the whole drops.
+
+    A key counts as hidden in batch entry b if no row of that entry sees it, whatever other chunks see: ``bounds`` are extrema
+    over each entry's own rows, counted from 0 and cut to [0, seqlen_q], and have a batch dimension of their own where
+    the vectors have none. Kernels clamp offsets to [0, 2**29]; no address depends on one.
     """
 
     q: Tensor
@@ -46,6 +63,8 @@ class AttentionArgs(NamedTuple):
     dropout_p: float
     deterministic: bool
     backend: str
+    q_offset: Tensor | None = None
+    q_chunks: int = 1
 
     @property
     def mask(self) -> ResolvedMask:
@@ -75,6 +94,7 @@ class AttentionProblem:
     deterministic: bool = False
     backward: bool = False
     seqused: bool = False  # a packed sequence's keys may end early
+    q_offset: bool = False  # queries are chunks of longer sequences
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -106,6 +126,7 @@ class AttentionProblem:
             deterministic=args.deterministic,
             backward=backward,
             seqused=args.seqused_k is not None,
+            q_offset=args.q_offset is not None,
         )
 
     def describe(self) -> str:
@@ -120,6 +141,8 @@ class AttentionProblem:
         if self.columns:
             parts.append(f"column mask ({', '.join(self.columns)})")
         parts += [name for name in ("softcap", "sink", "dropout", "deterministic") if getattr(self, name)]
+        if self.q_offset:
+            parts.append("queries are chunks")
         parts.append("forward + backward" if self.backward else "forward")
         return "; ".join(parts)
 
@@ -171,6 +194,10 @@ def check_contents(args: AttentionArgs) -> None:
         check_starts("cu_seqlens_q", args.cu_seqlens_q, q.shape[0], args.max_seqlen_q)
     if args.cu_seqlens_k is not None and args.block_table is None:
         check_starts("cu_seqlens_k", args.cu_seqlens_k, args.k.shape[0], args.max_seqlen_k)
+    if args.q_offset is not None and args.q_offset.numel():
+        low, high = args.q_offset.aminmax()
+        if int(low) < 0 or int(high) > MOST_OFFSET:
+            raise ValueError(f"q_offset must be from 0 to {MOST_OFFSET}, got {int(low if int(low) < 0 else high)}")
     if args.seqused_k is not None and args.seqused_k.numel() and int(args.seqused_k.min()) < 0:
         raise ValueError(f"seqused_k must not be negative, got {int(args.seqused_k.min())}")
     if args.seqused_k is not None and args.block_table is None:

@@ -82,8 +82,9 @@ def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q = args.q.transpose(1, 2).to(accumulate)
     k, v = (t.transpose(1, 2).to(accumulate).repeat_interleave(group, dim=1) for t in (args.k, args.v))
     heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
-    rows, cols = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
-    seen = visible(args.mask, rows, cols, seqlen_k - seqlen_q)
+    cols = torch.arange(seqlen_k, device=q.device)
+    shift = seqlen_k - seqlen_q if args.q_offset is None else 0
+    seen = visible(args.mask, _rows(args, seqlen_q), cols, shift)
     if seen.shape[1] not in (1, heads):
         seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
     # What no query sees, and a query that sees nothing, must not reach a matmul: 0 · NaN is NaN.
@@ -91,11 +92,19 @@ def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q.masked_fill(~seen.any(-1)[..., None], 0.0), k, v, seen
 
 
+def _rows(args: AttentionArgs, seqlen_q: int) -> Tensor:
+    """The queries' numbers: (seqlen_q,), or (batch, 1, seqlen_q) of chunks."""
+    rows = torch.arange(seqlen_q, device=args.q.device)
+    return rows if args.q_offset is None else rows + args.q_offset.long()[:, None, None]
+
+
 def _keep(args: AttentionArgs, q: Tensor, k: Tensor, batches: Tensor) -> Tensor:
     """Which weights dropout keeps."""
     assert args.dropout_seed is not None
-    heads, rows, cols = (torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[2], k.shape[2]))
-    return philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads, rows, cols)
+    heads, cols = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[2]))
+    if args.q_offset is not None:
+        batches = batches // args.q_chunks
+    return philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads, _rows(args, q.shape[2]), cols)
 
 
 def _backward_dense(

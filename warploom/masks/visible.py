@@ -16,21 +16,22 @@ def visible(mask: ResolvedMask, rows: Tensor, cols: Tensor, offset: int) -> Tens
 
     Args:
         mask: the band and column vectors of one call.
-        rows: int64 (m,), query indices.
+        rows: int64 (m,), query indices; (batch, 1, m) where batch entries have rows of their own.
         cols: int64 (n,), key indices.
         offset: seqlen_k - seqlen_q, so that query i sits at key position p = i + offset.
 
     Returns:
         bool (batch|1, heads|1, m, n).
     """
-    i = rows[:, None]
+    i = rows[..., None]
     distance = i + offset - cols
     seen = torch.ones_like(distance, dtype=torch.bool)
     if mask.left is not None:
         seen = seen & (distance <= mask.left)
     if mask.right is not None:
         seen = seen & (distance >= -mask.right)
-    seen = seen[None, None]
+    if rows.ndim == 1:
+        seen = seen[None, None]
     if mask.lts is not None:
         hidden = i >= mask.lts[..., None, cols]
         if mask.lte is not None:

@@ -23,6 +23,7 @@ from tests.fuzz.oracle import masks as dense_masks
 from tests.fuzz.oracle.mutants import mutants
 from tests.fuzz.problem import DTYPES, OPINIONS, Expected, spec
 from tests.fuzz.views import PLAIN, View
+from warploom.attention.chunks import attention_chunks
 
 NAME = "attention"
 BACKENDS = ("cpu", "hopper", "ampere", "triton", "reference")
@@ -30,6 +31,9 @@ MASK_KINDS = tuple(k for k in maskspec.KINDS if k not in ("full", "causal"))
 _STANDARD = exact.functions()
 MUTANTS = {f"attention: {name}": oracle for name, oracle in mutants(_STANDARD, packed=False).items()}
 FEW_ROWS = 256
+# Of that many Triton variants one, and of so many freely drawn problems, has chunks.
+CHUNKS_EVERY = 8
+TAKE_CHUNKS = ("cpu", "triton", "reference")
 # Sets of features of which no problem has two, with the reason.
 ONE_OF: list[tuple[set[str], str]] = [
     ({"float16", "bfloat16", "float32", "float64"}, "a call has one dtype"),
@@ -86,10 +90,19 @@ class Attention:
     dlse_view: str = ""  # "expanded": one number for all, by strides of 0; "transposed"
     wants: tuple[str, ...] = ("q", "k", "v", "sink")  # what requires a gradient
     visible_nan: str = ""  # "k" or "v": one of its visible elements is NaN
+    # Where chunks of so many rows begin in sequences of seqlen_q; none: the call has the whole sequences.
+    offsets: tuple[int, ...] = ()
+    chunk: int = 0
+    chunks: int = 1  # in a row of one sequence, as dropout counts
+
+    @property
+    def rows(self) -> int:
+        """Of q."""
+        return self.chunk if self.offsets else self.seqlen_q
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        q, k = (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+        q, k = (self.batch, self.rows), (self.batch, self.seqlen_k)
         return {
             "q": (*q, self.heads_q, self.head_dim),
             "k": (*k, self.heads_kv, self.head_dim),
@@ -103,7 +116,10 @@ class Attention:
 
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
-    return spread(lambda: shared.draw_variant(d, backend), count)
+    found = spread(lambda: shared.draw_variant(d, backend), count)
+    if backend != "triton":
+        return found
+    return [replace(v, chunks=True) if n % CHUNKS_EVERY == 0 else v for n, v in enumerate(found, 1)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
@@ -122,7 +138,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
             continue
         right = v.right and not (kind in maskspec.SHAPES and maskspec.SHAPES[kind][2] and d.chance(0.7))
         left_by_window, right_by_window = shared.draw_band(d, v.left, right, seqlen_q, seqlen_k)
-        if free or v.vectors:
+        if free or v.vectors or v.chunks:
             break
         sizes = (seqlen_q, seqlen_k, left_by_window, right_by_window)
         if seqlen_k == 0 or (shared.is_edge(*sizes) == v.edges and (not v.boxes or shared.is_boxed(*sizes))):
@@ -166,7 +182,25 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         found = replace(found, visible_nan=d.pick(("k", "v")), backward=False, hostile="")
     if "sink" in found.wants and len(found.wants) == 1 and not found.sink:
         found = replace(found, wants=("q", "k", "v", "sink"))
+    if v.chunks or (free and backend in TAKE_CHUNKS and d.chance(1 / CHUNKS_EVERY)):
+        found = _chunked(d, found, v, free)
     return found
+
+
+def _chunked(d: Draw, p: Attention, v: Variant, free: bool) -> Attention:
+    """Chunks of the problem's sequences, if it has any, in place of these: one for each batch entry."""
+    if 0 in (p.batch, p.seqlen_q):
+        return p
+    if free or v.unit is None:
+        rows = d.integer(1, p.seqlen_q)
+    elif not v.tail:
+        rows = 128 * d.integer(1, p.seqlen_q // 128)
+    else:
+        rows = max(1, d.integer(1, p.seqlen_q) // 16 * 16 - 1)
+    last = p.seqlen_q - rows
+    offsets = tuple(d.pick((0, last, d.integer(0, last), last // 64 * 64)) for _ in range(p.batch))
+    chunks = d.pick([n for n in range(1, p.batch + 1) if p.batch % n == 0])
+    return replace(p, offsets=offsets, chunk=rows, chunks=chunks)
 
 
 def _tailed(seqlen_q: int, v: Variant) -> int:
@@ -260,6 +294,7 @@ def features(p: Attention) -> frozenset[str]:
         "forward_only": not p.backward,
         "visible_nan": p.visible_nan,
         "style_large": p.style == "large",
+        "chunks": p.offsets,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -288,12 +323,13 @@ def band_features(causal: bool, window: tuple[int | None, int | None] | None, ma
 
 
 def visible(p: Attention, oracle: SimpleNamespace, device: torch.device) -> Tensor:
-    """bool (batch|1, heads_q|1, seqlen_q, seqlen_k)."""
+    """bool (batch|1, heads_q|1, rows, seqlen_k)."""
     g = dense_masks.grid(oracle, p.seqlen_q, p.seqlen_k, device)
     seen = oracle.over_heads(dense_masks.visible(oracle, p.mask, g), p.heads_q)
     left, right = p.window or (None, None)
     seen = seen & oracle.band(g.p, g.j, left, right)
-    return seen & oracle.band(g.p, g.j, None, 0) if p.causal else seen
+    seen = seen & oracle.band(g.p, g.j, None, 0) if p.causal else seen
+    return oracle.seen_of_chunks(seen, list(range(p.batch)), p.offsets, p.rows) if p.offsets else seen
 
 
 def hidden_keys(seen: Tensor, batch: int, heads_q: int, heads_kv: int) -> Tensor:
@@ -306,7 +342,7 @@ def inputs(p: Attention, device: torch.device) -> dict[str, Any]:
     seen = visible(p, _STANDARD, device)
     # No query: every key is hidden. Rows that see nothing: their queries may hold anything.
     hidden_k = hidden_keys(seen, p.batch, p.heads_q, p.heads_kv).cpu()
-    hidden_q = ~seen.any(3).expand(p.batch, p.heads_q, p.seqlen_q).transpose(1, 2)[..., None].cpu()
+    hidden_q = ~seen.any(3).expand(p.batch, p.heads_q, p.rows).transpose(1, 2)[..., None].cpu()
     hidden = {"q": hidden_q, "k": hidden_k, "v": hidden_k}
     tensors, buffers = shared.laid(p.seed, p.dtype, p.style, p.views, p.shapes, hidden, p.hostile, device)
     if p.visible_nan and tensors[p.visible_nan].numel() and not bool(hidden_k.all()):
@@ -318,7 +354,7 @@ def inputs(p: Attention, device: torch.device) -> dict[str, Any]:
         observed.add("row_sees_nothing")
     if bool(hidden_k.any()):
         observed.add("key_seen_by_none")
-    more = extras(p, (p.batch, p.heads_q, p.seqlen_q), device)
+    more = extras(p, (p.batch, p.heads_q, p.rows), device)
     return {**tensors, **more, "buffers": buffers, "seen": seen, "observed": observed}
 
 
@@ -369,6 +405,10 @@ def run(p: Attention, given: dict[str, Any], backend: str) -> dict[str, Tensor |
         named["mask"] = masked.build(p.mask, p.seqlen_q, p.seqlen_k, device)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        if p.offsets:
+            offsets = torch.tensor(p.offsets, dtype=torch.int32, device=device)
+            others = {n: x for n, x in {**named, **more}.items() if n != "return_lse"}
+            return attention_chunks(q, k, v, offsets, seqlen_q=p.seqlen_q, chunks=p.chunks, backend=backend, **others)
         return warploom.attention(q, k, v, backend=backend, **{**named, **more})  # type: ignore[return-value]
 
     return differentiate(p, given, call)
@@ -413,6 +453,8 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace, again: 
     keep = None
     if p.dropout_p:
         kept = oracle.kept(p.dropout_seed, p.dropout_p, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, device)
+        if p.offsets:
+            kept = oracle.kept_of_chunks(kept, [b // p.chunks for b in range(p.batch)], p.offsets, p.rows)
         keep = kept.double() / (1.0 - p.dropout_p)
     dlse = given["dlse"] if p.backward else None
     dout = None if p.lse_gradient == "only" else given["dout"]
@@ -516,6 +558,12 @@ def excuse(p: Attention, given: dict[str, Any], error: Exception) -> str | None:
 
 
 def shrink(p: Attention) -> Iterator[Attention]:
+    if p.offsets:
+        yield replace(p, offsets=(), chunk=0, chunks=1)
+        if any(p.offsets):
+            yield replace(p, offsets=(0,) * p.batch)
+        if p.chunks > 1:
+            yield replace(p, chunks=1)
     if p.mask is not None:
         yield replace(p, mask=None)
         if p.mask.kind == "and":
@@ -540,12 +588,14 @@ def shrink(p: Attention) -> Iterator[Attention]:
             yield replace(p, **{name: value})
     yield from shared.simpler_views(p.views, p)
     if p.batch > 1 and (p.mask is None or p.mask.batch == 1):
-        yield replace(p, batch=1)
+        yield replace(p, batch=1, offsets=p.offsets[:1], chunks=1)
     if p.heads_q > p.heads_kv and (p.mask is None or p.mask.heads == 1):
         yield replace(p, heads_q=p.heads_kv)
     if p.heads_kv > 1 and (p.mask is None or p.mask.heads == 1):
         yield replace(p, heads_q=p.heads_q // p.heads_kv, heads_kv=1)
-    if p.mask is None:
+    if p.offsets:
+        yield from (replace(p, chunk=n) for n in {p.chunk // 2, p.chunk - 1} if n > 0)
+    elif p.mask is None:
         for name in ("seqlen_q", "seqlen_k"):
             length = getattr(p, name)
             for shorter in {length // 2, length * 3 // 4, length - 1}:

@@ -72,6 +72,7 @@ class Variant:
     used: bool = False
     page_size: int = 0
     deterministic: bool = False
+    chunks: bool = False  # queries are chunks of longer sequences
 
 
 def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -> Variant:

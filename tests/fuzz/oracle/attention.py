@@ -75,6 +75,8 @@ def functions() -> SimpleNamespace:
         band=masks.band,
         interval=masks.interval,
         over_heads=masks.over_heads,
+        seen_of_chunks=masks.of_chunks,
+        kept_of_chunks=masks.of_chunks,
         kept=philox.kept,
         bend=bend,
         over_queries=over_queries,

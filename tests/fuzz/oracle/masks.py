@@ -55,6 +55,12 @@ def interval(i: Tensor, start: Tensor | int, stop: Tensor | int) -> Tensor:
     return (i >= start) & (i < stop)
 
 
+def of_chunks(whole: Tensor, sequences: list[int], offsets: tuple[int, ...], rows: int) -> Tensor:
+    """Rows offsets[b] to offsets[b] + rows of sequence sequences[b], for each b, of (batch|1, heads, seqlen_q, …)."""
+    last = whole.shape[0] - 1
+    return torch.cat([whole[min(s, last)][None, :, at : at + rows] for s, at in zip(sequences, offsets, strict=True)])
+
+
 def over_heads(seen: Tensor, heads_q: int) -> Tensor:
     """(batch, heads, …) of one head, the key heads or the query heads to those of the queries; a key head's are in a row."""
     heads = seen.shape[1]

@@ -33,6 +33,14 @@ def _transposed(seed: int, dropout_p: float, batch: int, heads: int, seqlen_q: i
     return philox.kept(seed, dropout_p, batch, heads, seqlen_k, seqlen_q, device).transpose(-1, -2)
 
 
+def _first_rows(whole: Tensor, sequences: list[int], offsets: tuple[int, ...], rows: int) -> Tensor:
+    return masks.of_chunks(whole, sequences, (0,) * len(offsets), rows)
+
+
+def _own_entries(whole: Tensor, sequences: list[int], offsets: tuple[int, ...], rows: int) -> Tensor:
+    return masks.of_chunks(whole, list(range(len(offsets))), offsets, rows)
+
+
 def _tiled(t: Tensor, heads_q: int) -> Tensor:
     return t.repeat(1, heads_q // t.shape[1], 1, 1)
 
@@ -74,9 +82,13 @@ _CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "gradient of lse ignored": ("delta", lambda dout, out, dlse: attention.delta(dout, out, None)),
     "seqused ignored": ("used", lambda used, lengths: lengths),
+    "offsets of chunks ignored": ("seen_of_chunks", _first_rows),
+    "dropout by a chunk's own rows": ("kept_of_chunks", _first_rows),
+    "dropout by a chunk's own batch entry": ("kept_of_chunks", _own_entries),
 }
-# Those that only packed calls can tell.
+# Those that only packed calls can tell, and those that they cannot.
 _PACKED = ("seqused ignored",)
+_CHUNKS = tuple(name for name in _CHANGES if "chunk" in name)
 
 
 def mutants(base: SimpleNamespace, packed: bool) -> dict[str, SimpleNamespace]:
@@ -84,5 +96,5 @@ def mutants(base: SimpleNamespace, packed: bool) -> dict[str, SimpleNamespace]:
     return {
         name: SimpleNamespace(**{**vars(base), function: changed})
         for name, (function, changed) in _CHANGES.items()
-        if packed or name not in _PACKED
+        if name not in (_CHUNKS if packed else _PACKED)
     }

@@ -119,6 +119,8 @@ class Hopper(Backend):
             return "takes no column mask of packed sequences"
         if problem.dropout:
             return "has no dropout"
+        if problem.q_offset:
+            return "has no query offsets yet"
         if problem.backward and dispatch.following(NAME, problem) is None:
             refused = _no_backward(problem)
             if refused is not None:

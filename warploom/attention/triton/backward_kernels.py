@@ -32,13 +32,14 @@ from warploom.attention.triton.device import (
     readable_columns,
     score_factor,
     scores,
+    shift_of,
     store_rows,
     tile_visible,
     used_keys,
     visible,
 )
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
-from warploom.kernels.triton.columns import Band, Columns, load_columns, normalised, shifted
+from warploom.kernels.triton.columns import Band, Columns, load_columns, load_offset, normalised, of_chunk, shifted
 from warploom.kernels.triton.numerics import LOG2E, clamp, dot
 from warploom.kernels.triton.packed import find_tile, span
 
@@ -216,6 +217,7 @@ class Block(NamedTuple):
     vectors: Any
     columns: Any
     band: Any
+    offset: Any  # of the rows in the whole sequence; None where the call has no offsets
 
 
 @triton.jit
@@ -280,11 +282,11 @@ def _dkdv_step(
         p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
     if test:
         rows = m0 + tl.arange(0, m.shape[0])
-        shift = lengths.k - lengths.q
+        shift = shift_of(lengths, block.offset)
         seen = visible(rows[None, :], block.cols[:, None], block.vectors, block.columns, block.band, shift, lengths.k)
         p = tl.where(seen, p, 0.0)
     if dropout.seed is not None:
-        keep = kept(dropout, batch, m0, block.n0, p.shape[1], p.shape[0], True)
+        keep = kept(dropout, batch, block.offset, m0, block.n0, p.shape[1], p.shape[0], True)
     if WITH_DV:
         kept_p = p
         if dropout.seed is not None:
@@ -308,7 +310,7 @@ _DKDV_PLAIN = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dkb", "stride_dks", "stride_dkh", "stride_dvb", "stride_dvs",
     "stride_dvh", "stride_mb", "stride_mh", "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q",
-    "seqlen_k", "heads", "group", "mask_group", "left", "right", "threshold",
+    "seqlen_k", "heads", "group", "mask_group", "left", "right", "threshold", "offset_ptr", "chunks",
 ]  # fmt: skip
 
 
@@ -331,6 +333,7 @@ def dkdv_kernel(
     cu_q_ptr,
     cu_k_ptr,
     used_ptr,
+    offset_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -367,6 +370,7 @@ def dkdv_kernel(
     softcap,
     threshold,
     keep_scale,
+    chunks,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -418,8 +422,9 @@ def dkdv_kernel(
         else:
             if found != 0:
                 return
+    offset = load_offset(offset_ptr, sequence, sequence < batches)
     lengths = Lengths(sequence, len_q, len_k, first_q, first_k)
-    shift = len_k - len_q
+    shift = shift_of(lengths, offset)
     band = Band(left, right)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
 
@@ -430,7 +435,7 @@ def dkdv_kernel(
     dims_v = tl.arange(0, DV)
     live = None if DIM == D else dims < DIM
     live_v = None if DIM_V == DV else dims_v < DIM_V
-    first, last = live_columns(shift, band, len_k)
+    first, last = live_columns(lengths, offset, band)
     # Rows that the band shows to some column, in tiles.
     n1 = tl.minimum(n0 + N, len_k)
     begin, end = 0, count
@@ -469,11 +474,12 @@ def dkdv_kernel(
             shifted(uts_ptr, mask_at),
             shifted(ute_ptr, mask_at),
         )
-        lts, lte, uts, ute = load_columns(columns, tl.minimum(cols, tl.maximum(len_k - 1, 0)))
+        vectors = load_columns(columns, tl.minimum(cols, tl.maximum(len_k - 1, 0)))
+        lts, lte, uts, ute = of_chunk(vectors, columns, offset, len_q)
         vectors = (lts[:, None], lte[:, None], uts[:, None], ute[:, None])
         readable = (cols >= first) & (cols < last)
         if lts_ptr is not None or ute_ptr is not None:
-            lts, lte, uts, ute, dead = normalised((lts, lte, uts, ute), columns, cols, band, len_q, len_k)
+            lts, lte, uts, ute, dead = normalised((lts, lte, uts, ute), columns, cols, band, len_q, shift)
             readable = readable & (dead == 0)
             if bounds_ptr is None:
                 # Columns past the end repeat the last one, which changes no extremum.
@@ -496,8 +502,8 @@ def dkdv_kernel(
         dout_rows = Rows(dout_ptr if BOXES else dout_ptr + dout_at, stride_gs * UNIT, dims_v, live_v)
         edges_at = tile_at + g * row_tiles
         rows_base = rows_ptr + edges_at * (2 * M)
-        dropout = Dropout(seed_ptr, threshold, head, keep_scale)
-        block = Block(k, v, n0, cols, vectors, columns, band)
+        dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
+        block = Block(k, v, n0, cols, vectors, columns, band, offset)
         if EDGES:
             first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
         for part in range(PARTS):
@@ -580,7 +586,7 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     dp = dot(queries.dout, tl.trans(v), None)
     p = tl.exp2(s * score_factor(tile.softmax) - queries.lse[:, None])
     if tile.dropout.seed is not None:
-        keep = kept(tile.dropout, tile.lengths.batch, queries.m0, n0, p.shape[0], p.shape[1], False)
+        keep = kept(tile.dropout, tile.lengths.batch, queries.offset, queries.m0, n0, p.shape[0], p.shape[1], False)
         dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
     ds = p * (dp - queries.delta[:, None])
     if tile.softmax.softcap is not None:
@@ -595,7 +601,7 @@ _DQ_PLAIN = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dqb", "stride_dqs", "stride_dqh", "stride_mb", "stride_mh",
     "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group",
-    "left", "right", "threshold",
+    "left", "right", "threshold", "offset_ptr", "chunks",
 ]  # fmt: skip
 
 
@@ -616,6 +622,7 @@ def dq_kernel(
     cu_q_ptr,
     cu_k_ptr,
     used_ptr,
+    offset_ptr,
     k_boxes,
     v_boxes,
     stride_qb,
@@ -651,6 +658,7 @@ def dq_kernel(
     softcap,
     threshold,
     keep_scale,
+    chunks,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -697,14 +705,14 @@ def dq_kernel(
     (dq,) = attend(
         _dq_step,
         state,
-        Queries(q, dout, lse2, delta, m0, rows, head),
+        Queries(q, dout, lse2, delta, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches)),
         lengths,
         Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
         Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
         mask,
         Pages(None, 0, 1, 1, None),
         Softmax(scale, softcap, 1 if DESCENDING else None),
-        Dropout(seed_ptr, threshold, head, keep_scale),
+        Dropout(seed_ptr, threshold, head, keep_scale, chunks),
         group,
         N,
         UNIT,

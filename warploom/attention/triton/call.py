@@ -52,12 +52,12 @@ class Call:
     heads: int
     heads_kv: int
     vectors: tuple[Tensor | None, ...]
-    sequences: tuple[Tensor | None, ...]  # cu_q, cu_k, used
+    sequences: tuple[Tensor | None, ...]  # cu_q, cu_k, used, q_offset
     strides: tuple[int, ...]  # of q, k, v, then dout in a backward pass
     mask_strides: tuple[int, int]
     bounds_strides: tuple[int, int]
     lengths: tuple[int, ...]  # seqlen_q, seqlen_k, heads, group, mask_group
-    mask: tuple[Any, ...]  # left, right, scale, softcap, threshold, keep_scale
+    mask: tuple[Any, ...]  # left, right, scale, softcap, threshold, keep_scale, chunks
 
     @classmethod
     def of(cls, args: AttentionArgs, dout: Tensor | None = None, out: Tensor | None = None, dlse: bool = False) -> Call:
@@ -80,7 +80,7 @@ class Call:
         bounds_strides = (0, 0)
         if args.bounds is not None:
             b, h = args.bounds.stride()[:2]
-            bounds_strides = (b if mask_batches > 1 else 0, h if mask_heads > 1 else 0)
+            bounds_strides = (b if args.bounds.shape[0] > 1 else 0, h if mask_heads > 1 else 0)
         strides = [s for t in inputs for s in _strides(t)]
         unit, limit, aligned = UNIT, 2**31, True
         for stride in strides:
@@ -92,15 +92,19 @@ class Call:
         # Descriptors know a tensor's end, but no sequence's, and no keys that the band hides from every query.
         boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned
         boxes = boxes and (not features.columns or args.bounds is not None)
-        boxes = boxes and seen(seqlen_q, seqlen_k, left, right) == (0, seqlen_k)
+        if args.q_offset is None:
+            boxes = boxes and seen(seqlen_q, seqlen_k, left, right) == (0, seqlen_k)
+        else:  # where the band lies, only the device knows
+            boxes = boxes and left is None and right is None
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
         tiling = config(features, capability(q.device), boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = any([t.stride(-3) * longest >= limit for t in inputs])
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
-        all_see = left is None or left >= 0
+        all_see = left is None or (left >= 0 and args.q_offset is None)
         if right is not None:
-            all_see = all_see and seqlen_k - seqlen_q + right >= 0 and not keeps_nothing(left, right)
+            first = seqlen_k - seqlen_q if args.q_offset is None else 0
+            all_see = all_see and first + right >= 0 and not keeps_nothing(left, right)
         return cls(
             variant=Variant(
                 features=features,
@@ -123,7 +127,7 @@ class Call:
             heads=heads,
             heads_kv=heads_kv,
             vectors=vectors,
-            sequences=(cu_q, args.cu_seqlens_k, args.seqused_k),
+            sequences=(cu_q, args.cu_seqlens_k, args.seqused_k, args.q_offset),
             strides=tuple([s // unit for s in strides]),
             mask_strides=(
                 mask_heads * seqlen_k if mask_batches > 1 else 0,
@@ -138,6 +142,7 @@ class Call:
                 args.softcap or None,
                 _signed(philox.threshold(args.dropout_p)),
                 1.0 / (1.0 - args.dropout_p),
+                None if args.q_offset is None else args.q_chunks,
             ),
         )
 

@@ -1,7 +1,8 @@
 """What the forward and backward kernels share: sequences of a packed call, masks, tile loads, scores, dropout.
 
 Legend: M query rows of a tile, N key columns of a tile, `m0` and `n0` their first row and column, both local to the
-sequence; `shift` = seqlen_k - seqlen_q, so that row i sits at key position i + shift. Scores are in units of log2, so
+sequence; `shift` = seqlen_k - seqlen_q, so that row i sits at key position i + shift; of a chunk it is the offset of its rows
+in the whole sequence, by which column vectors are shifted where they are loaded. Scores are in units of log2, so
 that exp2 needs no multiply. Tensors of a tile hold query rows along dimension 0 and keys along dimension 1, or, where
 the name ends in _t, the other way round.
 """
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.columns import BOUND_BLOCK, load_columns, normalised
+from warploom.kernels.triton.columns import BOUND_BLOCK, load_columns, normalised, of_chunk
 from warploom.kernels.triton.numerics import LOG2E, capped, clamp
 from warploom.kernels.triton.packed import find_tile, span
 
@@ -112,12 +113,13 @@ class Softmax(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Philox key (None without dropout), threshold (the bits of an int32), query head and 1 / (1 - p)."""
+    """Philox key (None without dropout), threshold (the bits of an int32), query head, 1 / (1 - p), chunks of a sequence."""
 
     seed: Any
     threshold: Any
     head: Any
     scale: Any
+    chunks: Any  # None where the call has no offsets
 
 
 class Queries(NamedTuple):
@@ -130,6 +132,7 @@ class Queries(NamedTuple):
     m0: Any
     rows: Any
     head: Any
+    offset: Any  # of the rows in the whole sequence; None where the call has no offsets
 
 
 class Tile(NamedTuple):
@@ -163,6 +166,15 @@ def used_keys(sequence, length, used_ptr, batches):
 
 
 @triton.jit
+def shift_of(lengths, offset):
+    """The key position of row 0."""
+    if offset is None:
+        return lengths.k - lengths.q
+    else:
+        return offset
+
+
+@triton.jit
 def packed_query_tile(tile, batch, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M: tl.constexpr):
     """Lengths and first local row of a query tile, the `tile`th of the call where it is packed, else of `batch`.
 
@@ -189,7 +201,9 @@ def readable_columns(tile, cols, KIND: tl.constexpr):
     readable = (cols >= tile.first) & (cols < tile.last)
     if KIND == EDGE:
         vectors = load_columns(tile.columns, tl.minimum(cols, tile.lengths.k - 1))
-        _, _, _, _, dead = normalised(vectors, tile.columns, cols, tile.band, tile.lengths.q, tile.lengths.k)
+        vectors = of_chunk(vectors, tile.columns, tile.queries.offset, tile.lengths.q)
+        shift = shift_of(tile.lengths, tile.queries.offset)
+        _, _, _, _, dead = normalised(vectors, tile.columns, cols, tile.band, tile.lengths.q, shift)
         readable = readable & (dead == 0)
     return readable
 
@@ -197,10 +211,11 @@ def readable_columns(tile, cols, KIND: tl.constexpr):
 @triton.jit
 def tile_visible(tile, cols, KIND: tl.constexpr):
     """The element test of a tile, (M, N) or what broadcasts to it."""
-    shift = tile.lengths.k - tile.lengths.q
+    offset = tile.queries.offset
+    shift = shift_of(tile.lengths, offset)
     rows, keys = tile.queries.rows[:, None], cols[None, :]
     at = tl.minimum(cols, tile.lengths.k - 1) if KIND == EDGE else cols
-    lts, lte, uts, ute = load_columns(tile.columns, at)
+    lts, lte, uts, ute = of_chunk(load_columns(tile.columns, at), tile.columns, offset, tile.lengths.q)
     vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
     return visible(rows, keys, vectors, tile.columns, tile.band, shift, tile.lengths.k)
 
@@ -321,14 +336,15 @@ def band_columns(m0, m1, shift, band, len_k):
 
 
 @triton.jit
-def live_columns(shift, band, len_k):
-    """Columns [first, past-the-last) that the band shows to some row of the sequence."""
+def live_columns(lengths, offset, band):
+    """Columns [first, past-the-last) that the band shows to some row of the sequence, or of the chunk."""
     first = 0
-    last = len_k
+    last = lengths.k
     if band.left is not None:
-        first = clamp(shift - band.left, 0, len_k)
+        first = clamp(shift_of(lengths, offset) - band.left, 0, lengths.k)
     if band.right is not None:
-        last = clamp(len_k + band.right, 0, len_k)
+        end = lengths.k if offset is None else offset + lengths.q
+        last = clamp(end + band.right, 0, lengths.k)
     if band.left is not None and band.right is not None:
         last = tl.where(band.left < -band.right, first, last)
     return first, last
@@ -354,7 +370,7 @@ def block_extrema(bounds_ptr, n0, len_k, N: tl.constexpr):
 
 
 @triton.jit
-def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k):
+def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k, shift):
     """Classes of blocks of BOUND_BLOCK columns against rows [m0, m1); see warploom.masks.tiles.classify_row_block."""
     at = bounds_ptr + block * 8
     lts_min = tl.load(at, mask=inside, other=0)
@@ -373,8 +389,8 @@ def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k):
     n1 = n0 + BOUND_BLOCK
     edge = (lts_min == 0) & (lte_max == len_q) & (uts_min == 0) & (ute_max == len_q)
     edge = edge | (n1 > len_k)
-    nearest = m0 + (len_k - len_q) - (tl.minimum(n1, len_k) - 1)
-    farthest = m1 - 1 + (len_k - len_q) - n0
+    nearest = m0 + shift - (tl.minimum(n1, len_k) - 1)
+    farthest = m1 - 1 + shift - n0
     if band.right is not None:
         touched = touched | (nearest < -band.right)
         hidden = hidden | (farthest < -band.right)
@@ -388,7 +404,7 @@ def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k):
 
 
 @triton.jit
-def kept(dropout, batch, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def kept(dropout, batch, offset, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Which elements of a tile survive dropout, (M, N) or, KEYS_FIRST, (N, M); see warploom.attention.philox.
 
     One Philox call gives the words of four neighbouring keys.
@@ -396,6 +412,9 @@ def kept(dropout, batch, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: t
     seed = tl.load(dropout.seed).to(tl.uint64)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
+    if offset is not None:
+        batch = batch // dropout.chunks
+        m0 += offset
     rows = m0 + tl.arange(0, M)
     keys = n0 // 4 + tl.arange(0, N // 4)
     if KEYS_FIRST:

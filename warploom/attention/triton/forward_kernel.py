@@ -31,7 +31,7 @@ from warploom.attention.triton.device import (
     tile_visible,
 )
 from warploom.attention.triton.walk import attend
-from warploom.kernels.triton.columns import Band, Columns
+from warploom.kernels.triton.columns import Band, Columns, load_offset
 from warploom.kernels.triton.numerics import LN2, LOG2E, dot
 from warploom.kernels.triton.softmax import add_sink, divisor, finite, log_sum
 
@@ -58,7 +58,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     shrink = tl.exp2(top - safe)
     total = total * shrink + tl.sum(p, 1)
     if tile.dropout.seed is not None:
-        keep = kept(tile.dropout, tile.lengths.batch, tile.queries.m0, n0, p.shape[0], p.shape[1], False)
+        keep = kept(tile.dropout, tile.lengths.batch, tile.queries.offset, tile.queries.m0, n0, p.shape[0], p.shape[1], False)
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
     v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
@@ -68,11 +68,11 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
 
 _PLAIN = [
     "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "bounds_ptr", "sink_ptr", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr",
-    "table_ptr",
+    "offset_ptr", "table_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_bb", "stride_bh",
     "stride_table", "batches", "tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group", "pages", "page_size",
-    "left", "right", "threshold",
+    "left", "right", "threshold", "chunks",
 ]  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def forward_kernel(
     cu_q_ptr,
     cu_k_ptr,
     used_ptr,
+    offset_ptr,
     table_ptr,
     k_boxes,
     v_boxes,
@@ -132,6 +133,7 @@ def forward_kernel(
     softcap,
     threshold,
     keep_scale,
+    chunks,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -177,14 +179,14 @@ def forward_kernel(
     acc, total, top = attend(
         _step,
         state,
-        Queries(q, None, None, None, m0, rows, head),
+        Queries(q, None, None, None, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches)),
         lengths,
         Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
         Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
         mask,
         Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None),
         Softmax(scale, softcap, 1 if DESCENDING else None),
-        Dropout(seed_ptr, threshold, head, keep_scale),
+        Dropout(seed_ptr, threshold, head, keep_scale, chunks),
         group,
         N,
         UNIT,

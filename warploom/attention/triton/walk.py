@@ -20,6 +20,7 @@ from warploom.attention.triton.device import (
     band_columns,
     classify,
     live_columns,
+    shift_of,
 )
 from warploom.kernels.triton.columns import BOUND_BLOCK, Columns, shifted
 from warploom.kernels.triton.numerics import clamp
@@ -65,7 +66,7 @@ def attend(
     first_k = tl.cast(lengths.first_k, tl.int64)
     mask_head = tl.cast(queries.head // mask.group, tl.int64)
     mask_at = batch * mask.stride_b + mask_head * mask.stride_h + first_k
-    first, last = live_columns(lengths.k - lengths.q, mask.band, lengths.k)
+    first, last = live_columns(lengths, queries.offset, mask.band)
     n = tl.arange(0, N)
     k_first = k.pointer + (k_batch * k.stride_b + head_kv * k.stride_h + first_k * k.stride_s) * UNIT
     v_first = v.pointer + (k_batch * v.stride_b + head_kv * v.stride_h + first_k * v.stride_s) * UNIT
@@ -103,7 +104,8 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
     SPLIT walks partial and full tiles in loops of their own; else one loop decides tile by tile. `bounds_ptr` None under
     a column mask: nothing is known about blocks of columns, all are treated as edges.
     """
-    low, high, full_low, full_high = band_columns(m0, m1, tile.lengths.k - tile.lengths.q, tile.band, tile.lengths.k)
+    shift = shift_of(tile.lengths, tile.queries.offset)
+    low, high, full_low, full_high = band_columns(m0, m1, shift, tile.band, tile.lengths.k)
     if tile.has_columns is not None:
         first = low // BOUND_BLOCK
         last = tl.where(low < high, tl.cdiv(high, BOUND_BLOCK), first)
@@ -150,7 +152,8 @@ def _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.co
     """
     block = at + tl.arange(0, CHUNK)
     inside = (block >= first) & (block < last)
-    kind = classify(bounds_ptr, block, inside, m0, m1, tile.band, tile.lengths.q, tile.lengths.k)
+    lengths, shift = tile.lengths, shift_of(tile.lengths, tile.queries.offset)
+    kind = classify(bounds_ptr, block, inside, m0, m1, tile.band, lengths.q, lengths.k, shift)
     kind = tl.reshape(kind, (CHUNK // WORD, WORD))
     bit = (tl.full((WORD,), 1, tl.int64) << tl.arange(0, WORD).to(tl.int64))[None, :]
     none = tl.zeros((1, 1), tl.int64)

@@ -16,6 +16,10 @@ from warploom.kernels.triton.numerics import clamp
 BOUND_BLOCK = tl.constexpr(64)
 
 
+# Offsets of rows are held to it, so that sums with lengths and limits of the band stay in 32 bits.
+MOST_OFFSET = tl.constexpr(2**29)
+
+
 class Band(NamedTuple):
     """-right <= row + shift - column <= left; None is unlimited."""
 
@@ -55,9 +59,38 @@ def load_columns(columns, cols):
 
 
 @triton.jit
-def normalised(vectors, columns, cols, band, len_q, len_k):
-    """lts, lte, uts, ute as warploom.masks.tiles.normalised defines them, and which columns show no row."""
-    diagonal = cols - (len_k - len_q)
+def load_offset(offset_ptr, batch, inside):
+    """The row of the whole sequence at which a chunk begins; None where the call has no offsets, 0 where not `inside`."""
+    if offset_ptr is not None:
+        return clamp(tl.load(offset_ptr + batch, mask=inside, other=0), 0, MOST_OFFSET)
+
+
+@triton.jit
+def of_chunk(vectors, columns, offset, len_q):
+    """Vectors of the whole sequence by rows of a chunk, cut to [0, len_q]; as they are where there is no offset."""
+    if offset is None:
+        return vectors
+    else:
+        lts, lte, uts, ute = vectors
+        end = offset + len_q
+        if columns.lts is not None:
+            lts = clamp(lts, offset, end) - offset
+        if columns.lte is not None:
+            lte = clamp(lte, offset, end) - offset
+        if columns.uts is not None:
+            uts = clamp(uts, offset, end) - offset
+        if columns.ute is not None:
+            ute = clamp(ute, offset, end) - offset
+        return lts, lte, uts, ute
+
+
+@triton.jit
+def normalised(vectors, columns, cols, band, len_q, shift):
+    """lts, lte, uts, ute as warploom.masks.tiles.normalised defines them, and which columns show no row.
+
+    Row i of len_q sits at key position i + shift.
+    """
+    diagonal = cols - shift
     none = tl.zeros_like(cols)
     every = none + len_q
     first, last = none, every
