@@ -106,7 +106,7 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
         ({"head_dim": 100}, "steps of 8"),
         ({"head_dim_v": 264}, "8 to 256"),
         ({"layout": "paged"}, "pages"),
-        ({"columns": ("lts",)}, "column masks"),
+        ({"columns": ("lts",), "layout": "varlen"}, "column mask of packed sequences"),
         ({"dropout": True}, "dropout"),
     ],
 )

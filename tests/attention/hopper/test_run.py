@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 import warploom
-from tests.attention.cases import CASES, case
+from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
 from tests.attention.packed import PACKED, Packed
 from tests.plain import parameters
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
+from warploom.attention.bounds import BLOCK
 from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
+from warploom.masks import ColumnMask
+from warploom.masks.tiles import column_bounds
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
@@ -36,6 +39,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
         cu_q: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None, counter: Tensor | None, parts: Tensor | None,
+        mask: tuple[Any, ...] | None,
         scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
@@ -51,7 +55,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         assert all(s % 8 == 0 for t in (q, k, v) for s in t.stride()[:-1])
         assert [t is not None for t in (cu_q, cu_k, used_k, counter)] == [variant["varlen"]] * 2 + [
             variant["used"],
-            variant["varlen"],
+            variant["varlen"] or variant["columns"],
         ]
         options: dict[str, Any] = {
             "window": (left if variant["left"] else None, right if variant["right"] else None),
@@ -61,6 +65,9 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             "return_lse": True,
             "backend": "reference",
         }
+        if mask is not None:
+            assert counter is not None and not counter.any()
+            options["mask"] = column_mask(mask, q.shape[1])
         if cu_q is None:
             found = warploom.attention(q, k, v, **options)
         else:
@@ -75,6 +82,16 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         lse.copy_(found[1])
 
     return call
+
+
+def column_mask(given: tuple[Any, ...], seqlen_q: int) -> ColumnMask:
+    """The mask that a module is handed, flat vectors with the batch entries and heads of their bounds."""
+    *vectors, bounds, present = given
+    assert bounds.dtype == torch.int32 and bounds.is_contiguous()
+    found = [t.view(*bounds.shape[:2], -1) if present >> i & 1 else None for i, t in enumerate(vectors)]
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in vectors)
+    assert bounds.shape[2:] == (-(-vectors[0].numel() // bounds[..., 0, 0].numel() // 64), 8)
+    return ColumnMask(*found)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +118,17 @@ def test_dense(name: str) -> None:
     q, k, v, sink = call.tensors()
     want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **call.keywords)
     assert_same(run.forward(dense_args(q, k, v, sink=sink, **call.keywords)), want)
+
+
+@pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])
+def test_mask(name: str, narrow: bool) -> None:
+    call = masked(name, 3, narrow=narrow, dtype=torch.float16)
+    q, k, v, sink = call.tensors()
+    args = dense_args(q, k, v, sink=sink, **call.keywords)
+    if args.lts is not None or args.ute is not None:
+        args = args._replace(bounds=column_bounds(args.mask, q.shape[1], k.shape[1], BLOCK, "cpu"))
+    want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **call.keywords)
+    assert_same(run.forward(args), want)
 
 
 DIMS = (128, 40), (136, 24)
