@@ -39,7 +39,7 @@ class Walk:
     compute = plain(
         CONSUMERS,
         "Consumers.compute",
-        **{"key_tiles": key_tiles, "whole_tiles": whole_tiles, "WARPGROUP": 128, "TILE_STAGES": 2},
+        **{"key_tiles": key_tiles, "whole_tiles": whole_tiles, "WARPGROUP": 128},
         **{name: NOTHING for name in ("gemm", "pack", "release", "warpgroup")},
         advance=lambda stage, phase, stages: (stage, phase),
         cute=SimpleNamespace(
@@ -54,7 +54,7 @@ class Walk:
 
     def __init__(self, config: Any, row: int, seqlen_q: int, seqlen_k: int, first: int, end: int) -> None:
         """The first warpgroup of a query tile whose first row is ``row``, which has key tiles [first, end)."""
-        self.config, self.tile_m, self.warpgroups, self.stages, self.dtype = config, 64, 1, 2, None
+        self.config, self.tile_m, self.warpgroups, self.stages, self.tile_stages, self.dtype = config, 64, 1, 2, 2, None
         shift = seqlen_k - seqlen_q
         assert row % 64 == 0
         self.tiles = iter([(row // 64, 0, 0, first, end, -1, 0, seqlen_q, 0, seqlen_k, shift), (-1,) * 11])
