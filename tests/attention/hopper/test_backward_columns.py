@@ -139,7 +139,7 @@ def test_resources(name: str, built: Built) -> None:
 
 # The arithmetic, in the kernel's text
 
-ROW_TILES = "kernels/cute/row_tiles.py"
+MASKS, ROW_TILES = "kernels/cute/columns.py", "kernels/cute/row_tiles.py"
 
 
 def shifted(x: int, by: int) -> int:
@@ -163,7 +163,7 @@ def test_walk_classifies_as_tiles_do() -> None:
     """Hidden, partial and full tiles, the rows that some column may show, and where keys that nobody sees may be."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    hides_all, hides_some, may_hold_dead = (plain(ROW_TILES, name) for name in ("hides_all", "hides_some", "may_hold_dead"))
+    hides_all, hides_some, may_hold_dead = (plain(MASKS, name) for name in ("hides_all", "hides_some", "may_hold_dead"))
     seen_rows = plain(ROW_TILES, "seen_rows", choose=choose)
     generator = torch.Generator().manual_seed(seed)
     for causal in (False, True):
@@ -195,7 +195,7 @@ def masks_dense(mask: Any, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 def test_keys_that_no_query_sees() -> None:
     """By their four numbers and the rows that the band leaves them."""
-    sees_none = plain(ROW_TILES, "sees_none", choose=choose)
+    sees_none = plain(MASKS, "sees_none", choose=choose)
     ends = [-2, 0, 3, 5, 9, 12]
     for first, end in ((0, 9), (3, 7), (5, 5), (8, 2)):
         for lts in ends:
@@ -207,7 +207,7 @@ def test_keys_that_no_query_sees() -> None:
 
 
 def test_extrema_of_every_block_that_a_tile_touches() -> None:
-    blocks_of = plain(ROW_TILES, "blocks_of", gcd=math.gcd, BOUND_BLOCK=64)
+    blocks_of = plain(MASKS, "blocks_of", gcd=math.gcd, BLOCK=64)
     for keys in (64, 80, 96, 112, 128):
         touched = max((n * keys + keys - 1) // 64 - n * keys // 64 + 1 for n in range(64))
         assert blocks_of(keys) == touched

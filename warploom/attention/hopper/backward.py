@@ -37,9 +37,9 @@ from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
 from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers
-from warploom.kernels.cute.row_tiles import Columns
 from warploom.kernels.cute.tiles import tile_layout, tma_load
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
 
@@ -331,7 +331,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             counters=counters,
             left=left,
             right=right,
-            columns=Columns(vectors=(lts, lte, uts, ute), present=present, bounds=bounds),
+            columns=columns_of((lts, lte, uts, ute, bounds, present)),
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

@@ -22,19 +22,9 @@ from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, BackwardBase
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
+from warploom.kernels.cute.columns import FAR, extrema_of, hides_all, hides_some, mask_row, may_hold_dead, sees_none
 from warploom.kernels.cute.instructions import shifted
-from warploom.kernels.cute.row_tiles import (
-    FAR,
-    elements_before,
-    extrema_of,
-    hidden_elements,
-    hides_all,
-    hides_some,
-    mask_row,
-    may_hold_dead,
-    seen_rows,
-    sees_none,
-)
+from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, seen_rows
 
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and two bits; head; the tile's number in the
 # workspaces), and of each warpgroup's dQ the number of its tile.

@@ -14,7 +14,7 @@ from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import HopperForward
-from warploom.kernels.cute.arguments import column_mask, numbers, rows, stream, vector, view
+from warploom.kernels.cute.arguments import column_mask, rows, stream, vector, view
 from warploom.kernels.cute.basics import DTYPES
 from warploom.runtime.compile import compile_kernel
 
@@ -51,10 +51,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used)]
     columns: list[Any] = [None] * 6
     if variant.columns:
-        bounds = make_fake_tensor(
-            Int32, (*(cute.sym_int() for _ in range(3)), 8), stride=(cute.sym_int64(), cute.sym_int64(), 8, 1), assumed_align=16
-        )
-        columns = [*(numbers() for _ in range(4)), bounds, Int32(0)]
+        columns = [*column_mask()]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *packed, *columns, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
     return {**compile_kernel(kernel, arguments, name, library), "shared": variant.shared_bytes}

@@ -22,7 +22,7 @@ _PARTS = "base", "columns", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("memory", "row_tiles")),
+    *(f"kernels/cute/{file}.py" for file in ("columns", "memory", "row_tiles")),
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 

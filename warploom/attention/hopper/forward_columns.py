@@ -25,13 +25,16 @@ from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.columns import (
     BLOCK,
     band_rows,
-    classify,
+    extrema_of,
+    hides_all,
+    hides_some,
     intervals,
     limits_in_tile,
     mask_row,
+    may_hold_dead,
+    sees_none,
     shown_rows,
     turned,
-    unseen,
 )
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import highest_bit
@@ -80,15 +83,14 @@ class ColumnProducer(Producer):
             if head >= 0:
                 top = m_block * queries
                 past = cutlass.min(top + queries, seqlen_q)
-                mask_batch, mask_head = mask_row(columns, batch, head, heads)
-                bounds = columns.bounds[mask_batch, mask_head, None, None]
+                mask = mask_row(batch, head, heads, columns.bounds)
                 first, end = key_tiles(self.config, top, past, seqlen_q, seqlen_k, shift, left, right)
                 whole_first, whole_end = whole_tiles(self.config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
                 lists = cutlass.max((end + 31) // 32 - first // 32, 0)
                 for i in cutlass.range(lists, unroll=1):
                     start = ((end + 31) // 32 - 1 - i) * 32
                     n = start + lane
-                    hidden, touched, dead = self.classes(bounds, n, top, past, seqlen_q)
+                    hidden, touched, dead = self.classes(columns.bounds, mask, n, top, past, seqlen_q)
                     inside = (n >= first) & (n < end)
                     seen = cute.arch.vote_ballot_sync(inside & ~hidden)
                     plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
@@ -107,13 +109,16 @@ class ColumnProducer(Producer):
             stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
-    def classes(self, bounds, n, top, past, seqlen_q):
-        """Of key tile ``n``: whether its columns hide all rows, touch some, may hold one that no row sees."""
-        each = self.tile_n // BLOCK
-        hidden, touched, dead = classify(bounds, n * each, top, past, seqlen_q)
-        for i in cutlass.range_constexpr(1, each):
-            other_hidden, other_touched, other_dead = classify(bounds, n * each + i, top, past, seqlen_q)
-            hidden, touched, dead = hidden & other_hidden, touched | other_touched, dead | other_dead
+    def classes(self, bounds, mask, n, top, past, seqlen_q):
+        """Of key tile ``n``: whether its columns hide all rows, hide some, may hold one that no row sees."""
+        found = []
+        for i in cutlass.range_constexpr(self.tile_n // BLOCK):
+            key = n * self.tile_n + i * BLOCK
+            extrema = extrema_of(bounds, mask, key, key + BLOCK, BLOCK)
+            found.append((hides_all(extrema, top, past), hides_some(extrema, top, past), may_hold_dead(extrema, seqlen_q)))
+        hidden, touched, dead = found[0]
+        for i in cutlass.range_constexpr(1, len(found)):
+            hidden, touched, dead = hidden & found[i][0], touched | found[i][1], dead | found[i][2]
         return hidden, touched, dead
 
     # The loader warp
@@ -178,7 +183,7 @@ class ColumnProducer(Producer):
         while head >= 0:
             rows = MaskedRows(
                 columns=columns,
-                start=self.vectors_start(columns, batch, head, heads, k_shape[0]),
+                start=Int64(mask_row(batch, head, heads, columns.bounds)) * k_shape[0],
                 top=m_block * self.tile_m,
                 seqlen_q=seqlen_q,
                 seqlen_k=k_shape[0],
@@ -205,12 +210,6 @@ class ColumnProducer(Producer):
                 begun = Int32(1)
             stage, phase = advance(stage, phase, self.tile_stages)
             m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
-
-    @cute.jit
-    def vectors_start(self, columns, batch, head, heads, seqlen_k):
-        """Where the vectors of a query head begin."""
-        mask_batch, mask_head = mask_row(columns, batch, head, heads)
-        return Int64(mask_batch * columns.bounds.shape[1] + mask_head) * seqlen_k
 
     @cute.jit
     def hidden(self, rows, column):
@@ -243,7 +242,7 @@ class ColumnProducer(Producer):
             inside = lane // 2 * 8 + first_of_pair + lane % 2
             column = tile + inside
             hidden, first, past = self.hidden(rows, column)
-            dead = unseen(hidden, first, past, rows.seqlen_q)
+            dead = sees_none(first, cutlass.min(past, rows.seqlen_q), *hidden)
             bits = cute.arch.vote_ballot_sync(dead & (column < rows.seqlen_k) & (inside < self.tile_n))
             while bits != 0:
                 bit = highest_bit(bits)

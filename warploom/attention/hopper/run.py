@@ -115,15 +115,16 @@ def _bind_columns(
 
 
 def column_mask(args: AttentionArgs) -> tuple[Tensor | int, ...]:
-    """What a module takes of a column mask: lts, lte, uts and ute, flat, the bounds, and a bit for each vector there is.
+    """What a module takes of a column mask: lts, lte, uts and ute, their bounds, and bits of those vectors that exist.
 
-    One that does not exist is passed as another.
+    Another one stands for who does not.
     """
-    vectors = (args.lts, args.lte, args.uts, args.ute)
-    present = sum(1 << i for i, t in enumerate(vectors) if t is not None)
+    vectors = args.mask.vectors
     some = args.lts if args.lts is not None else args.ute
     assert some is not None and args.bounds is not None
-    return (*((some if t is None else t).contiguous().view(-1) for t in vectors), args.bounds, present)
+    some = some.contiguous()
+    given = [some if t is None else t.contiguous() for t in vectors]
+    return *given, args.bounds, sum(1 << i for i, t in enumerate(vectors) if t is not None)
 
 
 def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +260,7 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     if variant.columns:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         packed = (None, None, None, counter)
-        mask = (*(counter for _ in range(4)), counter.new_zeros(1, 1, 1, 8), 0)
+        mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 1, 8), 0
     numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)

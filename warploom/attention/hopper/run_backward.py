@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from warploom.attention.band import reach, seen
-from warploom.attention.bounds import prepared_bounds
+from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import filled, processors
+from warploom.attention.hopper.run import column_mask, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -39,7 +39,7 @@ def backward(
     dq, dk, dv = map(_like, (q, k, v))
     gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
-    columns = _columns(args)
+    columns = NO_COLUMNS if args.lts is None and args.ute is None else column_mask(with_bounds(args))
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
@@ -116,20 +116,6 @@ def warm(args: AttentionArgs) -> None:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 1, 8)), 0
     _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts, columns=columns)
-
-
-def _columns(args: AttentionArgs) -> tuple[Tensor | int | None, ...]:
-    """What the kernel takes of a column mask: lts, lte, uts, ute, their extrema, and bits of those vectors that exist."""
-    vectors = args.mask.vectors
-    some = next((t for t in vectors if t is not None), None)
-    if some is None:
-        return NO_COLUMNS
-    bounds = args.bounds
-    if bounds is None:
-        bounds = prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1])
-    some = some.contiguous()
-    given = [some if t is None else t.contiguous() for t in vectors]
-    return *given, bounds, sum(1 << i for i, t in enumerate(vectors) if t is not None)
 
 
 def _packed(

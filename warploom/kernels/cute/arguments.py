@@ -38,13 +38,10 @@ def vector(dtype: Any, present: bool = True) -> Any:
 
 
 def column_mask() -> tuple[Any, ...]:
-    """Vectors of a column mask, flat, their bounds (batch, heads, blocks, 8) and the word that says which vectors there are."""
-    vectors = [vector(Int32) for _ in range(4)]
+    """Vectors of a column mask, their bounds (batch|1, heads|1, blocks, 8) and the word that says which vectors there are."""
     shape = (*(cute.sym_int() for _ in range(3)), 8)
-    bounds = make_fake_tensor(
-        Int32, shape, stride=(*(cute.sym_int64(divisibility=8) for _ in range(2)), 8, 1), assumed_align=16
-    )
-    return (*vectors, bounds, Int32(0))
+    bounds = make_fake_tensor(Int32, shape, stride=(cute.sym_int64(), cute.sym_int64(), 8, 1), assumed_align=16)
+    return (*(numbers() for _ in range(4)), bounds, Int32(0))
 
 
 def stream() -> Any:

@@ -1,34 +1,34 @@
-"""Column masks on the device: classes of key tiles from the bounds of their columns, and the bits of a tile's rows.
+"""Column masks on the device: the extrema of blocks of columns, what they say of rows, and the bits of a tile's rows.
 
-The vectors and their bounds are those of ``warploom.masks``: a column hides rows [lts, lte) and [uts, ute), and a block of
-BLOCK columns keeps the extrema of its vectors in their normal form (``warploom.masks.tiles``, ``warploom.attention.bounds``).
+Column j hides query rows [lts, lte) and [uts, ute). ``extrema`` of a block of columns are the least and greatest lts, lte, uts
+and ute of its columns, in that order, as `warploom.masks.tiles` has them; empty intervals are normalised there.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import rotated, shifted
 
-BLOCK = 64  # columns of a block of bounds
-LTS, LTE, UTS, UTE = 1, 2, 4, 8  # bits of the word that says which vectors there are
-FAR = (1 << 31) - 1  # a row past all others
+BLOCK = 64  # columns that share their extrema
+FAR = 1 << 30  # past every row
 
 
 class Columns(Fields):
-    """The column vectors of a call, as its kernel gets them."""
+    """A column mask in global memory."""
 
-    vectors: Any  # lts, lte, uts, ute: int32 (batch|1, heads|1, seqlen_k) flat; any of them where one does not exist
-    bounds: Any  # int32 (batch|1, heads|1, blocks, 8)
-    present: Any  # a word of the bits above
+    vectors: Any  # lts, lte, uts, ute: int32 (batch|1, heads|1, seqlen_k), contiguous and of one shape
+    present: Any  # bits of those that exist; another one stands for who does not
+    bounds: Any  # extrema: int32 (batch|1, heads|1, blocks, 8), contiguous
 
 
 def columns_of(mask: Any) -> Columns:
@@ -37,45 +37,80 @@ def columns_of(mask: Any) -> Columns:
     return Columns(vectors=vectors, bounds=bounds, present=present)
 
 
-@cute.jit
-def mask_row(columns, batch, head, heads_q):
-    """Batch entry and head of the mask that a query head of a batch entry has."""
-    batches, heads, _, _ = columns.bounds.shape
-    return choose(batches > 1, batch, 0), head // (heads_q // heads)
+def mask_row(batch: Any, head: Any, heads: Any, tensor: Any) -> Any:
+    """Row of a tensor (batch|1, heads|1, …) that a query head, one of ``heads``, has."""
+    of_batch = cutlass.min(batch, tensor.shape[0] - 1)
+    return of_batch * tensor.shape[1] + head * tensor.shape[1] // heads
+
+
+def blocks_of(keys: int) -> int:
+    """How many blocks of extrema a tile of so many keys reaches at the most, which begins at a multiple of its size."""
+    return -(-(keys - gcd(keys, BLOCK)) // BLOCK) + 1
 
 
 @cute.jit
-def classify(bounds, block, top, past, seqlen_q):
-    """Whether the columns of a block hide all rows [top, past), touch some, and may hold one that no row of the call sees.
+def extrema_of(bounds, row, key, past, keys):
+    """Of columns [key, past), no more than ``keys``, in a row of ``bounds``: of all blocks that they touch."""
+    count = bounds.shape[2]
+    first = cutlass.min(key // BLOCK, count - 1)
+    last = cutlass.min((past - 1) // BLOCK, count - 1)
+    found = []
+    for i in cutlass.range_constexpr(blocks_of(keys)):
+        block = cutlass.min(first + i, last)
+        eight = cute.make_rmem_tensor(8, Int32)
+        source = bounds.iterator + (Int64(row) * count + block) * 8
+        for half in cutlass.range_constexpr(2):
+            four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
+            cute.autovec_copy(four, cute.make_tensor(eight.iterator + 4 * half, cute.make_layout(4)))
+        if const_expr(i == 0):
+            found = [eight[n] for n in range(8)]
+        else:
+            found = [(cutlass.max if n % 2 else cutlass.min)(found[n], eight[n]) for n in range(8)]
+    return tuple(found)
 
-    As ``warploom.masks.tiles.classify_row_block`` has it; the band is not looked at. ``bounds`` are of one head.
-    """
-    found = cute.make_rmem_tensor(8, Int32)
-    block = cutlass.min(block, bounds.shape[0] - 1)
-    source = (bounds.iterator + block * 8).align(16)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), found)
-    lts_min, lts_max, lte_min, lte_max, uts_min, uts_max, ute_min, ute_max = (found[i] for i in range(8))
-    hidden = ((lts_max <= top) & (lte_min >= past)) | ((uts_max <= top) & (ute_min >= past))
-    hidden = hidden | ((uts_max <= top) & (ute_min >= lts_max) & (lte_min >= past))
-    hidden = hidden | ((lts_max <= top) & (lte_min >= uts_max) & (ute_min >= past))
-    touched = ((lte_max > top) & (lts_min < past)) | ((ute_max > top) & (uts_min < past))
-    edge = (lts_min == 0) & (lte_max == seqlen_q) & (uts_min == 0) & (ute_max == seqlen_q)
-    return hidden, touched, edge
+
+@cute.jit
+def hides_all(extrema, row, past):
+    """Whether every column hides rows [row, past)."""
+    _, lts_max, lte_min, _, _, uts_max, ute_min, _ = extrema
+    lower, upper = lts_max <= row, uts_max <= row
+    to_lower, to_upper = past <= lte_min, past <= ute_min
+    alone = (lower and to_lower) or (upper and to_upper)
+    return alone or (upper and ute_min >= lts_max and to_lower) or (lower and lte_min >= uts_max and to_upper)
+
+
+@cute.jit
+def hides_some(extrema, row, past):
+    """Whether some column may hide some of rows [row, past)."""
+    lts_min, _, _, lte_max, uts_min, _, _, ute_max = extrema
+    return (row < lte_max and past > lts_min) or (row < ute_max and past > uts_min)
+
+
+@cute.jit
+def may_hold_dead(extrema, seqlen_q):
+    """Whether a column may be there that no query sees: its intervals, normalised, hide all rows each."""
+    lts_min, _, _, lte_max, uts_min, _, _, ute_max = extrema
+    return lts_min <= 0 and uts_min <= 0 and lte_max >= seqlen_q and ute_max >= seqlen_q
+
+
+@cute.jit
+def sees_none(first, end, lts, lte, uts, ute):
+    """Whether both intervals together hide rows [first, end) of a column."""
+    for start, stop in ((lts, lte), (uts, ute), (lts, lte)):
+        first = choose(start <= first, cutlass.max(first, stop), first)
+    return first >= end
 
 
 @cute.jit
 def intervals(columns, at):
     """Rows [start, stop) and [start, stop) that the ``at``-th column of all masks hides; FAR: past the last row."""
-    lower_start, lower_stop, upper_start, upper_stop = Int32(FAR), Int32(FAR), Int32(0), Int32(0)
-    if columns.present & LTS:
-        lower_start = columns.vectors[0][at]
-    if columns.present & LTE:
-        lower_stop = columns.vectors[1][at]
-    if columns.present & UTS:
-        upper_start = columns.vectors[2][at]
-    if columns.present & UTE:
-        upper_stop = columns.vectors[3][at]
-    return lower_start, lower_stop, upper_start, upper_stop
+    found = []
+    for v, absent in ((0, FAR), (1, FAR), (2, 0), (3, 0)):
+        number = Int32(absent)
+        if (columns.present & (1 << v)) != 0:
+            number = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(1))[0]
+        found.append(number)
+    return tuple(found)
 
 
 @cute.jit
@@ -87,17 +122,6 @@ def band_rows(config, column, shift, left, right):
     if const_expr(config.left):
         past = column - shift + left + 1
     return first, past
-
-
-@cute.jit
-def unseen(hidden, first, past, seqlen_q):
-    """Whether no row sees a column that hides these intervals and is seen by rows [first, past) of the band."""
-    lower_start, lower_stop, upper_start, upper_stop = hidden
-    row = cutlass.max(first, 0)
-    row = cutlass.max(row, lower_stop) if lower_start <= row else row
-    row = cutlass.max(row, upper_stop) if upper_start <= row else row
-    row = cutlass.max(row, lower_stop) if lower_start <= row else row
-    return row >= cutlass.min(past, seqlen_q)
 
 
 @cute.jit
