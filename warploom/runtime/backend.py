@@ -63,6 +63,10 @@ class Backend(Protocol):
         """What launches further calls that differ from this one, which has run, in contents alone; None: nothing quicker."""
         return None
 
+    def bind_backward(self, args: Any, *gradients: Any) -> Callable[..., Any] | None:
+        """As ``bind``, of a backward pass that is about to run; it does not keep these tensors alive. None: nothing quicker."""
+        return None
+
     def warm(self, args: Any) -> None:
         """Make ready what the call would run, so that a capturing stream finds it."""
         return None
