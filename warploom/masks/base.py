@@ -63,18 +63,21 @@ class BaseMask:
         if torch.compiler.is_compiling():
             where = self.device if device is None else _device(device)
             return finish(self._resolve(seqlen_q, seqlen_k, where))
-        seqlen_q, seqlen_k = (
-            integer("seqlen_q", seqlen_q, minimum=0),
-            integer("seqlen_k", seqlen_k, minimum=0),
-        )
-        if self._columns:
-            _check_longest(seqlen_q, seqlen_k)
-        where = _indexed(self.device if device is None else _device(device))
+        if not (type(seqlen_q) is int and type(seqlen_k) is int and 0 <= seqlen_q <= LONGEST and 0 <= seqlen_k <= LONGEST):
+            seqlen_q, seqlen_k = (
+                integer("seqlen_q", seqlen_q, minimum=0),
+                integer("seqlen_k", seqlen_k, minimum=0),
+            )
+            if self._columns:
+                _check_longest(seqlen_q, seqlen_k)
+        where = self.device if device is None else device if type(device) is torch.device else _device(device)
+        if where.index is None:
+            where = _indexed(where)
         state = self._state()
         cache: dict[Any, ResolvedMask] = self.__dict__.setdefault("_cache", {})
         key = (seqlen_q, seqlen_k, where, state, os.environ.get("WARPLOOM_CHECK"))
         if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if all(t.device.type == "cuda" for t in self._tensors()):
+            if all([t.device.type == "cuda" for t in self._tensors()]):
                 return finish(self._resolve(seqlen_q, seqlen_k, where))
             if key in cache:
                 return cache[key]
@@ -89,7 +92,7 @@ class BaseMask:
                 resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
         else:
             resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
-        if state is not None and all(type(t) is Tensor for t in resolved.vectors if t is not None):
+        if state is not None and all([t is None or type(t) is Tensor for t in resolved.vectors]):
             if len(cache) >= _CACHED_SIZES:
                 cache.pop(next(iter(cache)))
             cache[key] = resolved
@@ -189,9 +192,10 @@ class BaseMask:
     def _state(self) -> tuple[int, ...] | None:
         """Versions of the tensors; None where they have none, and nothing may be kept."""
         tensors = self._tensors()
-        if any(t.is_inference() or type(t) is not Tensor for t in tensors):
-            return None
-        return tuple(t._version for t in tensors)
+        for t in tensors:
+            if type(t) is not Tensor or t.is_inference():
+                return None
+        return tuple([t._version for t in tensors])
 
     def _sizes(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
         if seqlen_k is None:

@@ -54,13 +54,15 @@ class Resolvable(Protocol):
 
 def finish(mask: ResolvedMask) -> ResolvedMask:
     """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
-    mask = mask._replace(left=near(mask.left), right=near(mask.right))
+    left, right = near(mask.left), near(mask.right)
     present = [t for t in mask.vectors if t is not None]
     if not present:
-        return mask
-    batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
-    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask.vectors]
-    return ResolvedMask(mask.left, mask.right, *ready)
+        return mask._replace(left=left, right=right)
+    shape = present[0].shape
+    if len(present) > 1:
+        shape = torch.broadcast_shapes(*[t.shape for t in present])
+    ready = [None if t is None else saturated(t).expand(shape).contiguous() for t in mask.vectors]
+    return ResolvedMask(left, right, *ready)
 
 
 def intervals_of(mask: ResolvedMask) -> list[Interval]:
