@@ -324,7 +324,7 @@ def _run(
     if chosen is None:
         chosen = dispatch.choose(_problem(args), backend)
         if key is not None:
-            dispatch.settle(key, chosen)
+            dispatch.settle(key, chosen, by_name=backend is not None)
     implementation = dispatch.find(chosen)
     if implementation.eager:
         out, lse = implementation.forward(args)

@@ -224,7 +224,7 @@ def resolve(
     q: Tensor,
     resolved: ResolvedMask | None = None,
 ) -> ResolvedMask:
-    """The mask of the call: columns and the intersection of all bands. ``resolved`` is the mask alone, if it was asked already."""
+    """The mask of the call: columns and the intersection of all bands. ``resolved``: of the mask alone, if it was asked."""
     _check_mask(mask)
     left, right = arguments.window("window", window)
     causal = arguments.flag("causal", causal)

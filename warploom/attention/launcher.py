@@ -1,4 +1,4 @@
-"""Launchers that are kept: what runs further calls of a kind, which differ from those before in contents and addresses alone."""
+"""Launchers that are kept: they run further calls of a kind, which differ from earlier ones in contents and addresses alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warploom.attention.bounds import prepared_bounds
 from warploom.attention.ops import attention_op
-from warploom.attention.problem import AttentionArgs
+from warploom.attention.problem import AttentionArgs, Kind
 from warploom.masks import ColumnMask, Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime import dispatch
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
 
-_TENSORS = ("q", "k", "v", "sink")
-_COLUMNS = ("lts", "lte", "uts", "ute", "bounds")
-_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _NUMBERS = (float, int, type(None))
 _MOST_BACKWARD = 16  # launchers of backward passes that one of a forward pass keeps, by strides
 
@@ -34,17 +31,14 @@ class Launcher:
 
     def __init__(self, backend: Backend, args: AttentionArgs, forward: Launch) -> None:
         self._backend, self._forward = backend, forward
-        others = () if args.bounds is None else _COLUMNS
-        self._names = _TENSORS + (others if args.cu_seqlens_q is None else _PACKED)
-        # Of this call's tensors none is kept alive.
-        self._template = args._replace(**dict.fromkeys(self._names))
+        self._kind = Kind(args)
         self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return self._forward(*tensors)
 
     def arguments(self, tensors: Sequence[Tensor | None]) -> AttentionArgs:
-        return self._template._replace(**dict(zip(self._names, tensors, strict=True)))
+        return self._kind.call(*tensors)
 
     def backward(
         self, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]

@@ -33,6 +33,10 @@ class Backend(Protocol):
         """What of a problem it refuses, in words that follow its name, or None."""
         ...
 
+    def wavers(self) -> bool:
+        """Whether it may still come to take, in this process, a problem that it refuses now."""
+        return True
+
     def describe(self, problem: Any) -> str:
         """What it would run, for explain(); "": nothing to say."""
         return ""

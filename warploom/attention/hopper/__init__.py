@@ -109,6 +109,10 @@ class Hopper(Backend):
     def available(self) -> str | None:
         return _examine()
 
+    def wavers(self) -> bool:
+        """Where it builds no modules, another process may."""
+        return modules.cannot_build() is not None
+
     def supports(self, problem: AttentionProblem) -> str | None:
         refused = halves_refusal(problem, widest=256)
         if refused is not None:

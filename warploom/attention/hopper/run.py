@@ -18,16 +18,12 @@ from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
+from warploom.runtime.likeness import like
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-    tensors: tuple[Tensor | None, ...] = (args.q, args.k, args.v, args.sink)
-    if args.cu_seqlens_q is not None:
-        tensors += (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
-    elif args.bounds is not None:
-        tensors += (*args.mask.vectors, args.bounds)
-    return bind(args)(*tensors)
+    return bind(args)(*args.tensors())
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -67,7 +63,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     blocks = min(blocks, tiles) if not split else blocks
     shared = k.element_size() * (end - first) * (head_dim + head_dim_v) // members
     numbers = _numbers(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
-    like_out, like_lse = like_of(out_shape, q.dtype, device), like_of(lse_shape, torch.float32, device)
+    like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -95,8 +91,8 @@ def _bind_columns(
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, heads_kv, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     device, index = q.device, q.device.index
-    like_out = like_of((batch, seqlen_q, heads, head_dim_v), q.dtype, device)
-    like_lse = like_of((batch, heads, seqlen_q), torch.float32, device)
+    like_out = like((batch, seqlen_q, heads, head_dim_v), q.dtype, device)
+    like_lse = like((batch, heads, seqlen_q), torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
     m_blocks = -(-seqlen_q // variant.queries)
     shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
@@ -175,8 +171,8 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     function, variant = _function(args, args.max_seqlen_k or 0)
     most = (tokens // variant.tile_m + cu_q.shape[0]) * heads
     numbers = _numbers(args, args.left, args.right, blocks=min(processors(index), most))
-    like_out = like_of((tokens, heads, head_dim_v), q.dtype, device)
-    like_lse = like_of(lse_shape, torch.float32, device)
+    like_out = like((tokens, heads, head_dim_v), q.dtype, device)
+    like_lse = like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
@@ -219,16 +215,6 @@ def _counter(device: torch.device) -> Tensor:
     except (KeyError, IndexError):
         _counters[device, stream] = fresh = list(torch.zeros(_COUNTERS, 1, dtype=torch.int32, device=device).unbind())
         return fresh.pop()
-
-
-def like_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element expanded to a shape: ``torch.empty_like`` of it takes the host half as long as ``torch.empty``."""
-    return _element(dtype, device).expand(shape)
-
-
-@cache
-def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=dtype, device=device)
 
 
 def _filled(variant: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

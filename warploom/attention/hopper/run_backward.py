@@ -13,12 +13,13 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import column_mask, filled, like_of, processors
+from warploom.attention.hopper.run import column_mask, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 
 CLAIMING_HEADS = 8  # of short causal calls at the most: 1024 keys, head_dim 64 321 TFLOP/s, 16 heads 313, 64 heads 312
 # Key heads of packed sequences in flight together: enough of a head's blocks share what they read; and where they claim tiles.
@@ -35,12 +36,7 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    others: tuple[Tensor | None, ...] = ()
-    if args.cu_seqlens_q is not None:
-        others = args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
-    elif _masked(args):
-        others = *args.mask.vectors, with_bounds(args).bounds
-    return bind(args, dlse is not None)(dout, dlse, out, lse, args.q, args.k, args.v, args.sink, *others)
+    return bind(args, dlse is not None)(dout, dlse, out, lse, *with_bounds(args).tensors())
 
 
 def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
@@ -231,7 +227,7 @@ def _launcher(
     """
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
-    like = like_of((floats,), torch.float32, q.device)
+    like_workspace = like((floats,), torch.float32, q.device)
     numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
@@ -244,7 +240,7 @@ def _launcher(
         starts: tuple[Tensor | None, ...] = (None, None, None),
         columns: tuple[Tensor | int | None, ...] = NO_COLUMNS,
     ) -> Tensor:
-        workspace = torch.empty_like(like)
+        workspace = torch.empty_like(like_workspace)
         if packed:
             q, k, v, out, dout = tensors
             tensors = filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)
@@ -259,7 +255,7 @@ def _launcher(
 def _dsink(q: Tensor, sink: Tensor | None, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
     """-sum over queries of exp(sink - lse) · (rowsum(dO∘O) - dLSE); ``delta`` is what is in brackets, None: O is 0."""
     if sink is None:
-        return like_of((0,), q.dtype, q.device)
+        return like((0,), q.dtype, q.device)
     if delta is None:
         delta = torch.zeros_like(lse) if dlse is None else -dlse
     share = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
