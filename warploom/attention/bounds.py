@@ -69,10 +69,10 @@ def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: 
 
 
 def _computed(vectors: list[Tensor | None], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
-    *columns, q_offset = vectors
-    if not torch.compiler.is_compiling() and plain(*vectors):
-        return _column_bounds(*columns, left, right, seqlen_q, q_offset)
-    return torch.ops.warploom.column_bounds(*columns, left, right, seqlen_q, q_offset)
+    lts, lte, uts, ute, q_offset = vectors
+    straight = not torch.compiler.is_compiling() and plain(*vectors)
+    run = _column_bounds if straight else torch.ops.warploom.column_bounds
+    return run(lts, lte, uts, ute, left, right, seqlen_q, q_offset)
 
 
 def _key(vectors: list[Tensor | None], left: int | None, right: int | None, seqlen_q: int) -> tuple[Any, ...] | None:

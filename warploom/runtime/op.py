@@ -209,7 +209,8 @@ class DifferentiableOp(ABC):
 
     def recorded_by(self, launcher: Launcher) -> Callable[..., Any]:
         """What runs a launcher's calls, which nothing sees, so that autograd records them."""
-        apply = super(torch.autograd.Function, self._launched).apply  # torch's own asks for transforms again: 3 us
+        # Without what torch's own puts before it, which asks for transforms again: 3 us.
+        apply = super(torch.autograd.Function, self._launched).apply  # type: ignore[misc]
 
         def run(*tensors: Tensor | None) -> Any:
             return apply(launcher, *[t if t is None else _unwrapped(t) for t in tensors])
