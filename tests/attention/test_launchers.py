@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -323,3 +325,10 @@ def test_launchers_keep_no_tensors_alive(kernel: Kernel, backward: Backward) -> 
     backward.given.clear()
     gc.collect()
     assert [ref() for ref in found] == [None, None]
+
+
+def test_a_step_under_a_new_mask_launches_as_little_as_can_be() -> None:
+    """In a process of its own: a GPU is pretended there."""
+    command = [sys.executable, "-m", "tests.attention.host_counts"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "as few as can be" in done.stdout, done.stderr

@@ -29,7 +29,7 @@ BLOCK = 64
 _KEPT = 8
 _FAR = 2**30  # beyond it a limit of the band changes nothing
 
-_kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor] | None], Tensor]] = OrderedDict()
+_kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = OrderedDict()
 
 
 def with_bounds(args: AttentionArgs) -> AttentionArgs:
@@ -49,51 +49,58 @@ def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: 
     Returns:
         int32 (batch|1, heads|1, blocks, 8); with offsets (batch, heads|1, blocks, 8).
     """
-    left, right, *vectors = mask
-    vectors.append(q_offset)
+    return bounds_of((*mask.vectors, q_offset), mask.left, mask.right, seqlen_q)
+
+
+def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
+    """As ``prepared_bounds``, of lts, lte, uts, ute and the offsets."""
     key = _key(vectors, left, right, seqlen_q)
     if key is None:
         return _computed(vectors, left, right, seqlen_q)
     entry = _kept.get(key)
-    if entry is not None and all([ref is None or ref() is t for ref, t in zip(entry[0], vectors, strict=True)]):
-        return entry[1]
+    if entry is not None:
+        for ref in entry[0]:
+            if ref() is None:  # and another tensor has its id
+                break
+        else:
+            return entry[1]
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # autograd may save them later
             bounds = _computed(vectors, left, right, seqlen_q)
     else:
         bounds = _computed(vectors, left, right, seqlen_q)
-    _kept[key] = [None if t is None else weakref.ref(t) for t in vectors], bounds
-    if len(_kept) > _KEPT:
-        _kept.popitem(last=False)
+    if all([t is None or type(t) is Tensor for t in vectors]):
+        _kept[key] = [weakref.ref(t) for t in vectors if t is not None], bounds
+        if len(_kept) > _KEPT:
+            _kept.popitem(last=False)
     return bounds
 
 
-def _computed(vectors: list[Tensor | None], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
+def _computed(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
     lts, lte, uts, ute, q_offset = vectors
     straight = not torch.compiler.is_compiling() and plain(*vectors)
     run = _column_bounds if straight else torch.ops.warploom.column_bounds
     return run(lts, lte, uts, ute, left, right, seqlen_q, q_offset)
 
 
-def _key(vectors: list[Tensor | None], left: int | None, right: int | None, seqlen_q: int) -> tuple[Any, ...] | None:
-    """What the kept bounds depend on; None where nothing may be kept."""
+def _key(
+    vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int
+) -> tuple[Any, ...] | None:
+    """What the kept bounds depend on; None where nothing may be kept: while compiling or capturing, of tensors of inference."""
     if torch.compiler.is_compiling():
         return None
-    state: list[Any] = [left, right, seqlen_q]
-    some = None
-    for t in vectors:
-        if t is None:
-            state.append(None)
-        elif type(t) is not Tensor or t.is_inference():
-            return None
-        else:
-            some = t
-            state += (id(t), t._version)
-    if some is not None and some.is_cuda:
+    some = vectors[0] if vectors[0] is not None else vectors[3]
+    assert some is not None
+    stream = None
+    if some.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return None
-        state.append(torch._C._cuda_getCurrentRawStream(some.device.index))
-    return tuple(state)
+        stream = torch._C._cuda_getCurrentRawStream(some.device.index)
+    try:
+        versions = tuple([None if t is None else (t._version, t.data_ptr()) for t in vectors])
+    except RuntimeError:
+        return None
+    return *map(id, vectors), versions, left, right, seqlen_q, stream
 
 
 def _column_bounds(
@@ -107,10 +114,11 @@ def _column_bounds(
     q_offset: Tensor | None = None,
 ) -> Tensor:
     vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
-    some = next(t for t in vectors if t is not None)
+    some = vectors[0] if vectors[0] is not None else vectors[3]
+    assert some is not None
     bounds = some.new_empty(_shape(some, q_offset))
     blocks = bounds.shape[2]
-    left, right = (None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right))
+    left, right = [None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right)]
     if bounds.numel():
         with on_device(some):
             _launch(*[x is None for x in (*vectors, left, right, q_offset)])(

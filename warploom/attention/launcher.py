@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warploom.attention.bounds import prepared_bounds
+from warploom.attention.bounds import bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.masks import ColumnMask, Mask
@@ -86,11 +86,10 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     run: Launch = attention_op.recorded_by(Launcher(backend, args, forward)) if records else forward
     if args.bounds is None:
         return run
-    left, right, seqlen_q, seqlen_k = args.left, args.right, args.q.shape[1], args.k.shape[1]
+    left, right, seqlen_q = args.left, args.right, args.q.shape[1]
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
-        bounds = prepared_bounds(ResolvedMask(left, right, *vectors), seqlen_q, seqlen_k)
-        return run(q, k, v, sink, *vectors, bounds)
+        return run(q, k, v, sink, *vectors, bounds_of((*vectors, None), left, right, seqlen_q))
 
     return launch
 
@@ -185,18 +184,14 @@ def find(
 
 def _described(mask: ResolvedMask) -> tuple[Any, ...] | None:
     """All of a mask but its vectors' contents; None where these are not plain tensors."""
-    left, right, *vectors = mask
-    found: tuple[Any, ...] = left, right
-    some = None
-    for t in vectors:
-        if t is not None:
-            if type(t) is not Tensor:
-                return None
-            some = t
+    left, right, lts, lte, uts, ute = mask
+    some = lts if lts is not None else ute
     if some is None:
-        return found
+        return left, right
+    if any([t is not None and type(t) is not Tensor for t in (lts, lte, uts, ute)]):
+        return None
     # They have one shape, and are contiguous.
-    return *found, some.shape, some.device, *[t is None for t in vectors]
+    return left, right, some.shape, some.device, lts is None, lte is None, uts is None, ute is None
 
 
 def _is_cast(q: Tensor, k: Tensor, v: Tensor) -> bool:

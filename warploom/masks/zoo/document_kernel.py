@@ -95,6 +95,11 @@ def document_vectors(
     return lts, ute
 
 
+def ready(dtype: torch.dtype, cumulative: bool, causal: bool) -> bool:
+    """Whether the kernel is loaded on the current device."""
+    return _launch(dtype, cumulative, causal).raw() is not None
+
+
 @cache
 def _launch(dtype: torch.dtype, cumulative: bool, causal: bool) -> Launch:
     constants = {"CUMULATIVE": cumulative, "COLUMNS": COLUMNS, "DOCUMENTS": DOCUMENTS, "num_warps": 4}

@@ -110,10 +110,13 @@ class Document(Mask):
         assert rows is not None
         if not _HAS_TRITON or rows.dtype not in (torch.int32, torch.int64) or torch.compiler.is_compiling() or not plain(rows):
             return None
-        self._check_end(seqlen_k)
-        from warploom.masks.zoo.document_kernel import document_vectors
+        from warploom.masks.zoo.document_kernel import document_vectors, ready
 
-        return document_vectors(rows.to(device), self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
+        kind = rows.dtype, self.kind == "cu_seqlens", self.causal
+        if torch.cuda.is_current_stream_capturing() and not ready(*kind):  # a capturing stream cannot load it
+            return None
+        self._check_end(seqlen_k)
+        return document_vectors(rows if rows.device == device else rows.to(device), *kind[1:], seqlen_q, seqlen_k)
 
     def _check_end(self, seqlen_k: int) -> None:
         """ValueError if documents end past the keys, where contents may be read."""
