@@ -256,9 +256,7 @@ def test_a_watched_backward_pass_of_a_kept_launcher_runs_the_op(
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_whoever_watches_sees_masked_calls_with_gradients(
-    name: str, kernel: Kernel, backward: Backward
-) -> None:
+def test_whoever_watches_sees_masked_calls_with_gradients(name: str, kernel: Kernel, backward: Backward) -> None:
     q, mask = plain().requires_grad_(), masks.Document(lengths(1, 2))
     twice(q, mask=mask)
     with MODES[name]():
