@@ -69,10 +69,9 @@ def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int |
             bounds = _computed(vectors, left, right, seqlen_q)
     else:
         bounds = _computed(vectors, left, right, seqlen_q)
-    if all([t is None or type(t) is Tensor for t in vectors]):
-        _kept[key] = [weakref.ref(t) for t in vectors if t is not None], bounds
-        if len(_kept) > _KEPT:
-            _kept.popitem(last=False)
+    _kept[key] = [weakref.ref(t) for t in vectors if t is not None], bounds
+    if len(_kept) > _KEPT:
+        _kept.popitem(last=False)
     return bounds
 
 
@@ -87,7 +86,7 @@ def _key(
     vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int
 ) -> tuple[Any, ...] | None:
     """What the kept bounds depend on; None where nothing may be kept: while compiling or capturing, of tensors of inference."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any([t is not None and type(t) is not Tensor for t in vectors]):
         return None
     some = vectors[0] if vectors[0] is not None else vectors[3]
     assert some is not None
