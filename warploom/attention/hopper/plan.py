@@ -37,6 +37,7 @@ class Tiling:
     short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile
     other: Tile | None = None  # windows and packed sequences
     columns: Tile | None = None  # under a column mask: keys are whole blocks of its bounds
+    dropout: Tile | None = None  # its bits need registers too
     softcap: Tile | None = None  # of the 160 registers that three warpgroups leave a thread, its constants spill some
 
 
@@ -49,9 +50,10 @@ TILINGS = {
         short=Tile(4, 64, 4, "early"),
         other=Tile(3, 128, 3, "early"),
         columns=Tile(2, 128, 3, "early"),
+        dropout=Tile(2, 128, 3, "early"),
         softcap=Tile(2, 128),
     ),
-    (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
+    (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), dropout=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
     (192, 192): Tiling(Tile(2, 112), columns=Tile(2, 64)),  # as wide as shared memory allows, here and below
@@ -80,6 +82,8 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
             tile = tiling.softcap
     elif features.softcap:
         tile = tiling.softcap
+    elif features.dropout:
+        tile = tiling.dropout
     elif features.left or features.varlen:
         tile = tiling.other
     elif features.right and not long and not each:
@@ -92,7 +96,7 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         pv_wait=tile.pv_wait,
-        split=not (features.varlen or features.columns),
+        split=not (features.varlen or features.columns or features.dropout),
         pack_gqa=each,
         **features.flags(ForwardConfig),
     )
