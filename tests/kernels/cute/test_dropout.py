@@ -101,7 +101,7 @@ def test_rows_that_are_keys(columns: int, dropout_p: float) -> None:
     seed, (head, batch, query, four, first) = int(torch.randint(-(2**63), 2**63 - 1, (1,))), drawn(5)
     names = functions()
     call = dropout(seed, dropout_p, first)
-    high, keys = names["keys_of_columns"](call, lanes(head), lanes(batch), lanes(four))
+    high, keys = names["keys_of_columns"](call, lanes(head), lanes(batch), 4 * lanes(four) + LANES // 4)
     found = names["bits_of_columns"](call, keys, high, lanes(query), columns)
     want = defined(seed, dropout_p, batch, head, np.arange(query, query + columns), 4 * (four + first) + np.arange(16))
     for lane in range(32):

@@ -53,6 +53,7 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     columns: list[Any] = [None] * 6
     if variant.columns:
         columns = [*column_mask()]
-    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *packed, *columns, *scalars]
+    given = [*packed, *columns, dropout() if variant.dropout else None]
+    arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *given, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
     return {**compile_kernel(kernel, arguments, name, library), "shared": variant.shared_bytes}

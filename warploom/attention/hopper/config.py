@@ -18,7 +18,7 @@ _COMMON = (
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "columns", "merge")))
 SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "columns", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "columns", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
@@ -190,8 +190,7 @@ class BackwardConfig:
     @property
     def stream_k(self) -> bool:
         """Whether the steps of a call's last key blocks may be shared out (stream-K): where all blocks have the same steps."""
-        banded = self.right or self.left
-        return self.persistent and not (self.roles or self.pair or banded or self.varlen or self.columns or self.dropout)
+        return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen or self.columns)
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:

@@ -280,8 +280,7 @@ class ColumnConsumers(Consumers):
                     visible = visible ^ (Int32(1) << bit)
                     full = (whole >> bit) & 1
                     last = choose((visible | more) == 0, 0, -1)
-                    if const_expr(self.config.dropout):
-                        work.tile[3] = base + bit
+                    self.note_tile(work, base + bit)
                     if begun == 0:
                         cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
                         q_phase ^= 1

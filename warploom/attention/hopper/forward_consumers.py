@@ -280,6 +280,11 @@ class Consumers(ForwardBase):
                 for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
                     rows[r, c] = rows[r, c] * correction[r]
 
+    def note_tile(self, work: Any, n: Any) -> None:
+        """For dropout, the number of the key tile that is next, where steps do not count them."""
+        if self.config.dropout:
+            work.tile[3] = n
+
     @cute.jit
     def drop(self, work, n):
         """Find which elements of key tile ``n`` dropout keeps, while the tensor cores compute their scores."""

@@ -56,7 +56,7 @@ TILINGS = {
     (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), dropout=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
-    (192, 192): Tiling(Tile(2, 112), columns=Tile(2, 64)),  # as wide as shared memory allows, here and below
+    (192, 192): Tiling(Tile(2, 112), columns=Tile(2, 64), dropout=Tile(2, 96)),  # as wide as shared memory allows, here and below
     # Early and ping-pong no better. 1024 keys causal: 1.03 of 80 keys.
     (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64), columns=Tile(2, 64)),
 }
@@ -82,6 +82,8 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
             tile = tiling.softcap
     elif features.softcap:
         tile = tiling.softcap
+        if features.dropout and tile is None:  # both: the fewest keys that there are
+            tile = tiling.columns
     elif features.dropout:
         tile = tiling.dropout
     elif features.left or features.varlen:

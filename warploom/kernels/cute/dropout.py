@@ -109,15 +109,14 @@ def bits_of_rows(dropout, head, batch, query, four, columns):
 # r + 8 four others
 
 
-def keys_of_columns(dropout: Any, head: Any, batch: Any, four: Any) -> tuple[Any, list[Any]]:
-    """What ``bits_of_columns`` takes of a head and of the warp's 16 keys, from the ``four``-th four on.
+def keys_of_columns(dropout: Any, head: Any, batch: Any, key: Any) -> tuple[Any, list[Any]]:
+    """What ``bits_of_columns`` takes of a head and of the warp's 16 keys; ``key``: this thread's first.
 
     Of the four lanes with the same keys the first computes rows r of even columns, the second rows r + 8, the other two the
     same of odd columns.
     """
-    lane = cute.arch.lane_idx()
     head_high, head_low = head_part(head)
-    four = four + dropout.first + lane // 16 + lane // 4 % 2 * 2
+    four = key // 4 + dropout.first + cute.arch.lane_idx() // 4 % 2 * 2
     return head_high, keys_part(dropout.seed, head_low, batch, four)
 
 
@@ -148,6 +147,6 @@ def bits_of_columns(dropout, keys, head_high, query, columns):
 
 
 @cute.jit
-def kept(bits, position, x):
-    """``x`` where that bit is set, else 0."""
-    return x if cutlass.Boolean(bits & (1 << position)) else Float32(0.0)
+def kept(bits, position, x, other=0.0):
+    """``x`` where that bit is set, else ``other``."""
+    return x if cutlass.Boolean(bits & (1 << position)) else Float32(other)
