@@ -282,15 +282,17 @@ class HopperBackward(RowKernels, Producer, Consumers):
         steps: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        dropout = dropout_of(dropout)
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
         stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
+        seed_words = 2 if const_expr(self.config.dropout) else 0
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS + seed_words], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -314,7 +316,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
             v_start=storage.v.data_ptr(),
             q_start=storage.q.data_ptr(),
             do_start=storage.dout.data_ptr(),
+            seed=storage.words.data_ptr() + 2 * PACKED_WORDS,
         )
+        self.store_seed(warp, shared, dropout)
         self.init_barriers(warp, shared)
 
         given = StepCall(
@@ -336,7 +340,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             left=left,
             right=right,
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
-            dropout=dropout_of(dropout),
+            dropout=dropout,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

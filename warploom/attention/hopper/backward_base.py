@@ -55,6 +55,7 @@ class BackwardShared(Fields):
     stats: Any  # addresses
     ds_start: Any
     dq: Any
+    seed: Any  # of dropout, else None
     q: Any  # (row, head_dim, stage)
     dout: Any
     k: Any

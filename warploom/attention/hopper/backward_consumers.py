@@ -370,7 +370,8 @@ class Consumers(ColumnWalk, DropoutSteps):
         if const_expr(self.ping_pong):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
-        if const_expr(not config.softcap):
+        late = config.softcap or config.dropout  # slopes, or Philox, leave no registers for statistics
+        if const_expr(not late):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
@@ -382,18 +383,18 @@ class Consumers(ColumnWalk, DropoutSteps):
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)
-        if const_expr(config.softcap):  # whose slopes leave no registers for more
+        if const_expr(late):
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
         delta = None
-        if const_expr(not config.softcap and not self.fold):
+        if const_expr(not late and not self.fold):
             delta = self.statistics(r, stage, 1)
         for i in cutlass.range_constexpr(self.held):
             hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
-        if const_expr(config.softcap):
+        if const_expr(late):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
         pack(r.acc_dp, r.ds, self.dtype)
@@ -453,16 +454,15 @@ class Consumers(ColumnWalk, DropoutSteps):
                     for c in cutlass.range_constexpr(self.tile_m // 4):
                         r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
         p_words = words(r.p)
-        for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
-            for i in cutlass.range_constexpr(2):
-                p = []
-                for j in (0, 1):
-                    above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
-                    weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
-                    passed = weight * slope if const_expr(self.config.softcap) else weight
-                    r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)
-                    p.append(self.keep(r, i, c + j, weight))
-                p_words[i + c] = pack16(p[0], p[1], self.dtype)
+        for c, i in self.elements():
+            p = []
+            for j in (0, 1):
+                above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
+                weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
+                passed = weight * slope if const_expr(self.config.softcap) else weight
+                r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)
+                p.append(self.keep(r, i, c + j, weight))
+            p_words[i + c] = pack16(p[0], p[1], self.dtype)
 
     @cute.jit
     def weigh(self, r, raw, level, masked):
@@ -484,15 +484,15 @@ class Consumers(ColumnWalk, DropoutSteps):
     @cute.jit
     def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
-        for c in cutlass.range_constexpr(self.tile_m // 4):
-            for i in cutlass.range_constexpr(2):
-                if const_expr(self.config.dropout):
-                    kept_dp = self.keep(r, i, c, r.rows_dp[i, c])
-                    r.rows_dp[i, c] = r.rows_s[i, c] * (kept_dp * r.drops.given.scale - delta[c])
-                elif const_expr(delta is None):
-                    r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
-                else:
-                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
+        if const_expr(self.config.dropout):
+            self.differentiate_kept(r, delta)
+        else:
+            for c in cutlass.range_constexpr(self.tile_m // 4):
+                for i in cutlass.range_constexpr(2):
+                    if const_expr(delta is None):
+                        r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
+                    else:
+                        r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
 
     @cute.jit
     def share(self, r, slot):

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from warploom.attention.hopper.backward_base import BackwardBase, Work
+from warploom.attention.hopper.backward_base import LOADER, BackwardBase, Work
 from warploom.kernels.cute.dropout import bits_of_columns, kept, keys_of_columns
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import pin_bits
+from warploom.kernels.cute.instructions import pin_bits, reload
 
 
 class Drops(Fields):
     """What a warpgroup keeps for dropout."""
 
     given: Any  # what the call says of it
+    seed: Any  # its address in shared memory
     head: Any  # registers: the high word of its product, then of this thread's keys, all for a query head
     bits: Any  # registers: of a step
 
@@ -35,13 +37,26 @@ class DropoutSteps(BackwardBase):
         if not self.config.dropout:
             return None
         given = work.given if isinstance(work, Work) else work
-        return Drops(given=given.dropout, head=cute.make_rmem_tensor(5, Int32), bits=cute.make_rmem_tensor(2, Int32))
+        return Drops(given=given.dropout, seed=given.shared.seed, head=cute.make_rmem_tensor(5, Int32), bits=cute.make_rmem_tensor(2, Int32))
+
+    @cute.jit
+    def store_seed(self, warp, shared, dropout):
+        """The seed in shared memory, from where every step reads it: so that its bits are found behind what is issued before."""
+        if const_expr(self.config.dropout):  # noqa: SIM102
+            if warp == LOADER:
+                with cute.arch.elect_one():
+                    seed = cute.make_tensor(shared.seed, cute.make_layout(2))
+                    seed[0], seed[1] = dropout.seed
+
+    def dropout(self, r: Any) -> Any:
+        """What the call says of it, the seed read here."""
+        return r.drops.given.but(seed=reload(r.drops.seed))
 
     def take_head(self, r: Any, work: Any, head: Any) -> None:
         """The steps that follow are of this query head, counted in the call."""
         if self.config.dropout:
             key = work.n_block * self.tile_n + r.row
-            high, keys = keys_of_columns(r.drops.given, head, work.sequence, key)
+            high, keys = keys_of_columns(self.dropout(r), head, work.sequence, key)
             for i, part in enumerate((high, *keys)):
                 r.drops.head[i] = part
 
@@ -62,15 +77,31 @@ class DropoutSteps(BackwardBase):
         """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
             high, *keys = [r.drops.head[i] for i in range(5)]
-            even, odd = bits_of_columns(r.drops.given, keys, high, m * self.tile_m, self.tile_m)
-            r.drops.bits[0], r.drops.bits[1] = even, odd
-            pin_bits(even ^ odd, r.ds_target)
+            given = self.dropout(r)
+            for n in cutlass.range_constexpr(self.tile_m // 64):
+                r.drops.bits[n] = bits_of_columns(given, keys, high, m * self.tile_m + n * 64)
+                pin_bits(r.drops.bits[n], r.ds_target)
+
+    def elements(self) -> list[tuple[int, int]]:
+        """Pairs of an accumulator's columns and their rows, (first column, row), in the order of its registers; or of the bits."""
+        columns = range(0, self.tile_m // 4, 2)
+        if self.config.dropout:
+            return [(c + n, i) for n in range(0, len(columns) * 2, 16) for i in range(2) for c in range(0, 16, 2)]
+        return [(c, i) for c in columns for i in range(2)]
 
     def keep(self, r: Any, i: int, c: int, x: Any) -> Any:
         """Element (i, c) of an accumulator if dropout keeps it, else 0."""
         if not self.config.dropout:
             return x
-        return kept(r.drops.bits[c % 2], 16 * i + c // 2, x)
+        return kept(r.drops.bits[c // 16], 16 * i + c % 16, x)
+
+    @cute.jit
+    def differentiate_kept(self, r, delta):
+        """dS / scale from P and dP, in dP's place."""
+        for c, i in self.elements():
+            for j in (0, 1):
+                dp = self.keep(r, i, c + j, r.rows_dp[i, c + j])
+                r.rows_dp[i, c + j] = r.rows_s[i, c + j] * (dp * r.drops.given.scale - delta[c + j])
 
     def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
         """P as dS takes it, whose bits are at hand there."""

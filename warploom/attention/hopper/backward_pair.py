@@ -128,6 +128,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         section: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        dropout = dropout_of(dropout)
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
@@ -165,11 +166,13 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             block_empty=barriers.take(),
             index=storage.index.data_ptr(),
             p=storage.p.data_ptr(),
+            seed=storage.index.data_ptr() + 2,
             other=placed(storage.other, half),
             halves_q=placed(storage.q, halves_q),
             halves_do=placed(storage.dout, halves),
             halves_k=placed(storage.k, halves),
         )
+        self.store_seed(warp, shared, dropout)
         self.init_barriers(warp, shared)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         given = PairCall(
@@ -187,7 +190,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             left=left,
             right=right,
             columns=None,
-            dropout=dropout_of(dropout),
+            dropout=dropout,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

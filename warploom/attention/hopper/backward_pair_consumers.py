@@ -285,7 +285,7 @@ class PairConsumers(PairBase, Consumers):
 
     def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
         """P as it passes to KEYS, negative where dropout drops it."""
-        return kept(r.drops.bits[c % 2], 16 * i + c // 2, weight, -weight) if self.config.dropout else weight
+        return kept(r.drops.bits[0], 16 * i + c, weight, -weight) if self.config.dropout else weight
 
     @cute.jit
     def signed_weight(self, weight, dp, delta):

@@ -279,7 +279,7 @@ class RolesBackward(HopperBackward):
         """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
             head, batch, four = [r.drops.head[i] for i in range(3)]
-            first, second = bits_of_rows(r.drops.given, head, batch, m * self.tile_m + r.row, four, self.keys_each)
+            first, second = bits_of_rows(self.dropout(r), head, batch, m * self.tile_m + r.row, four, self.keys_each)
             r.drops.bits[0], r.drops.bits[1] = first, second
             pin_bits(first ^ second, r.dq_target)
 

@@ -121,29 +121,25 @@ def keys_of_columns(dropout: Any, head: Any, batch: Any, key: Any) -> tuple[Any,
 
 
 @cute.jit
-def bits_of_columns(dropout, keys, head_high, query, columns):
-    """Bit 16 i + c // 2 of word c % 2: whether element (i, c) of this thread is kept, of ``columns`` queries, 128 at most.
-
-    ``query``: the first column's.
-    """
+def bits_of_columns(dropout, keys, head_high, query):
+    """Bit 16 i + c: whether element (i, c) of this thread is kept, of 64 queries from ``query`` on."""
     seed, least, lane = dropout.seed, dropout.least, cute.arch.lane_idx()
     fourth = lane // 4 % 4
     query = query + lane % 4 * 2 + fourth // 2
-    fields = [Int32(0), Int32(0)]  # bits of the first and second key, of the third and fourth
-    for g in cutlass.range_constexpr(columns // 8):
+    fields = [Int32(0), Int32(0)]  # half words of the first and second key, of the third and fourth
+    for g in cutlass.range_constexpr(8):
         words = four_words(seed, query_part(seed, head_high, query + 8 * g), keys)
         for n in cutlass.range_constexpr(4):
-            fields[n // 2] = with_bit(fields[n // 2], n % 2 * 16 + g, words[n], least)
+            fields[n // 2] = with_bit(fields[n // 2], n % 2 * 16 + 2 * g, words[n], least)
     # Half words by the lane that they are for become half words by the lane that they are from.
     late, odd = fourth // 2 == 1, fourth % 2 == 1
     own, others = choose(late, fields[1], fields[0]), choose(late, fields[0], fields[1])
     found = cute.arch.shuffle_sync_bfly(others, 8)
     early_two, late_two = choose(late, found, own), choose(late, own, found)
     found = cute.arch.shuffle_sync_bfly(bytes_of(early_two, late_two, choose(odd, 0x5410, 0x7632)), 4)
-    return (
-        bytes_of(early_two, found, choose(odd, 0x3254, 0x5410)),
-        bytes_of(late_two, found, choose(odd, 0x3276, 0x7610)),
-    )
+    even_columns = bytes_of(early_two, found, choose(odd, 0x3254, 0x5410))
+    odd_columns = bytes_of(late_two, found, choose(odd, 0x3276, 0x7610))
+    return even_columns + 2 * odd_columns
 
 
 @cute.jit

@@ -141,6 +141,14 @@ def hold(values: list[Float32], scratch: Any, *, loc: Any = None, ip: Any = None
 
 
 @dsl_user_op
+def reload(address: Any, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """Two words of shared memory, read where it stands: what comes of them is not computed before."""
+    values, text = [address.to_llvm_ptr(loc=loc, ip=ip)], "ld.volatile.shared.v2.b32 {$0, $1}, [$2];"
+    struct = assembly(_struct(T.i32(), 2), values, text, "=r,=r,r", side_effects=True)
+    return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
 def pin_bits(bits: Int32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
     """As ``pin``, of any word."""
     text = "{ .reg .pred p; .reg .b32 n; popc.b32 n, $0; setp.gt.u32 p, n, 32; @p st.volatile.shared.b32 [$1], $0; }"
