@@ -78,8 +78,11 @@ for _function in (_examine, _module_refusal):
 
 
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
+    from warploom.attention.hopper.run import parts_fours
     from warploom.attention.hopper.run_backward import described
 
+    if parts_fours(args):
+        return False
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
@@ -102,7 +105,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Backend):
-    """Dense and packed calls in 16 bits, up to 256 dims a head, without dropout; column masks of dense ones."""
+    """Dense and packed calls in 16 bits, up to 256 dims a head; column masks of dense ones."""
 
     name = NAME
 
@@ -117,8 +120,6 @@ class Hopper(Backend):
             return "takes no pages"
         if problem.columns and problem.layout != "dense":
             return "takes no column mask of packed sequences"
-        if problem.dropout:
-            return "has no dropout"
         if problem.q_offset:
             return "has no query offsets yet"
         if problem.backward and dispatch.following(NAME, problem) is None:
@@ -172,7 +173,10 @@ class Hopper(Backend):
             # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
             return _next(args, False).forward(args)
         from warploom.attention.hopper.run import forward as run
+        from warploom.attention.hopper.run import parts_fours
 
+        if parts_fours(args):
+            return _next(args, False).forward(args)
         return run(args)
 
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -182,7 +186,7 @@ class Hopper(Backend):
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
             return None
-        if args.bounds is not None:  # those of the next call may be others
+        if args.bounds is not None or args.dropout_p:  # the next call's bounds or seed may be others
             return None
         from warploom.attention.hopper.run import bind as run
 

@@ -1,13 +1,11 @@
 """Dropout in the backward: the bits of a step, found while the tensor cores compute its scores, and what they keep.
 
-Where rows of accumulators are keys, a thread keeps what Philox makes of its keys and the query head: only queries change from
-step to step.
-
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -15,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from warploom.attention.hopper.backward_base import LOADER, BackwardBase, Work
-from warploom.kernels.cute.dropout import bits_of_columns, kept, keys_of_columns
+from warploom.kernels.cute.dropout import bits_of_columns, kept
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import pin_bits, reload
 
@@ -25,7 +23,7 @@ class Drops(Fields):
 
     given: Any  # what the call says of it
     seed: Any  # its address in shared memory
-    head: Any  # registers: the high word of its product, then of this thread's keys, all for a query head
+    head: Any  # registers: query head, batch or packed sequence, the block's first key
     bits: Any  # registers: of a step
 
 
@@ -37,7 +35,7 @@ class DropoutSteps(BackwardBase):
         if not self.config.dropout:
             return None
         given = work.given if isinstance(work, Work) else work
-        return Drops(given=given.dropout, seed=given.shared.seed, head=cute.make_rmem_tensor(5, Int32), bits=cute.make_rmem_tensor(2, Int32))
+        return Drops(given=given.dropout, seed=given.shared.seed, head=cute.make_rmem_tensor(3, Int32), bits=cute.make_rmem_tensor(2, Int32))
 
     @cute.jit
     def store_seed(self, warp, shared, dropout):
@@ -55,10 +53,8 @@ class DropoutSteps(BackwardBase):
     def take_head(self, r: Any, work: Any, head: Any) -> None:
         """The steps that follow are of this query head, counted in the call."""
         if self.config.dropout:
-            key = work.n_block * self.tile_n + r.row
-            high, keys = keys_of_columns(self.dropout(r), head, work.sequence, key)
-            for i, part in enumerate((high, *keys)):
-                r.drops.head[i] = part
+            for i, number in enumerate((head, work.sequence, work.n_block * self.tile_n)):
+                r.drops.head[i] = cute.arch.make_warp_uniform(number)
 
     def take_member(self, r: Any, work: Any, member: Any) -> None:
         """The steps that follow are of a head of the group: the ``member``-th, but in waves, as ``Producer.place`` has it."""
@@ -76,11 +72,13 @@ class DropoutSteps(BackwardBase):
     def find_kept(self, r, m):
         """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
-            high, *keys = [r.drops.head[i] for i in range(5)]
-            given = self.dropout(r)
+            head, batch, key = [r.drops.head[i] for i in range(3)]
+            read_seed = partial(reload, r.drops.seed)
             for n in cutlass.range_constexpr(self.tile_m // 64):
-                r.drops.bits[n] = bits_of_columns(given, keys, high, m * self.tile_m + n * 64)
-                pin_bits(r.drops.bits[n], r.ds_target)
+                row = m * self.tile_m + n * 64
+                bits = bits_of_columns(r.drops.given, read_seed, head, batch, key + r.row, row)
+                r.drops.bits[n] = bits
+                pin_bits(bits, r.ds_target)
 
     def elements(self) -> list[tuple[int, int]]:
         """Pairs of an accumulator's columns and their rows, (first column, row), in the order of its registers; or of the bits."""

@@ -161,11 +161,14 @@ class PairConsumers(PairBase, Consumers):
         shared = r.shared
         stage, _ = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
-        level = self.statistics(r, stage, 0)
+        if const_expr(not self.config.dropout):
+            level = self.statistics(r, stage, 0)
+        self.find_kept(r, m)
         if j > r.begin:
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
-        self.find_kept(r, m)
+        if const_expr(self.config.dropout):  # not before: Philox needs the registers
+            level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
         wait(PairBarrier.P_TAKEN, BOTH)
         self.release_both(r, shared.q_empty + stage)  # all lanes have read the row statistics

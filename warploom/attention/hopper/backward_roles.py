@@ -267,18 +267,12 @@ class RolesBackward(HopperBackward):
                 else:
                     r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - delta[i])
 
-    def take_head(self, r: Any, work: Any, head: Any) -> None:
-        """The steps that follow are of this query head, counted in the call."""
-        if self.config.dropout:
-            first = work.n_block * self.tile_n + r.role * self.keys_each
-            for i, number in enumerate((head, work.sequence, first // 4)):
-                r.drops.head[i] = number
-
     @cute.jit
     def find_kept(self, r, m):
         """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
-            head, batch, four = [r.drops.head[i] for i in range(3)]
+            head, batch, key = [r.drops.head[i] for i in range(3)]
+            four = (key + r.role * self.keys_each) // 4
             first, second = bits_of_rows(self.dropout(r), head, batch, m * self.tile_m + r.row, four, self.keys_each)
             r.drops.bits[0], r.drops.bits[1] = first, second
             pin_bits(first ^ second, r.dq_target)

@@ -127,8 +127,8 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     if features.varlen:
         return config(features, long)
     group = problem.heads_q // problem.heads_kv
-    if features.columns:
-        return config(features, long)  # whose heads may have masks of their own
+    if features.columns or features.dropout:
+        return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
     return config(features, long, pack_gqa(problem.seqlen_q, group, config(features, long).tile_m))
 
 
@@ -189,7 +189,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    if softcap or features.columns or (features.dropout and tile_m < 128) or (left and tile_m == 80):  # registers leave no room for more
+    if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
@@ -18,6 +19,9 @@ from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
+
+
+FOUR = 4  # keys that share the words of a Philox counter
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -67,6 +71,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     numbers = _numbers(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
     like_out, like_lse = _like(out_shape, q.dtype, device), _like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
+    dropout = dropped(args, first)
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
@@ -76,7 +81,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if sink is not None:
             sink = sink.float().contiguous()
         parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # not read: of the type
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout, *numbers))
         return out, lse
 
     return launch
@@ -100,7 +105,7 @@ def _bind_columns(
     shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
     blocks = min(processors(index), m_blocks * batch * heads)
     numbers = _numbers(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
-    mask = column_mask(args)
+    mask, dropout = column_mask(args), dropped(args)
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
@@ -108,7 +113,7 @@ def _bind_columns(
         if sink is not None:
             sink = sink.float().contiguous()
         counter = _counter(device)
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, mask, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, mask, dropout, *numbers))
         return out, lse
 
     return launch
@@ -125,6 +130,23 @@ def column_mask(args: AttentionArgs) -> tuple[Tensor | int, ...]:
     some = some.contiguous()
     given = [some if t is None else t.contiguous() for t in vectors]
     return *given, args.bounds, sum(1 << i for i, t in enumerate(vectors) if t is not None)
+
+
+def dropped(args: AttentionArgs, first: int = 0) -> tuple[Tensor | float, ...] | None:
+    """What a module takes of dropout, of a call without its keys before ``first``: the seed's two words and three numbers."""
+    if args.dropout_seed is None or not args.dropout_p:
+        return None
+    words = args.dropout_seed.reshape(1).view(torch.int32)
+    return words, philox.signed_threshold(args.dropout_p), 1.0 / (1.0 - args.dropout_p), first // FOUR
+
+
+def parts_fours(args: AttentionArgs) -> bool:
+    """Whether kernels may begin between keys that share Philox's words: behind those that no query sees."""
+    if not args.dropout_p or args.left is None or args.lts is not None or args.ute is not None:
+        return False
+    if args.cu_seqlens_q is not None:
+        return args.cu_seqlens_k is not None or args.left < 0
+    return seen(args.q.shape[1], args.k.shape[1], args.left, args.right)[0] % FOUR > 0
 
 
 def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,6 +191,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     readable = all(map(stepped, (q, args.k, args.v)))
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
+    dropout = dropped(args)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None
@@ -184,7 +207,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
-        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, None, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, None, dropout, *numbers))
         return out, lse
 
     return launch
@@ -262,9 +285,10 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         packed = (None, None, None, counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 1, 8), 0
     numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
+    dropout = dropped(args)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, *numbers))
+    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, *numbers))
 
 
 def _numbers(
@@ -290,7 +314,7 @@ def _function(
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
     features, long = Features.of_args(args), seqlen_k >= LONG
     variant = config(features, long)
-    each = 0 if few is None or features.columns else pack_gqa(*few, variant.tile_m)
+    each = 0 if few is None or features.columns or features.dropout else pack_gqa(*few, variant.tile_m)
     if each:
         variant = config(features, long, each)
     function = _ready.get(variant.spec.name)

@@ -13,7 +13,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import column_mask, filled, processors
+from warploom.attention.hopper.run import column_mask, dropped, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -39,6 +39,7 @@ def backward(
     dq, dk, dv = map(_like, (q, k, v))
     gradients: tuple[Tensor, ...] = dq, dk, dv
     left, right = args.left, args.right
+    cut = 0  # keys before those that any query sees
     columns = NO_COLUMNS if args.lts is None and args.ute is None else column_mask(with_bounds(args))
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
@@ -49,6 +50,7 @@ def backward(
             for t in (dk, dv):
                 t[:, :first].zero_()
                 t[:, end:].zero_()
+            cut = first
             k, v, *keys = (t[:, first:end] for t in (k, v, dk, dv))
             gradients = (dq, *keys)
             left = None if left is None else left - (seqlen_k - end)
@@ -77,7 +79,8 @@ def backward(
         )
     inputs = (q, k, v, out, dout, lse, dlse)
     band = left, right
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, band, together, split, each, columns=columns)
+    options = {"columns": columns, "dropout": dropped(args, cut)}
+    workspace = _launch(function, variant, args, tiles, inputs, gradients, band, together, split, each, **options)
     delta = None
     if args.sink is not None:
         stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
@@ -115,7 +118,8 @@ def warm(args: AttentionArgs) -> None:
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 1, 8)), 0
-    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts, columns=columns)
+    band, options = (args.left, args.right), {"columns": columns, "dropout": dropped(args)}
+    _launch(function, variant, args, tiles, inputs, gradients, band, 1, starts=starts, **options)
 
 
 def _packed(
@@ -135,7 +139,8 @@ def _packed(
     tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
     inputs = (q, k, v, out, dout, lse, dlse)
     together = min(k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
-    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), together, starts=starts)
+    band, dropout = (args.left, args.right), dropped(args)
+    _launch(function, variant, args, tiles, inputs, gradients, band, together, starts=starts, dropout=dropout)
     if args.sink is None:
         return dq, dk, dv, _dsink(args, dlse, None, lse)
     delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
@@ -178,6 +183,7 @@ def _launch(
     each: int = 1,
     starts: tuple[Tensor | None, ...] = (None, None, None),
     columns: tuple[Tensor | int | None, ...] = NO_COLUMNS,
+    dropout: tuple[Tensor | float, ...] | None = None,
 ) -> Tensor:
     """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
 
@@ -197,7 +203,7 @@ def _launch(
     left, right = map(reach, band)
     with on_device(q):
         function(
-            *views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns,
+            *views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout,
             args.scale, args.softcap, left, right, together, processors(q.get_device()), split, each,
         )  # fmt: skip
     return workspace

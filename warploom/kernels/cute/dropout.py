@@ -109,25 +109,23 @@ def bits_of_rows(dropout, head, batch, query, four, columns):
 # r + 8 four others
 
 
-def keys_of_columns(dropout: Any, head: Any, batch: Any, key: Any) -> tuple[Any, list[Any]]:
-    """What ``bits_of_columns`` takes of a head and of the warp's 16 keys; ``key``: this thread's first.
+@cute.jit
+def bits_of_columns(dropout, read_seed, head, batch, key, query):
+    """Bit 16 i + c: whether element (i, c) of this thread is kept, of 64 queries from ``query`` on; ``key``: its first.
 
     Of the four lanes with the same keys the first computes rows r of even columns, the second rows r + 8, the other two the
-    same of odd columns.
+    same of odd columns. ``read_seed`` gives the seed's two words; it is called twice, so that registers hold half of the
+    counters at a time.
     """
+    lane, least, seed = cute.arch.lane_idx(), dropout.least, read_seed()
     head_high, head_low = head_part(head)
-    four = key // 4 + dropout.first + cute.arch.lane_idx() // 4 % 2 * 2
-    return head_high, keys_part(dropout.seed, head_low, batch, four)
-
-
-@cute.jit
-def bits_of_columns(dropout, keys, head_high, query):
-    """Bit 16 i + c: whether element (i, c) of this thread is kept, of 64 queries from ``query`` on."""
-    seed, least, lane = dropout.seed, dropout.least, cute.arch.lane_idx()
+    keys = keys_part(seed, head_low, batch, key // 4 + dropout.first + lane // 4 % 2 * 2)
     fourth = lane // 4 % 4
     query = query + lane % 4 * 2 + fourth // 2
     fields = [Int32(0), Int32(0)]  # half words of the first and second key, of the third and fourth
     for g in cutlass.range_constexpr(8):
+        if const_expr(g == 4):
+            seed = read_seed()
         words = four_words(seed, query_part(seed, head_high, query + 8 * g), keys)
         for n in cutlass.range_constexpr(4):
             fields[n // 2] = with_bit(fields[n // 2], n % 2 * 16 + 2 * g, words[n], least)
