@@ -157,8 +157,6 @@ class BackwardBase:
         # So many fours of exponentials are computed before the wait for dP: half of them, which leaves others to run beside
         # what follows it. Measured: of 64, 16384 keys full in 10.1 ms without, half 9.5, all 9.8; 128 8.39, all 8.53; 96 equal.
         self.held = 0 if config.softcap else config.tile_m // (8 if config.head_dim == 96 else 16)
-        # Dropout's bits are found while S and dP are computed, but where registers do not hold both.
-        self.kept_first = config.columns and config.head_dim > 96
         self.dims = config.head_dim_v, config.head_dim  # columns of dV and dK
         # P is computed times 2^lift: it passes as fp16, which has eleven bits between 2^-14 and 2^16. It may exceed 1 where
         # scores are so large that they differ by rounding from those that lse was computed from.

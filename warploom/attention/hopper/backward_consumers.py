@@ -367,8 +367,6 @@ class Consumers(ColumnWalk, DropoutSteps):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
-        if const_expr(self.kept_first):
-            self.find_kept(r, m)
         if const_expr(self.ping_pong):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
@@ -381,8 +379,7 @@ class Consumers(ColumnWalk, DropoutSteps):
             self.pass_ping_pong(r.group)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m)
-        if const_expr(not self.kept_first):
-            self.find_kept(r, m)
+        self.find_kept(r, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)

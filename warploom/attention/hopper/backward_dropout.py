@@ -83,7 +83,7 @@ class DropoutSteps(BackwardBase):
     def elements(self) -> list[tuple[int, int]]:
         """Pairs of an accumulator's columns and their rows, (first column, row), in the order of its registers; or of the bits."""
         columns = range(0, self.tile_m // 4, 2)
-        if self.config.dropout:
+        if self.config.dropout and not self.config.pair:
             return [(c + n, i) for n in range(0, len(columns) * 2, 16) for i in range(2) for c in range(0, 16, 2)]
         return [(c, i) for c in columns for i in range(2)]
 

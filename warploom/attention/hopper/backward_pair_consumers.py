@@ -163,10 +163,10 @@ class PairConsumers(PairBase, Consumers):
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
         if const_expr(not self.config.dropout):
             level = self.statistics(r, stage, 0)
-        self.find_kept(r, m)
         if j > r.begin:
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
+        self.find_kept(r, m)
         if const_expr(self.config.dropout):  # not before: Philox needs the registers
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)

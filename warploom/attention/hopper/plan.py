@@ -179,8 +179,8 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 def takes_columns(features: Features) -> bool:
     """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
     small = features.head_dim <= 128 and features.head_dim_v <= 128
-    capped = features.softcap and max(features.head_dim, features.head_dim_v) > 96
-    return small and not (capped or features.varlen or features.used or features.deterministic)
+    full = (features.softcap or features.dropout) and max(features.head_dim, features.head_dim_v) > 96  # of registers
+    return small and not (full or features.varlen or features.used or features.deterministic)
 
 
 @cache
@@ -191,8 +191,8 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
     if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
-    if softcap and tile_n == 112:
-        tile_n = 96  # its constants would spill
+    if (softcap or features.dropout) and tile_n == 112:
+        tile_n = 96  # constants, or Philox, would spill
     claims = short and features.right and not (left or deterministic or features.used or features.columns)
     return BackwardConfig(
         features.dtype_name,
