@@ -1,4 +1,4 @@
-"""The bits that threads of a Hopper accumulator compute and exchange, in the kernel's own text, against the definition of dropout.
+"""The bits that threads of a Hopper accumulator compute and exchange, in the kernel's own text, against dropout's definition.
 
 A number of a kernel is an array here, of the 32 lanes of a warp.
 """

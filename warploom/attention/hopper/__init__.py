@@ -19,6 +19,7 @@ from warploom.attention.hopper.plan import (
     config_for,
     is_short,
     takes_columns,
+    takes_dropout,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
@@ -49,6 +50,8 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     features = Features.of(problem, dlse)
     if features.columns and not takes_columns(features):
         return "has no kernel for this column mask"
+    if not takes_dropout(features):
+        return "has no kernel for dropout beside a softcap"
     return _module_refusal(short, True, *features)
 
 
@@ -87,7 +90,7 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
     features, short = described(args, dlse)
-    if features.columns and not takes_columns(features):
+    if (features.columns and not takes_columns(features)) or not takes_dropout(features):
         return False
     return _module_refusal(short, True, *features) is None
 

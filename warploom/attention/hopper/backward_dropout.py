@@ -35,7 +35,12 @@ class DropoutSteps(BackwardBase):
         if not self.config.dropout:
             return None
         given = work.given if isinstance(work, Work) else work
-        return Drops(given=given.dropout, seed=given.shared.seed, head=cute.make_rmem_tensor(3, Int32), bits=cute.make_rmem_tensor(2, Int32))
+        return Drops(
+            given=given.dropout,
+            seed=given.shared.seed,
+            head=cute.make_rmem_tensor(3, Int32),
+            bits=cute.make_rmem_tensor(2, Int32),
+        )
 
     @cute.jit
     def store_seed(self, warp, shared, dropout):

@@ -11,7 +11,10 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "schedule")),
-    *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "dropout", "epilogue", "fields", "instructions")),
+    *(
+        f"kernels/cute/{file}.py"
+        for file in ("arguments", "barriers", "basics", "dropout", "epilogue", "fields", "instructions")
+    ),
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )

@@ -69,7 +69,9 @@ class Consumers(ForwardBase):
     # The tiles of a block
 
     @cute.jit
-    def compute(self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right):
+    def compute(
+        self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+    ):
         """64 rows of every query tile of this block."""
         config = self.config
         dense_seqlen_k = k_shape[0]
@@ -329,7 +331,9 @@ class Consumers(ForwardBase):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offsets[r])
-                rows[r, c] = kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p) if self.config.dropout else p
+                rows[r, c] = (
+                    kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p) if self.config.dropout else p
+                )
                 sums[c % 2] = sums[c % 2] + p
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
                     self.finish_pv(sums[0] + sums[1], work.shared, v_empty)

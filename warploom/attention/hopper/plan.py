@@ -53,10 +53,14 @@ TILINGS = {
         dropout=Tile(2, 128, 3, "early"),
         softcap=Tile(2, 128),
     ),
-    (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), dropout=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
+    (96, 96): Tiling(
+        Tile(3, 112), columns=Tile(2, 128), dropout=Tile(2, 128), softcap=Tile(2, 112)
+    ),  # 4096 keys: 650, early no better
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
-    (192, 192): Tiling(Tile(2, 112), columns=Tile(2, 64), dropout=Tile(2, 96)),  # as wide as shared memory allows, here and below
+    (192, 192): Tiling(
+        Tile(2, 112), columns=Tile(2, 64), dropout=Tile(2, 96)
+    ),  # as wide as shared memory allows, here and below
     # Early and ping-pong no better. 1024 keys causal: 1.03 of 80 keys.
     (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64), columns=Tile(2, 64)),
 }
@@ -181,6 +185,11 @@ def takes_columns(features: Features) -> bool:
     small = features.head_dim <= 128 and features.head_dim_v <= 128
     full = (features.softcap or features.dropout) and max(features.head_dim, features.head_dim_v) > 96  # of registers
     return small and not (full or features.varlen or features.used or features.deterministic)
+
+
+def takes_dropout(features: Features) -> bool:
+    """Whether the backward has a kernel for this call's dropout: beside a softcap to head_dim 64, else registers spill."""
+    return not (features.dropout and features.softcap and max(features.head_dim, features.head_dim_v) > 64)
 
 
 @cache

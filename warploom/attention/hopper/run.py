@@ -20,7 +20,6 @@ from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
 
-
 FOUR = 4  # keys that share the words of a Philox counter
 
 
@@ -62,7 +61,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
-    if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
+    if variant.split and args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
         n_blocks = -(-(end - first) // variant.tile_n)
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
@@ -80,7 +79,9 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
-        parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # not read: of the type
+        parts = lse if variant.split else None  # not read: of the type
+        if split:
+            parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
         _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout, *numbers))
         return out, lse
 

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import bytes_of, with_bit, word, xor3, wide_product
+from warploom.kernels.cute.instructions import bytes_of, wide_product, with_bit, word, xor3
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
