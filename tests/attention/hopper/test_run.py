@@ -184,21 +184,22 @@ def test_dropout_counts_keys_that_are_not_handed_over(window: tuple[int, int]) -
 def test_kernels_do_not_begin_between_keys_that_share_words() -> None:
     q, cu = torch.zeros(1, 40, 2, 16).half(), torch.tensor([0, 5, 40], dtype=torch.int32)
     k, cu_k = torch.zeros(1, 100, 2, 16).half(), torch.tensor([0, 15, 100], dtype=torch.int32)
+    given = {"dropout_seed": 1}
     for window, dropout_p, want in (
         ((12, 0), 0.5, False),
         ((13, 0), 0.5, True),
         ((13, 0), 0.0, False),
         ((None, 3), 0.5, False),
     ):
-        assert run.parts_fours(dense_args(q, k, k, window=window, dropout_p=dropout_p, dropout_seed=1)) == want
-    for window, starts, want in (
+        assert run.parts_fours(dense_args(q, k, k, window=window, dropout_p=dropout_p, **given)) == want
+    for band, starts, want in (
         ((12, 0), (cu,), False),
         ((-3, 9), (cu,), True),
         ((12, 0), (cu, cu_k), True),
         (None, (cu, cu_k), False),
     ):
         keys = q[0] if len(starts) == 1 else k[0]
-        assert run.parts_fours(varlen_args(q[0], keys, keys, *starts, window=window, dropout_p=0.5, dropout_seed=1)) == want
+        assert run.parts_fours(varlen_args(q[0], keys, keys, *starts, window=band, dropout_p=0.5, **given)) == want
 
 
 def test_far_bands_fit_32_bits() -> None:

@@ -44,7 +44,7 @@ class DropoutSteps(BackwardBase):
 
     @cute.jit
     def store_seed(self, warp, shared, dropout):
-        """The seed in shared memory, from where every step reads it: so that its bits are found behind what is issued before."""
+        """The seed in shared memory. Every step reads it there, so that its bits are found behind what is issued before."""
         if const_expr(self.config.dropout):  # noqa: SIM102
             if warp == LOADER:
                 with cute.arch.elect_one():
@@ -86,7 +86,7 @@ class DropoutSteps(BackwardBase):
                 pin_bits(bits, r.ds_target)
 
     def elements(self) -> list[tuple[int, int]]:
-        """Pairs of an accumulator's columns and their rows, (first column, row), in the order of its registers; or of the bits."""
+        """(First column, row) of an accumulator's pairs of columns, in the order of its registers, or of the bits."""
         columns = range(0, self.tile_m // 4, 2)
         if self.config.dropout and not self.config.pair:
             return [(c + n, i) for n in range(0, len(columns) * 2, 16) for i in range(2) for c in range(0, 16, 2)]

@@ -282,6 +282,12 @@ class Consumers(ForwardBase):
                 for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
                     rows[r, c] = rows[r, c] * correction[r]
 
+    def keep(self, work: Any, r: int, c: int, p: Any) -> Any:
+        """P of an element if dropout keeps it, else 0."""
+        if not self.config.dropout:
+            return p
+        return kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p)
+
     def note_tile(self, work: Any, n: Any) -> None:
         """For dropout, the number of the key tile that is next, where steps do not count them."""
         if self.config.dropout:
@@ -331,9 +337,7 @@ class Consumers(ForwardBase):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offsets[r])
-                rows[r, c] = (
-                    kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p) if self.config.dropout else p
-                )
+                rows[r, c] = self.keep(work, r, c, p)
                 sums[c % 2] = sums[c % 2] + p
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
                     self.finish_pv(sums[0] + sums[1], work.shared, v_empty)

@@ -3,8 +3,8 @@
 Philox makes four words of a counter (key // 4, query, head, batch), one for each of four neighbouring keys, but no thread holds
 four. So threads that share counters each compute some of them, compare all four words, and exchange bits, not words.
 
-Of the ten rounds the first two and a half depend on the query or on the keys alone, but for one exclusive or: a counter costs 15
-wide products and 17 of three-way exclusive or, once its ``query_part`` and its ``keys_part`` are there.
+Much of the first three rounds depends on the query or on the keys alone: a counter costs 15 wide products and 17 times an
+exclusive or, once its ``query_part`` and its ``keys_part`` are there.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def bits_of_rows(dropout, head, batch, query, four, columns):
     return choose(odd == 1, found, own), choose(odd == 1, own, found)
 
 
-# Accumulators whose rows are keys: lanes l, l + 4, l + 8, l + 12 hold four neighbouring keys of the same queries, and their rows
-# r + 8 four others
+# Accumulators whose rows are keys: lanes l, l + 4, l + 8 and l + 12 hold four neighbouring keys of the same queries in rows r,
+# four others in rows r + 8
 
 
 @cute.jit
