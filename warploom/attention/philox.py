@@ -21,6 +21,12 @@ def threshold(dropout_p: float) -> int:
     return min(int(dropout_p * 2**32), _WORD)
 
 
+def signed_threshold(dropout_p: float) -> int:
+    """The int32 of the same bits, as kernels take it."""
+    word = threshold(dropout_p)
+    return word - 2**32 if word >= 2**31 else word
+
+
 def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit words (held in int64) for broadcastable int64 counters and an int64 scalar seed."""
     c0, c1, c2, c3 = counter

@@ -72,9 +72,7 @@ def forward(
     return launch(traced, values, names, grid=blocks, words=words, reads=config.columns)
 
 
-def column_mask(
-    names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int
-) -> tuple[dict[str, Any], dict[int, int]]:
+def column_mask(names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> tuple[dict[str, Any], dict[int, int]]:
     """The parameters of a column mask, and what its vectors and bounds hold."""
     bounds = column_bounds(mask, seqlen_q, seqlen_k, 64, "cpu").contiguous()
     given = {"lts": mask.lts, "lte": mask.lte, "uts": mask.uts, "ute": mask.ute}

@@ -10,7 +10,7 @@ import torch
 
 from tests.compiled import Built, machine_code
 from warploom.attention.features import Features
-from warploom.attention.hopper.plan import backward_config, backward_set, config
+from warploom.attention.hopper.plan import BACKWARD_TILES, TILINGS, backward_config, backward_set, config
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
@@ -24,6 +24,13 @@ CORE = {
     "head_dim 64, packed, causal": config(Features(BF16, 64, 64, right=True, varlen=True, used=True), long=False),
     "head_dim 256, window, softcap, sink": config(
         Features(BF16, 256, 256, right=True, left=True, softcap=True, sink=True), long=False
+    ),
+    **{
+        f"head_dims {a} and {b}, causal, dropout": config(Features(BF16, a, b, right=True, dropout=True), long=True)
+        for a, b in TILINGS
+    },
+    "head_dim 128, packed, window, dropout": config(
+        Features(FP16, 128, 128, right=True, left=True, varlen=True, used=True, dropout=True), long=False
     ),
 }
 
@@ -66,6 +73,14 @@ BACKWARD = {
     "head_dim 256, causal": backward_config(Features(BF16, 256, 256, right=True), short=False),
     "head_dim 192 and 128, packed, window, deterministic": backward_config(
         Features(FP16, 192, 128, right=True, left=True, varlen=True, used=True, deterministic=True), short=False
+    ),
+    **{
+        f"head_dims {a} and {b}, causal, dropout": backward_config(Features(BF16, a, b, right=True, dropout=True), short=False)
+        for a, b in BACKWARD_TILES
+    },
+    "head_dim 128, dropout": backward_config(Features(FP16, 128, 128, dropout=True), short=False),
+    "head_dim 128, packed, causal, dropout": backward_config(
+        Features(BF16, 128, 128, right=True, varlen=True, dropout=True), short=False
     ),
 }
 

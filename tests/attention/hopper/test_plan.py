@@ -107,7 +107,6 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
         ({"head_dim_v": 264}, "8 to 256"),
         ({"layout": "paged"}, "pages"),
         ({"columns": ("lts",), "layout": "varlen"}, "column mask of packed sequences"),
-        ({"dropout": True}, "dropout"),
     ],
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:

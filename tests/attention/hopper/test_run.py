@@ -27,8 +27,8 @@ from warploom.masks.tiles import column_bounds
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
-DENSE = [name for name in CASES if "dropout" not in name and "scale" not in name]
-VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
+DENSE = [name for name in CASES if "scale" not in name]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("pages", "column", "vectors"))]
 NAN = float("nan")
 PROCESSORS = 5  # few, so that small calls have more tiles than blocks
 
@@ -41,7 +41,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
         cu_q: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None, counter: Tensor | None, parts: Tensor | None,
-        mask: tuple[Any, ...] | None,
+        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None,
         scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
@@ -70,6 +70,10 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if mask is not None:
             assert counter is not None and not counter.any()
             options["mask"] = column_mask(mask, q.shape[1])
+        assert (dropout is not None) == variant["dropout"] and not (dropout and config.pack_gqa)
+        if dropout is not None:
+            options["dropout_seed"], options["dropout_p"], first = told(dropout)
+            k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, first, 0)) for t in (k, v))  # keys that the band hides
         if cu_q is None:
             found = warploom.attention(q, k, v, **options)
         else:
@@ -84,6 +88,15 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         lse.copy_(found[1])
 
     return call
+
+
+def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
+    """Seed, probability and first key that a module is handed."""
+    words, least, scale, fours = dropout
+    assert words.dtype == torch.int32 and words.shape == (2,) and words.is_contiguous()
+    dropout_p = least % 2**32 / 2**32
+    assert -(2**31) <= least < 2**31 and scale == pytest.approx(1.0 / (1.0 - dropout_p))
+    return words.view(torch.int64), dropout_p, 4 * fours
 
 
 def column_mask(given: tuple[Any, ...], seqlen_q: int) -> ColumnMask:
@@ -188,6 +201,36 @@ def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, i
     found = run.forward(dense_args(q, k, v, window=window))
     assert not found[0].isnan().any()
     assert_same(found, want)
+
+
+@pytest.mark.parametrize("window", [(12, 0), (20, -5), (0, 3)])
+def test_dropout_counts_keys_that_are_not_handed_over(window: tuple[int, int]) -> None:
+    q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
+    options: dict[str, Any] = {"window": window, "dropout_p": 0.4, "dropout_seed": 2**61 + 5}
+    want = warploom.attention(q, k, v, return_lse=True, backend="reference", **options)
+    assert seen(40, 100, *window)[0] > 0
+    assert_same(run.forward(dense_args(q, k, v, **options)), want)
+
+
+def test_kernels_do_not_begin_between_keys_that_share_words() -> None:
+    q, cu = torch.zeros(1, 40, 2, 16).half(), torch.tensor([0, 5, 40], dtype=torch.int32)
+    k, cu_k = torch.zeros(1, 100, 2, 16).half(), torch.tensor([0, 15, 100], dtype=torch.int32)
+    given = {"dropout_seed": 1}
+    for window, dropout_p, want in (
+        ((12, 0), 0.5, False),
+        ((13, 0), 0.5, True),
+        ((13, 0), 0.0, False),
+        ((None, 3), 0.5, False),
+    ):
+        assert run.parts_fours(dense_args(q, k, k, window=window, dropout_p=dropout_p, **given)) == want
+    for band, starts, want in (
+        ((12, 0), (cu,), False),
+        ((-3, 9), (cu,), True),
+        ((12, 0), (cu, cu_k), True),
+        (None, (cu, cu_k), False),
+    ):
+        keys = q[0] if len(starts) == 1 else k[0]
+        assert run.parts_fours(varlen_args(q[0], keys, keys, *starts, window=band, dropout_p=0.5, **given)) == want
 
 
 def test_far_bands_fit_32_bits() -> None:

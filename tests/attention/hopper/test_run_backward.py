@@ -14,6 +14,7 @@ from torch import Tensor
 
 import warploom
 from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
+from tests.attention.hopper.test_run import told
 from tests.attention.packed import PACKED, Packed
 from tests.plain import parameters
 from warploom.attention import hopper, reference
@@ -22,6 +23,7 @@ from warploom.attention.band import seen
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
+from warploom.attention.philox import keep_mask
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import tiles
 from warploom.masks.intervals import ResolvedMask
@@ -29,8 +31,8 @@ from warploom.masks.visible import visible
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
-DENSE = [name for name in CASES if not any(word in name for word in ("dropout", "scale"))]
-VARLEN = [name for name in PACKED if not any(word in name for word in ("dropout", "pages", "column", "vectors"))]
+DENSE = [name for name in CASES if "scale" not in name]
+VARLEN = [name for name in PACKED if not any(word in name for word in ("pages", "column", "vectors"))]
 NAN = float("nan")
 PROCESSORS = 7
 
@@ -42,8 +44,10 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def one(
         q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
         scale: float, softcap: float, left: int, right: int, masked: Tensor | None = None,
+        dropout: tuple[Any, ...] | None = None, sequence: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of (batch, seqlen, heads, dim) in fp64, given lse and delta (batch, heads, seqlen)."""
+        assert (dropout is not None) == variant["dropout"]
         group = q.shape[2] // k.shape[2]
         q, k, v, dout = (t.double().transpose(1, 2) for t in (q, k, v, dout))
         keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -56,8 +60,14 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         hidden = (distance < -right) & variant["right"] | (distance > left) & variant["left"]
         hidden = hidden if masked is None else hidden | masked
         p = (s - lse[..., None]).masked_fill(hidden | (lse == -torch.inf)[..., None], -torch.inf).exp()
-        ds = p * (dout @ values.transpose(-1, -2) - delta[..., None]) * slope * scale
-        parts = ds @ keys, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+        keep = torch.ones_like(s)
+        if dropout is not None:
+            dropout_seed, dropout_p, begin = told(dropout)
+            batch = torch.arange(s.shape[0]) if sequence is None else torch.tensor([sequence])
+            rows, cols = torch.arange(s.shape[2]), begin + torch.arange(s.shape[3])
+            keep = keep_mask(dropout_seed, dropout_p, batch, torch.arange(s.shape[1]), rows, cols) / (1.0 - dropout_p)
+        ds = p * (keep * (dout @ values.transpose(-1, -2)) - delta[..., None]) * slope * scale
+        parts = ds @ keys, ds.transpose(-1, -2) @ q, (keep * p).transpose(-1, -2) @ dout
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -84,7 +94,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def packed(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        scale: float, softcap: float, left: int, right: int,
+        dropout: tuple[Any, ...] | None, scale: float, softcap: float, left: int, right: int,
     ) -> None:  # fmt: skip
         assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
         config, dim, dim_v = BackwardConfig(**variant), dq.shape[-1], dv.shape[-1]
@@ -100,7 +110,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             d = d if used is None else c + int(used[n])
             delta = (dout[a:b].double() * out[a:b].double()).sum(-1).T - (0 if dlse is None else dlse[:, a:b])
             parts = (t[None] for t in (q[a:b], k[c:d], v[c:d], dout[a:b], lse[:, a:b].double(), delta))
-            for t, found in zip((dq[a:b], dk[c:d], dv[c:d]), one(*parts, scale, softcap, left, right), strict=True):
+            gradients = one(*parts, scale, softcap, left, right, dropout=dropout, sequence=n)
+            for t, found in zip((dq[a:b], dk[c:d], dv[c:d]), gradients, strict=True):
                 t.copy_(found[0])
 
     def call(
@@ -108,7 +119,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None,
-        bounds: Tensor | None, present: int | None,
+        bounds: Tensor | None, present: int | None, dropout: tuple[Any, ...] | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
@@ -117,7 +128,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
         if cu_q is not None:
             carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, sums)
-            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, scale, softcap, left, right)
+            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, dropout, scale, softcap, left, right)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
         assert (softcap != 0.0) == variant["softcap"]
@@ -138,7 +149,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             masked = masked.repeat_interleave(q.shape[2] // masked.shape[1], 1)
         else:
             assert (lts, lte, uts, ute, bounds, present) == (None,) * 6
-        options = (scale, softcap, left, right, masked)
+        options = (scale, softcap, left, right, masked, dropout)
         stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, sums, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
@@ -323,7 +334,7 @@ def test_which_calls_go_in_waves(shape: tuple[int, ...], monkeypatch: pytest.Mon
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
         names.append(spec.name)
-        return lambda *arguments: given.extend(arguments[24:])
+        return lambda *arguments: given.extend(arguments[25:])
 
     monkeypatch.setattr(modules, "load", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
@@ -371,7 +382,7 @@ def test_which_packed_calls_claim_tiles(
     given: list[Any] = []
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
-        return lambda *arguments: given.extend((spec.name, arguments[24]))
+        return lambda *arguments: given.extend((spec.name, arguments[25]))
 
     monkeypatch.setattr(modules, "load", load)
     q, cu = torch.empty(5000, 8, 128, dtype=torch.float16), torch.tensor([0, 300, 300, 600], dtype=torch.int32)

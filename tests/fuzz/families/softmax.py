@@ -40,7 +40,7 @@ class Limits:
 
 LIMITS = {
     "triton": Limits(dims=(16, 256, 8)),
-    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), columns=("dense",), dropout=False, paged=False),
+    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), columns=("dense",), paged=False),
     "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=(), dropout=False, packed=False, paged=False),
     "cpu": Limits(),
     "reference": Limits(dtypes=("float16", "bfloat16", "float32", "float64")),

@@ -19,6 +19,7 @@ from warploom.attention.hopper.plan import (
     config_for,
     is_short,
     takes_columns,
+    takes_dropout,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
@@ -49,6 +50,8 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     features = Features.of(problem, dlse)
     if features.columns and not takes_columns(features):
         return "has no kernel for this column mask"
+    if not takes_dropout(features):
+        return "has no kernel for dropout beside a softcap"
     return _module_refusal(short, True, *features)
 
 
@@ -78,13 +81,16 @@ for _function in (_examine, _module_refusal):
 
 
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
+    from warploom.attention.hopper.run import parts_fours
     from warploom.attention.hopper.run_backward import described
 
+    if parts_fours(args):
+        return False
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
     features, short = described(args, dlse)
-    if features.columns and not takes_columns(features):
+    if (features.columns and not takes_columns(features)) or not takes_dropout(features):
         return False
     return _module_refusal(short, True, *features) is None
 
@@ -102,7 +108,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Backend):
-    """Dense and packed calls in 16 bits, up to 256 dims a head, without dropout; column masks of dense ones."""
+    """Dense and packed calls in 16 bits, up to 256 dims a head; column masks of dense ones."""
 
     name = NAME
 
@@ -121,8 +127,6 @@ class Hopper(Backend):
             return "takes no pages"
         if problem.columns and problem.layout != "dense":
             return "takes no column mask of packed sequences"
-        if problem.dropout:
-            return "has no dropout"
         if problem.q_offset:
             return "has no query offsets yet"
         if problem.backward and dispatch.following(NAME, problem) is None:
@@ -176,7 +180,10 @@ class Hopper(Backend):
             # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
             return _next(args, False).forward(args)
         from warploom.attention.hopper.run import forward as run
+        from warploom.attention.hopper.run import parts_fours
 
+        if parts_fours(args):
+            return _next(args, False).forward(args)
         return run(args)
 
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -186,6 +193,8 @@ class Hopper(Backend):
         behind sink.
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
+            return None
+        if args.dropout_p:  # the next call's seed may be another
             return None
         from warploom.attention.hopper.run import bind as run
 

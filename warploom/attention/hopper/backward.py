@@ -38,6 +38,7 @@ from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
 from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.columns import columns_of
+from warploom.kernels.cute.dropout import dropout_of
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers
 from warploom.kernels.cute.tiles import tile_layout, tma_load
@@ -89,6 +90,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         ute: cute.Tensor | None,
         bounds: cute.Tensor | None,
         present: Int32 | None,
+        dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -126,8 +128,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             views = [ragged(t) for t in views]
         self.launch(
             views, (dk, dv, sums, partial, stats, counters), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
-            (lts, lte, uts, ute, bounds, present), (scale, softcap, left, right, section), heads_q, (blocks, split, each),
-            stream,
+            (lts, lte, uts, ute, bounds, present), dropout, (scale, softcap, left, right, section), heads_q,
+            (blocks, split, each), stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
         unseen = None
@@ -143,6 +145,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
         columns: tuple[Any, ...],
+        dropout: tuple[Any, ...] | None,
         band: tuple[Any, ...],
         heads_q: Any,
         order: tuple[Any, Any, Any],
@@ -170,7 +173,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             deal = (total, Int32(0), each, Int32(1))
         self.kernel(
             tq, tk, tv, tdo, *buffers, tma_q, tma_k, tma_v, tma_do, *products,
-            *layouts, *sizes, *columns, *band, items, *deal,
+            *layouts, *sizes, *columns, dropout, *band, items, *deal,
         ).launch(
             grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -266,6 +269,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         ute: cute.Tensor | None,
         bounds: cute.Tensor | None,
         present: Int32 | None,
+        dropout: tuple[Any, ...] | None,
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -278,15 +282,17 @@ class HopperBackward(RowKernels, Producer, Consumers):
         steps: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        dropout = dropout_of(dropout)
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
         stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
+        seed_words = 2 if const_expr(self.config.dropout) else 0
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS + seed_words], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -310,7 +316,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
             v_start=storage.v.data_ptr(),
             q_start=storage.q.data_ptr(),
             do_start=storage.dout.data_ptr(),
+            seed=storage.words.data_ptr() + 2 * PACKED_WORDS,
         )
+        self.store_seed(warp, shared, dropout)
         self.init_barriers(warp, shared)
 
         given = StepCall(
@@ -332,6 +340,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             left=left,
             right=right,
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
+            dropout=dropout,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

@@ -55,6 +55,7 @@ class BackwardShared(Fields):
     stats: Any  # addresses
     ds_start: Any
     dq: Any
+    seed: Any  # of dropout, else None
     q: Any  # (row, head_dim, stage)
     dout: Any
     k: Any
@@ -79,6 +80,7 @@ class Call(Fields):
     left: Any
     right: Any
     columns: Any  # of the mask, or None
+    dropout: Any  # what the call says of it, or None
 
 
 class Work(Fields):
@@ -88,6 +90,7 @@ class Work(Fields):
     shared: Any
     group_size: Any  # query heads
     batch: Any
+    sequence: Any  # its number: the batch, or that of a packed one where dropout asks for it
     head: Any  # of the keys
     n_block: Any
     q_start: Any  # of a packed sequence
@@ -123,6 +126,7 @@ class Operands(Fields):
     rows_dp: Any
     limits: Any
     dq_target: Any
+    drops: Any  # what dropout keeps, or None
     row: Any  # this thread's first, and that + 8
     column: Any
 
@@ -147,9 +151,9 @@ class BackwardBase:
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
         self.slots = 2  # tiles of dS
         # Warpgroups issue S and dP one after the other, and dP begins at minus its rows' delta. Measured: +2 to 5 % at 96 and
-        # 128, to -6 % at 64. A softcap leaves no registers for the latter.
+        # 128, to -6 % at 64. A softcap leaves no registers for the latter; dropout comes between dP and them.
         self.ping_pong = config.head_dim > 64
-        self.fold = self.ping_pong and not config.softcap
+        self.fold = self.ping_pong and not (config.softcap or config.dropout)
         # So many fours of exponentials are computed before the wait for dP: half of them, which leaves others to run beside
         # what follows it. Measured: of 64, 16384 keys full in 10.1 ms without, half 9.5, all 9.8; 128 8.39, all 8.53; 96 equal.
         self.held = 0 if config.softcap else config.tile_m // (8 if config.head_dim == 96 else 16)
@@ -161,6 +165,7 @@ class BackwardBase:
         if config.columns:
             self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
+        self.numbered = config.dropout and config.varlen  # a block's words have its sequence where its batch, 0, stands else
 
     def init_both(self, shared: Any, releases: int) -> None:
         """The barriers of the rings of Q and dO, whose stages are free after so many releases."""
@@ -224,7 +229,7 @@ class BackwardBase:
         if not self.config.columns:
             query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
         work = self.work(given, group_size, n_block, head, batch, lengths, query_tiles, rising)
-        return work.but(whole=whole, hidden=hidden)
+        return work.but(whole=whole, hidden=hidden, sequence=sequence if self.config.varlen else batch)
 
     def work(
         self, given: Any, group_size: Any, n_block: Any, head: Any, batch: Any, lengths: Any, query_tiles: Any, rising: Any
@@ -236,6 +241,7 @@ class BackwardBase:
             shared=given.shared,
             group_size=group_size,
             batch=batch,
+            sequence=batch,
             head=head,
             n_block=n_block,
             q_start=q_start,
@@ -297,12 +303,17 @@ class BackwardBase:
         at = self.words_at(turn)
         words = [cute.arch.make_warp_uniform(given.shared.words[at + i]) for i in range(1, count)]
         head, batch, *tiles, rising = words[: DENSE_WORDS - 1]
+        sequence = batch
+        if self.numbered:
+            batch = Int32(0)
         seqlen_q, seqlen_k = given.seqlen_q, given.k_shape[0]
         lengths = [Int32(0), Int32(0), seqlen_q, seqlen_k, seqlen_k - seqlen_q, Int32(0)]
         if self.config.varlen:
             lengths = words[DENSE_WORDS - 1 :]
         group_size = given.q_shape[2] // given.k_shape[2]
-        return self.work(given, group_size, n_block, head, batch, lengths, tuple(tiles), rising).but(turn=turn, base=base)
+        return self.work(given, group_size, n_block, head, batch, lengths, tuple(tiles), rising).but(
+            turn=turn, base=base, sequence=sequence
+        )
 
     def words_at(self, turn: Any) -> Any:
         """Where the words of a block lie; some may be read again while the next block's are there."""

@@ -24,6 +24,7 @@ from warploom.attention.hopper.backward_base import (
     Operands,
 )
 from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_dropout import DropoutSteps
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.epilogue import quad_words, store_words
@@ -61,7 +62,7 @@ class StepOperands(Operands):
     past: Any  # the step past a block's last
 
 
-class Consumers(ColumnWalk):
+class Consumers(ColumnWalk, DropoutSteps):
     """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
 
     # A block
@@ -147,6 +148,7 @@ class Consumers(ColumnWalk):
                 m, onward = choose(rising, first, m), choose(rising, 1, -1)
             for length, masked in lengths:
                 for _ in cutlass.range(length * work.group_size, unroll=1):
+                    self.take_member(r, work, member)
                     self.step(r, m, j, masked)
                     j += 1
                     member += 1
@@ -160,9 +162,13 @@ class Consumers(ColumnWalk):
             begin = work.base - first
             for lower, upper, masked in parts:
                 for step in cutlass.range(begin + lower, begin + upper, unroll=1):
-                    self.step(r, Int32(0), step, masked)  # without a band all query tiles are masked alike
+                    m = Int32(0)  # without a band all query tiles are masked alike
+                    if const_expr(config.dropout):
+                        m = self.take_tile(r, work, step - begin)
+                    self.step(r, m, step, masked)
         else:
-            for _ in cutlass.range(work.group_size, unroll=1):
+            for member in cutlass.range(work.group_size, unroll=1):
+                self.take_member(r, work, member)
                 for lower, upper, masked in parts:
                     for m in cutlass.range(lower, upper, unroll=1):
                         self.step(r, m, j, masked)
@@ -241,7 +247,7 @@ class Consumers(ColumnWalk):
     @cute.jit
     def store_gradients(self, r, work, dk, dv, scale):
         row = work.n_block * self.tile_n + r.row
-        self.epilogue(r.acc_dv, dv, work, row, 0, Float32(1.0))
+        self.epilogue(r.acc_dv, dv, work, row, 0, Float32(self.kept_scale(r)))
         self.epilogue(r.acc_dk, dk, work, row, 0, scale)
 
     @cute.jit
@@ -318,6 +324,7 @@ class Consumers(ColumnWalk):
             columns=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
+            drops=self.drops(work),
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
@@ -339,6 +346,8 @@ class Consumers(ColumnWalk):
         m, tested, other = self.announced(words, stage)
         if other == 1:
             self.take_columns(r, self.again(work), words[self.step_word(stage) + 1])
+        if const_expr(self.config.dropout):
+            self.take_head(r, self.again(work), words[self.step_word(stage) + 1])
         if tested == 1:
             self.clear_unseeing(r, j)
             self.step(r, m, j, True, work)
@@ -361,7 +370,8 @@ class Consumers(ColumnWalk):
         if const_expr(self.ping_pong):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
-        if const_expr(not config.softcap):
+        late = config.softcap or config.dropout  # slopes, or Philox, leave no registers for statistics
+        if const_expr(not late):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
@@ -369,21 +379,22 @@ class Consumers(ColumnWalk):
             self.pass_ping_pong(r.group)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m)
+        self.find_kept(r, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)
-        if const_expr(config.softcap):  # whose slopes leave no registers for more
+        if const_expr(late):
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
         delta = None
-        if const_expr(not config.softcap and not self.fold):
+        if const_expr(not late and not self.fold):
             delta = self.statistics(r, stage, 1)
         for i in cutlass.range_constexpr(self.held):
             hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
-        if const_expr(config.softcap):
+        if const_expr(late):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
         pack(r.acc_dp, r.ds, self.dtype)
@@ -443,15 +454,15 @@ class Consumers(ColumnWalk):
                     for c in cutlass.range_constexpr(self.tile_m // 4):
                         r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
         p_words = words(r.p)
-        for c in cutlass.range_constexpr(0, self.tile_m // 4, 2):
-            for i in cutlass.range_constexpr(2):
-                p = []
-                for j in (0, 1):
-                    above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
-                    weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
-                    r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
-                    p.append(weight)
-                p_words[i + c] = pack16(p[0], p[1], self.dtype)
+        for c, i in self.elements():
+            p = []
+            for j in (0, 1):
+                above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
+                weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
+                passed = weight * slope if const_expr(self.config.softcap) else weight
+                r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)
+                p.append(self.keep(r, i, c + j, weight))
+            p_words[i + c] = pack16(p[0], p[1], self.dtype)
 
     @cute.jit
     def weigh(self, r, raw, level, masked):
@@ -473,12 +484,15 @@ class Consumers(ColumnWalk):
     @cute.jit
     def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
-        for c in cutlass.range_constexpr(self.tile_m // 4):
-            for i in cutlass.range_constexpr(2):
-                if const_expr(delta is None):
-                    r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
-                else:
-                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
+        if const_expr(self.config.dropout):
+            self.differentiate_kept(r, delta)
+        else:
+            for c in cutlass.range_constexpr(self.tile_m // 4):
+                for i in cutlass.range_constexpr(2):
+                    if const_expr(delta is None):
+                        r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
+                    else:
+                        r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
 
     @cute.jit
     def share(self, r, slot):

@@ -35,6 +35,7 @@ from warploom.attention.hopper.backward_pair_base import KEYS, PAIR, PARTS, VALU
 from warploom.attention.hopper.backward_pair_consumers import PairConsumers
 from warploom.attention.hopper.backward_pair_producer import PairProducer
 from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.dropout import dropout_of
 from warploom.kernels.cute.rings import Mbarriers, meet
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
@@ -49,6 +50,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
         columns: tuple[Any, ...],
+        dropout: tuple[Any, ...] | None,
         band: tuple[Any, ...],
         heads_q: Any,
         order: tuple[Any, Any, Any],
@@ -72,7 +74,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, counters, tma_q, tma_k, tma_v, tma_do, *self.products(),
-            *layouts, *sizes, *band,
+            *layouts, *sizes, dropout, *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -118,6 +120,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         m_blocks: Int32,
         pairs: Int32,
         batches: Int32,
+        dropout: tuple[Any, ...] | None,
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -125,6 +128,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         section: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        dropout = dropout_of(dropout)
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
@@ -162,11 +166,13 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             block_empty=barriers.take(),
             index=storage.index.data_ptr(),
             p=storage.p.data_ptr(),
+            seed=storage.index.data_ptr() + 2,
             other=placed(storage.other, half),
             halves_q=placed(storage.q, halves_q),
             halves_do=placed(storage.dout, halves),
             halves_k=placed(storage.k, halves),
         )
+        self.store_seed(warp, shared, dropout)
         self.init_barriers(warp, shared)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         given = PairCall(
@@ -184,6 +190,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             left=left,
             right=right,
             columns=None,
+            dropout=dropout,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

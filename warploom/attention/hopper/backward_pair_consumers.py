@@ -20,6 +20,7 @@ from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_pair_base import KEYS, OTHER, OWN, PARTS, VALUES, PairBase
 from warploom.kernels.cute.barriers import BackwardBarrier, PairBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
+from warploom.kernels.cute.dropout import kept
 from warploom.kernels.cute.instructions import from_half, pack16
 from warploom.kernels.cute.memory import bulk_send
 from warploom.kernels.cute.rings import release, release_other
@@ -102,6 +103,7 @@ class PairConsumers(PairBase, Consumers):
             ds_target=shared.ds_start + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8,
             p_target=shared.p + own * 4,
             dq_target=(shared.dq + role * (self.quarter // PARTS[VALUES]) + own * 4).align(16),
+            drops=self.drops(work),
             stats=(shared.stats + own % 4 * 2).align(8),
             row=own // 32 * 16 + lane // 4,  # key of the block, and that + 8
             column=own % 4 * 2,
@@ -151,7 +153,7 @@ class PairConsumers(PairBase, Consumers):
             warpgroup.wait_group(0)
             release(shared.k_empty)
             self.pass_dq(r, past - 1)
-        self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(2.0**-self.lift))
+        self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(2.0**-self.lift * self.kept_scale(r)))
 
     @cute.jit
     def step(self, r, m, j, masked):
@@ -159,10 +161,14 @@ class PairConsumers(PairBase, Consumers):
         shared = r.shared
         stage, _ = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
-        level = self.statistics(r, stage, 0)
+        if const_expr(not self.config.dropout):
+            level = self.statistics(r, stage, 0)
         if j > r.begin:
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
+        self.find_kept(r, m)
+        if const_expr(self.config.dropout):  # not before: Philox needs the registers
+            level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
         wait(PairBarrier.P_TAKEN, BOTH)
         self.release_both(r, shared.q_empty + stage)  # all lanes have read the row statistics
@@ -238,13 +244,21 @@ class PairConsumers(PairBase, Consumers):
         cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         delta = self.statistics(r, stage, 1)
         for at in cutlass.range_constexpr(cute.size(r.acc_s)):  # pairs of columns, rows, groups of 8 columns
-            r.acc_s[at] = (r.acc_s[at] - delta[at // 4 * 2 + at % 2]) * 2.0**-self.lift
+            if const_expr(self.config.dropout):
+                r.acc_s[at] = r.acc_s[at] * (r.drops.given.scale * 2.0**-self.lift)
+            else:
+                r.acc_s[at] = (r.acc_s[at] - delta[at // 4 * 2 + at % 2]) * 2.0**-self.lift
         wait(PairBarrier.P_READY, BOTH)
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
             four = cute.make_rmem_tensor(4, Int32)
             cute.autovec_copy(cute.make_tensor((r.p_target + i * 4 * WARPGROUP).align(16), cute.make_layout(4)), four)
             for n in cutlass.range_constexpr(8):
-                r.acc_s[8 * i + n] = from_half(four[n // 2], n % 2) * r.acc_s[8 * i + n]
+                weight = from_half(four[n // 2], n % 2)
+                if const_expr(self.config.dropout):
+                    at = 8 * i + n
+                    r.acc_s[at] = self.signed_weight(weight, r.acc_s[at], delta[at // 4 * 2 + at % 2])
+                else:
+                    r.acc_s[8 * i + n] = weight * r.acc_s[8 * i + n]
         if j + 1 == r.past:  # dP has been computed for the last time
             release(shared.v_empty)
         arrive(PairBarrier.P_TAKEN, BOTH)
@@ -271,6 +285,16 @@ class PairConsumers(PairBase, Consumers):
         warpgroup.wait_group(0)
         if j + 1 < r.past:
             self.release_both(r, shared.do_empty + dout_stage)
+
+    def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
+        """P as it passes to KEYS, negative where dropout drops it."""
+        return kept(r.drops.bits[0], 16 * i + c, weight, -weight) if self.config.dropout else weight
+
+    @cute.jit
+    def signed_weight(self, weight, dp, delta):
+        """dS from a P that VALUES has made negative where dropout drops it, and dP and its row's delta."""
+        kept_dp = dp if weight > 0.0 else Float32(0.0)
+        return cute.arch.fmax(weight, -weight) * (kept_dp - delta * 2.0**-self.lift)
 
     @cute.jit
     def send(self, r):

@@ -80,7 +80,7 @@ class Producer(ColumnWalk):
                 steps, dead = self.count_steps(work)
                 work = work.but(bounds=(Int32(0), dead, Int32(0), steps))
             n_block = choose(index < total, work.n_block, -1)
-            words = [n_block, work.head, work.batch, *work.bounds, work.rising]
+            words = [n_block, work.head, work.sequence if self.numbered else work.batch, *work.bounds, work.rising]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
             if n_block * self.tile_n < work.seqlen_k:

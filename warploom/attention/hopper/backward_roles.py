@@ -22,7 +22,8 @@ from warploom.attention.hopper.backward_base import BOTH, WARPGROUPS, Operands
 from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.kernels.cute.barriers import BackwardBarrier, RolesBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
-from warploom.kernels.cute.instructions import pack16, store_matrices
+from warploom.kernels.cute.dropout import bits_of_rows, kept
+from warploom.kernels.cute.instructions import pack16, pin_bits, store_matrices
 from warploom.kernels.cute.rings import release
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import transposed
@@ -85,7 +86,9 @@ class RolesBackward(HopperBackward):
         self.steps(r, work)
         warpgroup.wait_group(0)
         wait(BackwardBarrier.DS_READY, BOTH)  # nobody reads K and V any more
-        start, factor = (work.shared.v_start, Float32(1.0)) if const_expr(role == VALUES) else (work.shared.k_start, scale)
+        start, factor = work.shared.k_start, scale
+        if const_expr(role == VALUES):
+            start, factor = work.shared.v_start, Float32(self.kept_scale(r))
         self.stage(r, start, factor)
         wait(RolesBarrier.STAGED, WARPGROUP, role)
         self.copy_out(start, self.dims[role], work, target)
@@ -136,6 +139,7 @@ class RolesBackward(HopperBackward):
             rows_s=accumulator_rows(acc_s, self.keys_each),
             rows_dp=accumulator_rows(acc_dp, self.keys_each),
             limits=cute.make_rmem_tensor((2, 2), Int32),
+            drops=self.drops(work),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
             tile_rows=self.tile_rows(shared.ds_start, own // 32, lane, role),
             dq_target=(shared.dq + role * self.part + own * 4).align(16),
@@ -173,6 +177,7 @@ class RolesBackward(HopperBackward):
         level, delta = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
+        self.find_kept(r, m)
         warpgroup.wait_group(1)
         if const_expr(r.role == VALUES):
             release(shared.q_empty + stage)
@@ -256,14 +261,36 @@ class RolesBackward(HopperBackward):
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]
-                r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - delta[i])
+                if const_expr(self.config.dropout):
+                    kept_dp = self.keep(r, i, c, r.rows_dp[i, c])
+                    r.rows_dp[i, c] = weight * (kept_dp * r.drops.given.scale - delta[i])
+                else:
+                    r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - delta[i])
+
+    @cute.jit
+    def find_kept(self, r, m):
+        """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
+        if const_expr(self.config.dropout):
+            head, batch, key = [r.drops.head[i] for i in range(3)]
+            four = (key + r.role * self.keys_each) // 4
+            first, second = bits_of_rows(self.dropout(r), head, batch, m * self.tile_m + r.row, four, self.keys_each)
+            r.drops.bits[0], r.drops.bits[1] = first, second
+            pin_bits(first ^ second, r.dq_target)
+
+    def keep(self, r: Any, i: int, c: int, x: Any) -> Any:
+        """Element (i, c) of an accumulator if dropout keeps it, else 0."""
+        return kept(r.drops.bits[i], c, x) if self.config.dropout else x
 
     @cute.jit
     def share(self, r, acc, slot):
-        """P or dS, in the input dtype, where both warpgroups read it."""
+        """P or dS, in the input dtype, where both warpgroups read it; of P what dropout keeps."""
         for i in cutlass.range_constexpr(len(r.tile_rows)):
             count = min(4, self.keys_each // 4 - 4 * i)
-            words = [pack16(acc[2 * j], acc[2 * j + 1], self.dtype) for j in range(4 * i, 4 * i + count)]
+            pairs = [(acc[2 * j], acc[2 * j + 1]) for j in range(4 * i, 4 * i + count)]
+            if const_expr(self.config.dropout and slot == P_SLOT):
+                at = [(j % 2, j // 2 * 2) for j in range(4 * i, 4 * i + count)]
+                pairs = [(self.keep(r, n, c, a), self.keep(r, n, c + 1, b)) for (n, c), (a, b) in zip(at, pairs, strict=True)]
+            words = [pack16(a, b, self.dtype) for a, b in pairs]
             store_matrices(r.tile_rows[i] + slot * (self.tile_m * self.tile_n), words)
 
     @cute.jit

@@ -11,14 +11,17 @@ _HERE = "attention/hopper"
 # What the compiled code is made from.
 _COMMON = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "schedule")),
-    *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "epilogue", "fields", "instructions")),
+    *(
+        f"kernels/cute/{file}.py"
+        for file in ("arguments", "barriers", "basics", "dropout", "epilogue", "fields", "instructions")
+    ),
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "columns", "merge")))
 SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "columns", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "columns", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
@@ -55,6 +58,7 @@ class ForwardConfig:
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"
     columns: bool = False  # of the mask hide rows
+    dropout: bool = False
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
@@ -69,7 +73,8 @@ class ForwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        parts += [feature for feature in ("columns", "softcap", "sink", "varlen", "used", "split") if getattr(self, feature)]
+        features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
+        parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         return "attn_fwd_sm90_" + "_".join(parts)
@@ -132,6 +137,7 @@ class BackwardConfig:
     persistent: bool = False  # a block a processor, which takes key block after key block
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
     columns: bool = False  # of the mask hide rows
+    dropout: bool = False
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
@@ -140,7 +146,7 @@ class BackwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
-        features = "columns", "softcap", "dlse", "deterministic", "varlen", "used"
+        features = "columns", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)

@@ -57,6 +57,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call, or under a column mask
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
+        dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -90,7 +91,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
@@ -133,6 +134,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         counter: cute.Tensor | None,
         parts: cute.Tensor | None,
         mask: tuple[Any, ...] | None,
+        dropout: tuple[Any, ...] | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -194,19 +196,19 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
 
         if const_expr(self.config.columns):
             self.play_lists(
-                warp, q, k, v, out, lse, sink, counter, mask, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
+                warp, q, k, v, out, lse, sink, counter, mask, dropout, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
                 multiplier, cap_in, left, right, pair_heads,
             )  # fmt: skip
         else:
             self.play_tiles(
-                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
-                multiplier, cap_in, left, right, heads, pair_heads, split,
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, shared, tma_q, tma_k, tma_v,
+                mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
             )  # fmt: skip
 
     @cute.jit
     def play_tiles(
-        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
-        multiplier, cap_in, left, right, heads, pair_heads, split,
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, shared, tma_q, tma_k, tma_v,
+        mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
     ):  # fmt: skip
         """What each warp does without a column mask."""
         consumer_registers, producer_registers = REGISTERS[self.warpgroups]
@@ -222,11 +224,13 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
-            self.compute(out, lse, sink, parts, k.shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right)
+            self.compute(
+                out, lse, sink, parts, k.shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+            )
 
     @cute.jit
     def play_lists(
-        self, warp, q, k, v, out, lse, sink, counter, mask, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
+        self, warp, q, k, v, out, lse, sink, counter, mask, dropout, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
         multiplier, cap_in, left, right, section,
     ):  # fmt: skip
         """What each warp does under a column mask."""
@@ -242,4 +246,4 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
                 self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.compute_lists(out, lse, sink, shared, mma_qk, mma_pv, multiplier, cap_in)
+            self.compute_lists(out, lse, sink, dropout, shared, mma_qk, mma_pv, multiplier, cap_in)

@@ -257,22 +257,22 @@ class ColumnConsumers(Consumers):
     """The consumer warpgroups: ``compute_lists``."""
 
     @cute.jit
-    def compute_lists(self, out, lse, sink, shared, mma_qk, mma_pv, multiplier, cap_in):
+    def compute_lists(self, out, lse, sink, dropout, shared, mma_qk, mma_pv, multiplier, cap_in):
         """64 rows of every query tile of this block."""
         seqlen_q = lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout)
         work.mask_ring.fill(0)
         q_phase = Int32(0)
         k_stage, k_phase = Int32(0), Int32(0)
         stage, phase = Int32(0), Int32(0)
-        m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
+        m_block, head, batch, base, visible, whole, _, more = self.next_list(shared, stage, phase)
         while head >= 0:
             local = group * 64 + row_in_group
             places = [(m_block * self.tile_m + local + 8 * r, head) for r in range(2)]
-            self.start(work)
+            self.start(work, head, batch, places)
             begun, going = Int32(0), Int32(1)
             while going != 0:
                 while visible != 0:
@@ -280,6 +280,7 @@ class ColumnConsumers(Consumers):
                     visible = visible ^ (Int32(1) << bit)
                     full = (whole >> bit) & 1
                     last = choose((visible | more) == 0, 0, -1)
+                    self.note_tile(work, base + bit)
                     if begun == 0:
                         cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
                         q_phase ^= 1
@@ -293,7 +294,7 @@ class ColumnConsumers(Consumers):
                 going = more
                 if more != 0:
                     stage, phase = advance(stage, phase, self.tile_stages)
-                    m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
+                    m_block, head, batch, base, visible, whole, _, more = self.next_list(shared, stage, phase)
             if begun != 0:
                 self.rescale(work)
                 cute.arch.mbarrier_wait(shared.v_full + k_stage, k_phase)
@@ -303,7 +304,7 @@ class ColumnConsumers(Consumers):
                 k_stage, k_phase = advance(k_stage, k_phase, self.stages)
             self.epilogue(work, out, lse, sink, batch, places, Int32(0), seqlen_q, 0)
             stage, phase = advance(stage, phase, self.tile_stages)
-            m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
+            m_block, head, batch, base, visible, whole, _, more = self.next_list(shared, stage, phase)
 
     @cute.jit
     def first_of_list(self, work, stage, phase, full, last):
@@ -311,6 +312,7 @@ class ColumnConsumers(Consumers):
         shared = work.shared
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+        self.drop(work, 0)
         warpgroup.wait_group(0)
         release(shared.k_empty + stage)
         if last == 0:

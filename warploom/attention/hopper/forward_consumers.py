@@ -19,9 +19,10 @@ from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardBase, For
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
+from warploom.kernels.cute.dropout import bits_of_rows, dropout_of, kept
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import exp2, pin
+from warploom.kernels.cute.instructions import exp2, pin, pin_bits
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, with_sink
 from warploom.kernels.cute.tiles import transposed
@@ -57,6 +58,9 @@ class Rows(Fields):
     limits: Any  # (row, first hidden column on the right / first visible)
     mask_words: Any  # of each row the bits of this thread's columns, under a column mask
     mask_ring: Any  # stage and phase
+    dropout: Any  # what the call says of it, or None
+    tile: Any  # with dropout: head, batch, the first row, and under a column mask the key tile
+    kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
 
 
 class Consumers(ForwardBase):
@@ -65,7 +69,9 @@ class Consumers(ForwardBase):
     # The tiles of a block
 
     @cute.jit
-    def compute(self, out, lse, sink, parts, k_shape, sequences, shared, mma_qk, mma_pv, multiplier, cap_in, left, right):
+    def compute(
+        self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+    ):
         """64 rows of every query tile of this block."""
         config = self.config
         dense_seqlen_k = k_shape[0]
@@ -76,7 +82,7 @@ class Consumers(ForwardBase):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
@@ -96,7 +102,7 @@ class Consumers(ForwardBase):
                 top, span = m_block * self.tile_m + group * 64, 64
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
-            self.start(work)
+            self.start(work, head, batch, places)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
@@ -116,6 +122,7 @@ class Consumers(ForwardBase):
                     self.wait_ping_pong(group)
                     gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
                     self.pass_ping_pong(group)
+                    self.drop(work, n)
                     warpgroup.wait_group(0)
                     release(shared.k_empty + stage)
                     if n == own_first:
@@ -170,7 +177,9 @@ class Consumers(ForwardBase):
 
     # What a warpgroup keeps
 
-    def rows(self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any) -> Rows:
+    def rows(
+        self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any, dropout: Any = None
+    ) -> Rows:
         """What warpgroup ``group`` keeps."""
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
@@ -196,10 +205,15 @@ class Consumers(ForwardBase):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             mask_words=cute.make_rmem_tensor(2, Int32),
             mask_ring=cute.make_rmem_tensor(2, Int32),
+            dropout=dropout_of(dropout),
+            tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
+            kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
         )
 
-    def start(self, work: Any) -> None:
-        """Nothing seen yet."""
+    def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
+        """Nothing seen yet of the tile's rows."""
+        if self.config.dropout:
+            work.tile[0], work.tile[1], work.tile[2] = head, batch, places[0][0]
         work.acc_o.fill(0.0)
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
@@ -231,6 +245,7 @@ class Consumers(ForwardBase):
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
         self.pass_ping_pong(work.group)
+        self.drop(work, n)
         warpgroup.wait_group(1)
         release(shared.k_empty + stage)
         if n == last:
@@ -267,6 +282,27 @@ class Consumers(ForwardBase):
                 for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
                     rows[r, c] = rows[r, c] * correction[r]
 
+    def keep(self, work: Any, r: int, c: int, p: Any) -> Any:
+        """P of an element if dropout keeps it, else 0."""
+        if not self.config.dropout:
+            return p
+        return kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p)
+
+    def note_tile(self, work: Any, n: Any) -> None:
+        """For dropout, the number of the key tile that is next, where steps do not count them."""
+        if self.config.dropout:
+            work.tile[3] = n
+
+    @cute.jit
+    def drop(self, work, n):
+        """Find which elements of key tile ``n`` dropout keeps, while the tensor cores compute their scores."""
+        if const_expr(self.config.dropout):
+            head, batch, row, tile = [work.tile[i] for i in range(4)]
+            four = (tile if const_expr(self.config.columns) else n) * (self.tile_n // 4)
+            first, second = bits_of_rows(work.dropout, head, batch, row, four, self.tile_n)
+            work.kept_words[0], work.kept_words[1] = first, second
+            pin_bits(first ^ second, work.shared.scratch)
+
     # The softmax
 
     @cute.jit
@@ -301,7 +337,7 @@ class Consumers(ForwardBase):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offsets[r])
-                rows[r, c] = p
+                rows[r, c] = self.keep(work, r, c, p)
                 sums[c % 2] = sums[c % 2] + p
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
                     self.finish_pv(sums[0] + sums[1], work.shared, v_empty)
@@ -425,6 +461,8 @@ class Consumers(ForwardBase):
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)
             inverse = 0.0 if total == 0.0 else shrink / total
+            if const_expr(self.config.dropout):
+                inverse = inverse * work.dropout.scale
             if here < seqlen_q and word == 0:
                 rows_lse[here] = log_sum_exp(top, total)
             base = rows_out.iterator + cutlass.Int64(here) * rows_out.stride[0]

@@ -37,6 +37,7 @@ class Tiling:
     short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile
     other: Tile | None = None  # windows and packed sequences
     columns: Tile | None = None  # under a column mask: keys are whole blocks of its bounds
+    dropout: Tile | None = None  # its bits need registers too
     softcap: Tile | None = None  # of the 160 registers that three warpgroups leave a thread, its constants spill some
 
 
@@ -49,12 +50,17 @@ TILINGS = {
         short=Tile(4, 64, 4, "early"),
         other=Tile(3, 128, 3, "early"),
         columns=Tile(2, 128, 3, "early"),
+        dropout=Tile(2, 128, 3, "early"),
         softcap=Tile(2, 128),
     ),
-    (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better
+    (96, 96): Tiling(
+        Tile(3, 112), columns=Tile(2, 128), dropout=Tile(2, 128), softcap=Tile(2, 112)
+    ),  # 4096 keys: 650, early no better
     (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
-    (192, 192): Tiling(Tile(2, 112), columns=Tile(2, 64)),  # as wide as shared memory allows, here and below
+    (192, 192): Tiling(
+        Tile(2, 112), columns=Tile(2, 64), dropout=Tile(2, 96)
+    ),  # as wide as shared memory allows, here and below
     # Early and ping-pong no better. 1024 keys causal: 1.03 of 80 keys.
     (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64), columns=Tile(2, 64)),
 }
@@ -80,6 +86,10 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
             tile = tiling.softcap
     elif features.softcap:
         tile = tiling.softcap
+        if features.dropout and tile is None:  # both: the fewest keys that there are
+            tile = tiling.columns
+    elif features.dropout:
+        tile = tiling.dropout
     elif features.left or features.varlen:
         tile = tiling.other
     elif features.right and not long and not each:
@@ -92,7 +102,7 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         pv_wait=tile.pv_wait,
-        split=not (features.varlen or features.columns),
+        split=not (features.varlen or features.columns or features.dropout),
         pack_gqa=each,
         **features.flags(ForwardConfig),
     )
@@ -121,8 +131,8 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     if features.varlen:
         return config(features, long)
     group = problem.heads_q // problem.heads_kv
-    if features.columns:
-        return config(features, long)  # whose heads may have masks of their own
+    if features.columns or features.dropout:
+        return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
     return config(features, long, pack_gqa(problem.seqlen_q, group, config(features, long).tile_m))
 
 
@@ -173,8 +183,13 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 def takes_columns(features: Features) -> bool:
     """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
     small = features.head_dim <= 128 and features.head_dim_v <= 128
-    capped = features.softcap and max(features.head_dim, features.head_dim_v) > 96
-    return small and not (capped or features.varlen or features.used or features.deterministic)
+    full = (features.softcap or features.dropout) and max(features.head_dim, features.head_dim_v) > 96  # of registers
+    return small and not (full or features.varlen or features.used or features.deterministic)
+
+
+def takes_dropout(features: Features) -> bool:
+    """Whether the backward has a kernel for this call's dropout: beside a softcap to head_dim 64, else registers spill."""
+    return not (features.dropout and features.softcap and max(features.head_dim, features.head_dim_v) > 64)
 
 
 @cache
@@ -183,10 +198,10 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    if softcap or features.columns or (left and tile_m == 80):  # registers leave no room for more
+    if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
-    if softcap and tile_n == 112:
-        tile_n = 96  # its constants would spill
+    if (softcap or features.dropout) and tile_n == 112:
+        tile_n = 96  # constants, or Philox, would spill
     claims = short and features.right and not (left or deterministic or features.used or features.columns)
     return BackwardConfig(
         features.dtype_name,

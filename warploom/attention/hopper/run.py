@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
@@ -19,6 +20,8 @@ from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.likeness import like
+
+FOUR = 4  # keys that share the words of a Philox counter
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -56,7 +59,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
     # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
-    if args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
+    if variant.split and args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
         n_blocks = -(-(end - first) // variant.tile_n)
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = _parts_shape(blocks, variant)
@@ -65,6 +68,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     numbers = _numbers(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
     like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
+    dropout = dropped(args, first)
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
@@ -73,8 +77,10 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
-        parts = torch.empty(parts_shape, dtype=torch.float32, device=device) if split else lse  # not read: of the type
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, *numbers))
+        parts = lse if variant.split else None  # not read: of the type
+        if split:
+            parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout, *numbers))
         return out, lse
 
     return launch
@@ -98,6 +104,7 @@ def _bind_columns(
     shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
     blocks = min(processors(index), m_blocks * batch * heads)
     numbers = _numbers(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
+    dropout = dropped(args)
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
@@ -106,7 +113,7 @@ def _bind_columns(
             sink = sink.float().contiguous()
         counter = _counter(device)
         columns = column_mask(*mask)
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, columns, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout, *numbers))
         return out, lse
 
     return launch
@@ -130,6 +137,23 @@ def column_mask(
             given.append(t.contiguous())
             present |= bit
     return *given, bounds, present
+
+
+def dropped(args: AttentionArgs, first: int = 0) -> tuple[Tensor | float, ...] | None:
+    """What a module takes of dropout, of a call without its keys before ``first``: the seed's two words and three numbers."""
+    if args.dropout_seed is None or not args.dropout_p:
+        return None
+    words = args.dropout_seed.reshape(1).view(torch.int32)
+    return words, philox.signed_threshold(args.dropout_p), 1.0 / (1.0 - args.dropout_p), first // FOUR
+
+
+def parts_fours(args: AttentionArgs) -> bool:
+    """Whether kernels may begin between keys that share Philox's words: behind those that no query sees."""
+    if not args.dropout_p or args.left is None or args.lts is not None or args.ute is not None:
+        return False
+    if args.cu_seqlens_q is not None:
+        return args.cu_seqlens_k is not None or args.left < 0
+    return seen(args.q.shape[1], args.k.shape[1], args.left, args.right)[0] % FOUR > 0
 
 
 def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,6 +200,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     readable = all(map(stepped, (q, args.k, args.v)))
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
+    dropout = dropped(args)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None
@@ -191,7 +216,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
-        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, None, *numbers))
+        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, None, dropout, *numbers))
         return out, lse
 
     return launch
@@ -259,9 +284,10 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         packed = (None, None, None, counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 1, 8), 0
     numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
+    dropout = dropped(args)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, *numbers))
+    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, *numbers))
 
 
 def _numbers(
@@ -287,7 +313,7 @@ def _function(
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
     features, long = Features.of_args(args), seqlen_k >= LONG
     variant = config(features, long)
-    each = 0 if few is None or features.columns else pack_gqa(*few, variant.tile_m)
+    each = 0 if few is None or features.columns or features.dropout else pack_gqa(*few, variant.tile_m)
     if each:
         variant = config(features, long, each)
     function = _ready.get(variant.spec.name)

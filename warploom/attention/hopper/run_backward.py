@@ -13,7 +13,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import column_mask, filled, processors
+from warploom.attention.hopper.run import column_mask, dropped, filled, processors
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -55,7 +55,7 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
     if cut:
         left = None if left is None else left - (seqlen_k - end)
         right = None if right is None else right + (seqlen_k - end)
-    launch, variant, tiles = _bind_dense(args, with_dlse, keys, (left, right))
+    launch, variant, tiles = _bind_dense(args, with_dlse, first if cut else 0, keys, (left, right))
     shape = args.q.shape[0], args.q.shape[2], -1, 2, variant.tile_m
 
     def run(
@@ -84,9 +84,9 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
 
 
 def _bind_dense(
-    args: AttentionArgs, with_dlse: bool, keys: int, band: tuple[int | None, int | None]
+    args: AttentionArgs, with_dlse: bool, first: int, keys: int, band: tuple[int | None, int | None]
 ) -> tuple[Callable[..., Tensor], BackwardConfig, int]:
-    """The launch of a dense call of so many keys, its variant, and tiles of queries."""
+    """The launch of a dense call of so many keys from the first on, its variant, and tiles of queries."""
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
     heads_kv = k.shape[2]
@@ -109,7 +109,7 @@ def _bind_dense(
         split, each = schedule.stream_k(
             blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, q.numel())
         )
-    return _launcher(function, variant, args, tiles, band, together, split, each), variant, tiles
+    return _launcher(function, variant, args, tiles, band, together, split, each, first), variant, tiles
 
 
 def _masked(args: AttentionArgs) -> bool:
@@ -220,6 +220,7 @@ def _launcher(
     together: int,
     split: int = 0,
     each: int = 1,
+    first: int = 0,
 ) -> Callable[..., Tensor]:
     """What allocates the workspace, launches and returns the workspace, as ``workspace_floats`` has it.
 
@@ -228,7 +229,8 @@ def _launcher(
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
-    numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
+    dropout = dropped(args, first)
+    numbers = (dropout, args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
 

@@ -141,7 +141,7 @@ class Call:
                 right,
                 args.scale,
                 args.softcap or None,
-                _signed(philox.threshold(args.dropout_p)),
+                philox.signed_threshold(args.dropout_p),
                 1.0 / (1.0 - args.dropout_p),
                 None if args.q_offset is None else args.q_chunks,
             ),
@@ -188,8 +188,3 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 def _limit(value: int | None) -> int | None:
     return None if value is None else max(min(value, _FAR), -_FAR)
-
-
-def _signed(word: int) -> int:
-    """The int32 of the same bits."""
-    return word - 2**32 if word >= 2**31 else word

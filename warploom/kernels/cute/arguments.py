@@ -44,6 +44,11 @@ def column_mask() -> tuple[Any, ...]:
     return (*(numbers() for _ in range(4)), bounds, Int32(0))
 
 
+def dropout() -> tuple[Any, ...]:
+    """What `warploom.kernels.cute.dropout` takes: the seed's two words, and the numbers that follow them."""
+    return vector(Int32), Int32(0), Float32(1.0), Int32(0)
+
+
 def stream() -> Any:
     """The stream that torch works on."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -43,6 +43,41 @@ def rotated(word: Int32, left: Int32, *, loc: Any = None, ip: Any = None) -> Int
 
 
 @dsl_user_op
+def wide_product(x: Int32, factor: int, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """The high and the low word of ``x`` times ``factor``, both unsigned."""
+    text = f"{{ .reg .b64 p; mul.wide.u32 p, $2, {factor}; mov.b64 {{$1, $0}}, p; }}"
+    struct = assembly(_struct(T.i32(), 2), [Int32(x).ir_value(loc=loc, ip=ip)], text, "=r,=r,r")
+    return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
+def xor3(a: Int32, b: Int32, c: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """a ^ b ^ c in one instruction."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Int32(assembly(T.i32(), values, "lop3.b32 $0, $1, $2, $3, 0x96;", "=r,r,r,r"))
+
+
+@dsl_user_op
+def with_bit(bits: Int32, position: int, x: Int32, least: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """``bits`` with that bit set if ``x`` is ``least`` or more, unsigned."""
+    text = f"{{ .reg .pred p; setp.ge.u32 p, $2, $3; @p or.b32 $0, $0, {1 << position}; }}"
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (bits, x, least)]
+    return Int32(assembly(T.i32(), values, text, "=r,0,r,r"))
+
+
+@dsl_user_op
+def bytes_of(a: Int32, b: Int32, selector: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four of the eight bytes of ``a`` and ``b``, by the selector's digits."""
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (a, b, selector)]
+    return Int32(assembly(T.i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+
+def word(number: int) -> Int32:
+    """The int32 of a number's lowest 32 bits."""
+    return Int32((number + (1 << 31)) % (1 << 32) - (1 << 31))
+
+
+@dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """1 / x on the special function unit, to one unit in the last place."""
     return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
@@ -103,6 +138,21 @@ def hold(values: list[Float32], scratch: Any, *, loc: Any = None, ip: Any = None
     text = "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p st.volatile.shared.v4.f32 [$4], {$0, $1, $2, $3}; }"
     operands = [*(Float32(x).ir_value(loc=loc, ip=ip) for x in values), scratch.to_llvm_ptr(loc=loc, ip=ip)]
     assembly(None, operands, text, "f,f,f,f,r", side_effects=True)
+
+
+@dsl_user_op
+def reload(address: Any, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """Two words of shared memory, read where it stands: what comes of them is not computed before."""
+    values, text = [address.to_llvm_ptr(loc=loc, ip=ip)], "ld.volatile.shared.v2.b32 {$0, $1}, [$2];"
+    struct = assembly(_struct(T.i32(), 2), values, text, "=r,=r,r", side_effects=True)
+    return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
+def pin_bits(bits: Int32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """As ``pin``, of any word."""
+    text = "{ .reg .pred p; .reg .b32 n; popc.b32 n, $0; setp.gt.u32 p, n, 32; @p st.volatile.shared.b32 [$1], $0; }"
+    assembly(None, [Int32(bits).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)], text, "r,r", side_effects=True)
 
 
 @dsl_user_op
