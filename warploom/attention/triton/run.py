@@ -29,8 +29,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What launches further calls with the metadata of this one: (q, k, v, sink) and, of packed calls, (cu_q, cu_k, used)
-    or, under a column mask, its vectors and their bounds to out and lse."""
+    """What launches further calls of this kind by q, k, v, sink and what is behind them in ``AttentionArgs.launched``."""
     call = Call.of(args)
     if not call.variant.direct:
         return None
