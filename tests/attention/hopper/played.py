@@ -15,6 +15,7 @@ from warploom.masks.tiles import column_bounds
 
 SUMS = 7 << 44  # where what blocks hand each other lies
 DROPOUT = "seed least kept first"
+DROPPED = {"seed": ((2,), ()), "least": 1 << 30, "first": 0}
 Tag = tuple[int, ...]
 
 
@@ -53,7 +54,7 @@ def forward(
         "out": ((1, seqlen_q, heads, dim_v), (seqlen_q * heads * dim_v, heads * dim_v, dim_v)),
         "lse": ((1, heads, seqlen_q), (heads * seqlen_q, seqlen_q)),
         "parts": ((2 * blocks, 1 << 16, 1), (1 << 16, 1)),
-        "sink": ((heads,), ()), "seed": ((2,), ()),
+        "sink": ((heads,), ()), **DROPPED,
         "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
     }  # fmt: skip
     words: dict[int, int] = {}
@@ -128,7 +129,7 @@ def backward(
     values |= {
         "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((1 << 12,), ()),
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
-        "seed": ((2,), ()), "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
+        **DROPPED, "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
         "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = names_of(

@@ -79,8 +79,10 @@ def backward(
         )
     inputs = (q, k, v, out, dout, lse, dlse)
     band = left, right
-    options = {"columns": columns, "dropout": dropped(args, cut)}
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, band, together, split, each, **options)
+    dropout = dropped(args, cut)
+    workspace = _launch(
+        function, variant, args, tiles, inputs, gradients, band, together, split, each, columns=columns, dropout=dropout
+    )
     delta = None
     if args.sink is not None:
         stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
@@ -118,8 +120,8 @@ def warm(args: AttentionArgs) -> None:
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 1, 8)), 0
-    band, options = (args.left, args.right), {"columns": columns, "dropout": dropped(args)}
-    _launch(function, variant, args, tiles, inputs, gradients, band, 1, starts=starts, **options)
+    band, dropout = (args.left, args.right), dropped(args)
+    _launch(function, variant, args, tiles, inputs, gradients, band, 1, starts=starts, columns=columns, dropout=dropout)
 
 
 def _packed(
