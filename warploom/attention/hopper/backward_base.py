@@ -166,7 +166,7 @@ class BackwardBase:
             self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
-        self.reads_again = config.stream_k or (config.persistent and config.dropout and config.varlen)
+        self.reads_again = config.stream_k or (config.persistent and config.dropout)
         self.numbered = config.dropout and config.varlen  # a block's words have its sequence where its batch, 0, stands else
 
     def init_both(self, shared: Any, releases: int) -> None:
