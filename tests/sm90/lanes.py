@@ -41,6 +41,12 @@ def _divide(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
+def _exclusive_or(a: int, b: int, c: int, table: int) -> int:
+    """The only function of three words that kernels have."""
+    assert table == 0x96, table
+    return a ^ b ^ c
+
+
 ARITHMETIC: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -104,6 +110,10 @@ def function(parts: tuple[str, ...]) -> Callable[..., Value] | None:
             return lambda a, b, c: take(a, bits) * take(b, bits) + c & ((1 << 2 * bits) - 1)
         assert parts[1] == "lo", parts
         return lambda a, b, c: a * b + c & mask
+    if head == "lop3":
+        return _exclusive_or
+    if head == "prmt":
+        return lambda a, b, c: sum((b << 32 | a) >> 8 * (c >> 4 * i & 7) << 8 * i & 0xFF << 8 * i for i in range(4))
     if head == "shf":
         assert parts[1:3] == ("l", "wrap"), parts
         return lambda a, b, c: (b << bits | a) << (c & 31) >> bits & mask

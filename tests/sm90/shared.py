@@ -52,6 +52,8 @@ class Shared(Core):
 
         return load
 
+    _ld_volatile = _ld_shared  # kernels read nothing else so
+
     def _word(self, warp: Warp, address: Any, offset: int) -> Any:
         return warp.block.words.get(address + offset, UNKNOWN)
 

@@ -80,7 +80,7 @@ BACKWARD = {
     },
     "head_dim 128, dropout": backward_config(Features(FP16, 128, 128, dropout=True), short=False),
     "head_dim 128, packed, causal, dropout": backward_config(
-        Features(BF16, 128, 128, right=True, varlen=True, dropout=True), short=False
+        Features(BF16, 128, 128, right=True, varlen=True, dropout=True), short=True
     ),
 }
 

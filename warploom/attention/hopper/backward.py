@@ -282,7 +282,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         steps: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        dropout = dropout_of(dropout)
+        drops = dropout_of(dropout)
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
@@ -318,7 +318,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             do_start=storage.dout.data_ptr(),
             seed=storage.words.data_ptr() + 2 * PACKED_WORDS,
         )
-        self.store_seed(warp, shared, dropout)
+        self.store_seed(warp, shared, drops)
         self.init_barriers(warp, shared)
 
         given = StepCall(
@@ -340,7 +340,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             left=left,
             right=right,
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
-            dropout=dropout,
+            dropout=drops,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

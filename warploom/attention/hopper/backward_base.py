@@ -165,6 +165,8 @@ class BackwardBase:
         if config.columns:
             self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
+        # A block is described again when its steps have ended: registers hold no more.
+        self.reads_again = config.stream_k or (config.persistent and config.dropout)
         self.numbered = config.dropout and config.varlen  # a block's words have its sequence where its batch, 0, stands else
 
     def init_both(self, shared: Any, releases: int) -> None:
@@ -319,7 +321,7 @@ class BackwardBase:
         """Where the words of a block lie; some may be read again while the next block's are there."""
         if self.config.columns:
             return (turn & 1) * DENSE_WORDS
-        return (turn & 1) * PACKED_WORDS if self.config.stream_k else 0
+        return (turn & 1) * PACKED_WORDS if self.reads_again else 0
 
     def again(self, work: Any) -> Work:
         """The same, read again: what is needed seldom is not to stay in registers from step to step."""

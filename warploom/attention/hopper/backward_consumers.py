@@ -114,7 +114,7 @@ class Consumers(ColumnWalk, DropoutSteps):
         self.steps(r, work)
         if const_expr(self.config.columns):
             self.finish(r, self.again(work), dk, dv, scale)
-        elif const_expr(self.config.stream_k):
+        elif const_expr(self.reads_again):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
             self.finish(r, self.read_block(work.given, n_block, work.turn, work.base), dk, dv, scale)
         else:

@@ -128,7 +128,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         section: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        dropout = dropout_of(dropout)
+        drops = dropout_of(dropout)
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
@@ -172,7 +172,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             halves_do=placed(storage.dout, halves),
             halves_k=placed(storage.k, halves),
         )
-        self.store_seed(warp, shared, dropout)
+        self.store_seed(warp, shared, drops)
         self.init_barriers(warp, shared)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         given = PairCall(
@@ -190,7 +190,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             left=left,
             right=right,
             columns=None,
-            dropout=dropout,
+            dropout=drops,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

@@ -62,7 +62,7 @@ TILINGS = {
         Tile(2, 112), columns=Tile(2, 64), dropout=Tile(2, 96)
     ),  # as wide as shared memory allows, here and below
     # Early and ping-pong no better. 1024 keys causal: 1.03 of 80 keys.
-    (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64), columns=Tile(2, 64)),
+    (256, 256): Tiling(Tile(2, 80), short=Tile(2, 64), columns=Tile(2, 64), dropout=Tile(2, 64)),
 }
 
 
@@ -202,6 +202,8 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
         tile_m = 64
     if (softcap or features.dropout) and tile_n == 112:
         tile_n = 96  # constants, or Philox, would spill
+    elif features.dropout and tile_n == 96:
+        tile_n = 80
     claims = short and features.right and not (left or deterministic or features.used or features.columns)
     return BackwardConfig(
         features.dtype_name,
