@@ -24,8 +24,9 @@ from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.columns import (
     BLOCK,
+    COARSE_BLOCK,
     band_rows,
-    extrema_of,
+    block_extrema,
     hides_all,
     hides_some,
     intervals,
@@ -37,7 +38,7 @@ from warploom.kernels.cute.columns import (
     turned,
 )
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import highest_bit
+from warploom.kernels.cute.instructions import highest_bit, shifted
 from warploom.kernels.cute.rings import advance, publish, release
 from warploom.kernels.cute.wgmma import gemm, pack
 
@@ -86,39 +87,58 @@ class ColumnProducer(Producer):
                 mask = mask_row(batch, head, heads, columns.bounds)
                 first, end = key_tiles(self.config, top, past, seqlen_q, seqlen_k, shift, left, right)
                 whole_first, whole_end = whole_tiles(self.config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
-                lists = cutlass.max((end + 31) // 32 - first // 32, 0)
-                for i in cutlass.range(lists, unroll=1):
-                    start = ((end + 31) // 32 - 1 - i) * 32
-                    n = start + lane
-                    hidden, touched, dead = self.classes(columns.bounds, mask, n, top, past, seqlen_q)
-                    inside = (n >= first) & (n < end)
-                    seen = cute.arch.vote_ballot_sync(inside & ~hidden)
-                    plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
-                    plain = cute.arch.vote_ballot_sync(plain)
-                    dead = cute.arch.vote_ballot_sync(dead)
-                    if seen != 0:
-                        if visible != 0:
-                            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1))
-                            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-                            stage, phase = advance(stage, phase, self.tile_stages)
-                        base, visible, whole, edge = start, seen, plain, dead
+                lists, blocks = (end + 31) // 32, cute.ceil_div(seqlen_k, BLOCK)
+                left_over = cutlass.max(lists - first // 32, 0)
+                while left_over > 0:
+                    # The lists whose columns do not all hide all rows: of 32 at one look.
+                    some = first // 32 + cutlass.max(left_over - 32, 0)
+                    own = cutlass.min(some + lane, lists - 1)
+                    seeing = (lane < left_over) & ~self.list_hidden(columns.bounds, mask, own, blocks, top, past)
+                    seeing = cute.arch.vote_ballot_sync(seeing)
+                    left_over -= 32
+                    while seeing != 0:
+                        bit = highest_bit(seeing)
+                        seeing = seeing ^ (Int32(1) << bit)
+                        start = (some + bit) * 32
+                        n = start + lane
+                        hidden, touched, dead = self.classes(columns.bounds, mask, n, blocks, top, past, seqlen_q)
+                        inside = (n >= first) & (n < end)
+                        seen = cute.arch.vote_ballot_sync(inside & ~hidden)
+                        plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
+                        plain = cute.arch.vote_ballot_sync(plain)
+                        dead = cute.arch.vote_ballot_sync(dead)
+                        if seen != 0:
+                            if visible != 0:
+                                cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+                                words = (m_block, head, batch, base, visible, whole, edge, Int32(1))
+                                publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+                                stage, phase = advance(stage, phase, self.tile_stages)
+                            base, visible, whole, edge = start, seen, plain, dead
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
             words = (m_block, head, batch, base, visible, whole, edge, Int32(0))
             publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
             stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
-    def classes(self, bounds, mask, n, top, past, seqlen_q):
+    def list_hidden(self, bounds, mask, number, blocks, top, past):
+        """Whether the columns of 32 key tiles hide all rows, by their coarse blocks."""
+        each = 32 * self.tile_n // COARSE_BLOCK
+        hidden = True
+        for i in cutlass.range_constexpr(each):
+            block = cutlass.min(blocks + number * each + i, bounds.shape[2] - 1)
+            hidden = hides_all(block_extrema(bounds, mask, block), top, past) & hidden
+        return hidden
+
+    @cute.jit
+    def classes(self, bounds, mask, n, blocks, top, past, seqlen_q):
         """Of key tile ``n``: whether its columns hide all rows, hide some, may hold one that no row sees."""
-        found = []
-        for i in cutlass.range_constexpr(self.tile_n // BLOCK):
-            key = n * self.tile_n + i * BLOCK
-            extrema = extrema_of(bounds, mask, key, key + BLOCK, BLOCK)
-            found.append((hides_all(extrema, top, past), hides_some(extrema, top, past), may_hold_dead(extrema, seqlen_q)))
-        hidden, touched, dead = found[0]
-        for i in cutlass.range_constexpr(1, len(found)):
-            hidden, touched, dead = hidden & found[i][0], touched | found[i][1], dead | found[i][2]
+        each = self.tile_n // BLOCK
+        hidden, touched, dead = True, False, False
+        for i in cutlass.range_constexpr(each):
+            extrema = block_extrema(bounds, mask, cutlass.min(n * each + i, blocks - 1))
+            hidden = hides_all(extrema, top, past) & hidden
+            touched = hides_some(extrema, top, past) | touched
+            dead = may_hold_dead(extrema, seqlen_q) | dead
         return hidden, touched, dead
 
     # The loader warp
@@ -275,21 +295,25 @@ class ColumnConsumers(Consumers):
             self.start(work)
             begun, going = Int32(0), Int32(1)
             while going != 0:
-                while visible != 0:
+                if begun == 0 and visible != 0:
                     bit = highest_bit(visible)
                     visible = visible ^ (Int32(1) << bit)
-                    full = (whole >> bit) & 1
-                    last = choose((visible | more) == 0, 0, -1)
-                    if begun == 0:
-                        cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
-                        q_phase ^= 1
-                        self.first_of_list(work, k_stage, k_phase, full, last)
-                        begun = Int32(1)
-                    else:
-                        if full != 0:
-                            k_stage, k_phase = self.step(work, 0, last, k_stage, k_phase, False)
-                        else:
-                            k_stage, k_phase = self.step(work, 0, last, k_stage, k_phase, True)
+                    cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
+                    q_phase ^= 1
+                    self.first_of_list(work, k_stage, k_phase, (whole >> bit) & 1, visible | more)
+                    begun = Int32(1)
+                while visible != 0:
+                    # Whole tiles down to the next partial one.
+                    bit = highest_bit(visible & ~whole)  # -1: there is none
+                    above = visible & choose(bit < 0, -1, shifted(-2, bit))
+                    visible = visible ^ above
+                    run = cute.arch.popc(above)
+                    last = choose((visible | more) == 0, run - 1, -1)
+                    for i in cutlass.range(run, unroll=1):
+                        k_stage, k_phase = self.step(work, i, last, k_stage, k_phase, False)
+                    if visible != 0:
+                        visible = visible ^ (Int32(1) << bit)
+                        k_stage, k_phase = self.step(work, visible | more, 0, k_stage, k_phase, True)
                 going = more
                 if more != 0:
                     stage, phase = advance(stage, phase, self.tile_stages)
@@ -306,14 +330,14 @@ class ColumnConsumers(Consumers):
             m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
 
     @cute.jit
-    def first_of_list(self, work, stage, phase, full, last):
+    def first_of_list(self, work, stage, phase, full, others):
         """The first visible key tile, with no PV before it."""
         shared = work.shared
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
         warpgroup.wait_group(0)
         release(shared.k_empty + stage)
-        if last == 0:
+        if others == 0:
             release(shared.q_empty + work.group)
         work.mask_words.fill(-1)
         if full == 0:
