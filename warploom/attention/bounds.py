@@ -35,7 +35,7 @@ def with_bounds(args: AttentionArgs) -> AttentionArgs:
 
 
 def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: Tensor | None = None) -> Tensor:
-    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns and then of 2048, in one launch, or kept from an earlier call.
+    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns and then of 2048, in one launch, or kept from before.
 
     Args:
         mask: column vectors on the device; at least one interval.

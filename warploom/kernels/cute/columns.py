@@ -130,23 +130,23 @@ def band_rows(config, column, shift, left, right):
 
 @cute.jit
 def limits_in_tile(columns, at, inside, top, rows):
-    """Where a lane's four columns ``at``, ``at`` + 2, … hide rows, counted from row ``top`` and kept within ``rows``.
+    """Where a lane's columns ``at`` and ``at`` + 2 hide rows, counted from row ``top`` and kept within ``rows``.
 
     A word for each column: starts and stops of its two intervals, eight bits each. Columns that are not among the
     ``inside`` first ones are not read, and hide all rows.
     """
-    words = [Int32(0) for _ in range(4)]
+    words = [Int32(0), Int32(0)]
     for v, absent in ((0, FAR), (1, FAR), (2, 0), (3, 0)):
-        found = cute.make_rmem_tensor(4, Int32)
+        found = cute.make_rmem_tensor(2, Int32)
         found.fill(absent)
         if (columns.present & (1 << v)) != 0:
-            own = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(4, stride=2))
-            for i in cutlass.range_constexpr(4):
+            own = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(2, stride=2))
+            for i in cutlass.range_constexpr(2):
                 if 2 * i < inside:
                     found[i] = own[i]
-        for i in cutlass.range_constexpr(4):
+        for i in cutlass.range_constexpr(2):
             words[i] = words[i] | (in_tile(found[i], top, rows) << (8 * v))
-    return [choose(2 * i < inside, words[i], rows << 8) for i in range(4)]
+    return [choose(2 * i < inside, words[i], rows << 8) for i in range(2)]
 
 
 @cute.jit

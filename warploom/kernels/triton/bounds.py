@@ -29,9 +29,9 @@ _PLAIN = [
 def bounds_kernel(
     lts_ptr, lte_ptr, uts_ptr, ute_ptr, bounds_ptr, blocks, seqlen_q, seqlen_k, left, right, offset_ptr, heads, batches
 ):
-    """COARSE blocks of one (batch, head), and the coarse block that they are: int32, as warploom.masks.tiles.column_bounds has them.
+    """COARSE blocks of one (batch, head), and the coarse block that they are, as warploom.masks.tiles.column_bounds has them.
 
-    Of `bounds` (…, blocks + coarse blocks, 8), where the coarse ones stand behind all others.
+    Of int32 `bounds` (…, blocks + coarse blocks, 8), where the coarse ones stand behind all others.
     With an offset for each batch entry, of its rows; `heads` and `batches` are the vectors' then, of one batch or all.
     """
     groups = tl.cdiv(blocks, COARSE)
