@@ -62,7 +62,7 @@ class ForwardBase:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
-        self.tile_stages = 4 if config.columns else 2
+        self.tile_stages = 2
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 
