@@ -22,8 +22,8 @@ from warploom.runtime.op import plain
 if TYPE_CHECKING:
     from warploom.runtime.triton_launch import Launch
 
-# Columns of a block; kernels/triton/columns.py's BOUND_BLOCK.
-BLOCK = 64
+# Columns of a block, and of a coarse one: BOUND_BLOCK and COARSE of kernels/triton.
+BLOCK, COARSE_BLOCK = 64, 2048
 
 # Masks whose bounds are kept: a model alternates between a few (full and windowed layers, micro-batches).
 _KEPT = 8
@@ -40,14 +40,14 @@ def with_bounds(args: AttentionArgs) -> AttentionArgs:
 
 
 def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: Tensor | None = None) -> Tensor:
-    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns, in one launch, or kept from an earlier call.
+    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns and then of 2048, in one launch, or kept from before.
 
     Args:
         mask: column vectors on the device; at least one interval.
         q_offset: int32 (batch,), see `AttentionArgs`: of which rows each batch entry has bounds.
 
     Returns:
-        int32 (batch|1, heads|1, blocks, 8); with offsets (batch, heads|1, blocks, 8).
+        int32 (batch|1, heads|1, blocks, 8), blocks of 64 columns and behind them those of 2048; with offsets for each batch.
     """
     return bounds_of((*mask.vectors, q_offset), mask.left, mask.right, seqlen_q)
 
@@ -116,12 +116,12 @@ def _column_bounds(
     some = vectors[0] if vectors[0] is not None else vectors[3]
     assert some is not None
     bounds = some.new_empty(_shape(some, q_offset))
-    blocks = bounds.shape[2]
+    blocks, groups = _blocks(some)
     left, right = [None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right)]
     if bounds.numel():
         with on_device(some):
             _launch(*[x is None for x in (*vectors, left, right, q_offset)])(
-                (bounds.shape[0] * bounds.shape[1] * blocks, 1),
+                (bounds.shape[0] * bounds.shape[1] * groups, 1),
                 *(*vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, q_offset),
                 *((None, None) if q_offset is None else (some.shape[1], some.shape[0])),
             )
@@ -134,7 +134,7 @@ def _launch(*absent: bool) -> Launch:
     from warploom.kernels.triton.bounds import bounds_kernel
     from warploom.runtime.triton_launch import Launch
 
-    return Launch(bounds_kernel, {"num_warps": 1}, direct=True)
+    return Launch(bounds_kernel, {"num_warps": 4}, direct=True)
 
 
 def _column_bounds_fake(
@@ -153,7 +153,13 @@ def _column_bounds_fake(
 
 def _shape(vector: Tensor, q_offset: Tensor | None) -> tuple[int, ...]:
     batch = vector.shape[0] if q_offset is None else q_offset.shape[0]
-    return (batch, vector.shape[1], (vector.shape[2] + BLOCK - 1) // BLOCK, 8)
+    return (batch, vector.shape[1], sum(_blocks(vector)), 8)
+
+
+def _blocks(vector: Tensor) -> tuple[int, int]:
+    """Blocks and coarse blocks of a vector."""
+    columns = vector.shape[2]
+    return (columns + BLOCK - 1) // BLOCK, (columns + COARSE_BLOCK - 1) // COARSE_BLOCK
 
 
 _library = torch.library.Library("warploom", "FRAGMENT")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
+from warploom.attention.bounds import BLOCK, COARSE_BLOCK
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
@@ -76,7 +78,7 @@ def forward(
 
 def column_mask(names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> tuple[dict[str, Any], dict[int, int]]:
     """The parameters of a column mask, and what its vectors and bounds hold."""
-    bounds = column_bounds(mask, seqlen_q, seqlen_k, 64, "cpu").contiguous()
+    bounds = torch.cat([column_bounds(mask, seqlen_q, seqlen_k, block, "cpu") for block in (BLOCK, COARSE_BLOCK)], dim=2)
     given = {"lts": mask.lts, "lte": mask.lte, "uts": mask.uts, "ute": mask.ute}
     values: dict[str, Any] = {
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),

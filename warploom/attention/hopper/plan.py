@@ -49,7 +49,7 @@ TILINGS = {
         Tile(3, 128, 3, "pingpong"),
         short=Tile(4, 64, 4, "early"),
         other=Tile(3, 128, 3, "early"),
-        columns=Tile(2, 128, 3, "early"),
+        columns=Tile(3, 128, 3, "pingpong"),
         dropout=Tile(2, 128, 3, "early"),
         softcap=Tile(2, 128),
     ),
@@ -82,8 +82,9 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
     tile: Tile | None = tiling.dense
     if features.columns:
         tile = tiling.columns or tiling.dense
-        if features.softcap and tiling.softcap and tiling.softcap.keys == tile.keys:
-            tile = tiling.softcap
+        for asked, own in ((features.softcap, tiling.softcap), (features.dropout, tiling.dropout)):
+            if asked and own and own.keys == tile.keys:
+                tile = own
     elif features.softcap:
         tile = tiling.softcap
         if features.dropout and tile is None:  # both: the fewest keys that there are
