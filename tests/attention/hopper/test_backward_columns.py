@@ -160,11 +160,11 @@ def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
 
 
 def test_walk_classifies_as_tiles_do() -> None:
-    """Hidden, partial and full tiles, the rows that some column may show, and where keys that nobody sees may be."""
+    """Hidden, partial and full tiles, the runs of hidden ones, and where keys that nobody sees may be."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     hides_all, hides_some, may_hold_dead = (plain(MASKS, name) for name in ("hides_all", "hides_some", "may_hold_dead"))
-    seen_rows = plain(ROW_TILES, "seen_rows", choose=choose)
+    hidden_runs = plain(ROW_TILES, "hidden_runs", choose=choose, FAR=1 << 30)
     generator = torch.Generator().manual_seed(seed)
     for causal in (False, True):
         mask = drawn(3, 400, 1100, causal, generator).resolve(400, 1100)._replace(right=None)
@@ -180,8 +180,9 @@ def test_walk_classifies_as_tiles_do() -> None:
                         hidden = hides_all(extrema, m, stop)
                         assert hidden == (classes[head, n] == tiles.HIDDEN)
                         assert hidden or hides_some(extrema, m, stop) == (classes[head, n] == tiles.PARTIAL)
-                        first, end = seen_rows(extrema, 400)
-                        assert hidden or (m // tile_m >= first // tile_m and m < end)
+                        a, b, c, d = hidden_runs(extrema, 400, tile_m)
+                        assert a <= b <= c <= d
+                        assert hidden == (a <= m // tile_m < b or c <= m // tile_m < d)
                         if dead[0, head, n * 128 : n * 128 + 128].any():
                             assert may_hold_dead(extrema, 400)
 

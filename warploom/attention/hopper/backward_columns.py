@@ -1,9 +1,11 @@
 """Column masks in the backward: which query tiles a block walks, what of them it hides, and keys that nobody sees.
 
-The scheduler's warp counts a block's steps and the loader's finds them: both look at 32 query tiles at a time, a lane at each,
-and compare its rows with the extrema of the block's columns. The loader leaves word of every step in shared memory: its query
-tile, whether elements of it are to be tested, its head and its number. A consumer warpgroup passes that number on to its writer
-warp. So one warp alone decides what comes next, and there is no list of tiles anywhere.
+What the columns of a block hide of all rows are two intervals, so the query tiles that it sees are three runs, which follow from
+the extrema of its columns. The scheduler's warp counts a block's steps, the loader's finds them by arithmetic: from the last
+tile back, and where the heads of the group share a mask, all of them at a tile before the next. The loader leaves word of
+every step in shared memory: its query tile, whether elements of it are to be tested, its head and its number. A consumer
+warpgroup passes that number on to its writer warp. So one warp alone decides what comes next, and there is no list of tiles
+anywhere.
 
 A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers.
 
@@ -22,14 +24,15 @@ from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, BackwardBase
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
-from warploom.kernels.cute.columns import FAR, extrema_of, hides_all, hides_some, mask_row, may_hold_dead, sees_none
+from warploom.kernels.cute.columns import FAR, extrema_of, hides_some, mask_row, may_hold_dead, sees_none
 from warploom.kernels.cute.instructions import shifted
-from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, seen_rows
+from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and two bits; head; the tile's number in the
 # workspaces), and of each warpgroup's dQ the number of its tile.
 STEP_WORDS = 3
 STEPS_AT = 2 * DENSE_WORDS
+RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head
 
 
 class ColumnWalk(BackwardBase):
@@ -38,29 +41,39 @@ class ColumnWalk(BackwardBase):
     # The walk
 
     @cute.jit
-    def next_tiles(self, work, member, at):
-        """Of a head's query tiles from ``at`` on the first 32 that may be visible.
-
-        Returns bits of those that the block sees and of those whose elements are to be tested, the first one's number, and
-        the number of the one behind the last, 0 if the head has no more.
-        """
-        given, tile_m = work.given, self.tile_m
+    def runs(self, work, member):
+        """Of a head's query tiles: which the block may see, two runs of them that it does not, and what its tests need."""
+        given = work.given
         first, whole_first, whole_end, end = self.query_tiles(
             work.n_block, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
         )
         extrema = self.extrema(work, work.head * work.group_size + member)
-        begin, past = seen_rows(extrema, work.seqlen_q)
-        at = cutlass.max(at, cutlass.max(first, begin // tile_m))
-        end = cutlass.min(end, cute.ceil_div(past, tile_m))
-        m = at + cute.arch.lane_idx()
-        row, stop = m * tile_m, cutlass.min((m + 1) * tile_m, work.seqlen_q)
-        seen, tested = Int32(0), Int32(0)
-        if m < end and not hides_all(extrema, row, stop):
-            seen = Int32(1)
-        if m < whole_first or m >= whole_end or hides_some(extrema, row, stop):
+        gaps = hidden_runs(extrema, work.seqlen_q, self.tile_m)
+        gaps = [cutlass.min(cutlass.max(gap, first), end) for gap in gaps]
+        lts_min, _, _, lte_max, uts_min, _, _, ute_max = extrema
+        return [first, end, *gaps, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max]
+
+    def tiles_of(self, runs: Any) -> Any:
+        """How many query tiles of a head the block sees."""
+        first, end, gap, past, other, other_past, *_ = runs
+        return end - first - (past - gap) - (other_past - other)
+
+    def tile_at(self, runs: Any, i: Any) -> Any:
+        """The i-th of them."""
+        first, _, gap, past, other, other_past, *_ = runs
+        m = first + i
+        m = choose(m >= gap, m + past - gap, m)
+        return choose(m >= other, m + other_past - other, m)
+
+    @cute.jit
+    def is_tested(self, runs, m, seqlen_q):
+        """1 if elements of a tile are to be tested."""
+        *_, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max = runs
+        row, past = m * self.tile_m, cutlass.min((m + 1) * self.tile_m, seqlen_q)
+        tested = Int32(0)
+        if m < whole_first or m >= whole_end or hides_some((lts_min, 0, 0, lte_max, uts_min, 0, 0, ute_max), row, past):
             tested = Int32(1)
-        seen, tested = cute.arch.vote_ballot_sync(seen == 1), cute.arch.vote_ballot_sync(tested == 1)
-        return seen, tested, at, choose(at + 32 < end, at + 32, 0)
+        return tested
 
     def extrema(self, work: Any, head: Any) -> Any:
         """Of the block's columns, for a query head."""
@@ -70,18 +83,26 @@ class ColumnWalk(BackwardBase):
         return extrema_of(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
 
     @cute.jit
+    def heads_abreast(self, work):
+        """How many heads pass a query tile before the next one: those of the group if they have one mask, else one.
+
+        Blocks of neighbouring keys then read one tile at about one time.
+        """
+        first = work.head * work.group_size
+        alike = self.mask_of(work, first) == self.mask_of(work, first + work.group_size - 1)
+        return choose(alike, work.group_size, 1)
+
+    @cute.jit
     def count_steps(self, work):
-        """Steps of a block, and 1 if it may hold keys that no query of the group sees; a warp computes them."""
+        """Steps of a block, and 1 if it may hold keys that no query of the group sees; lanes of a warp look at a head each."""
         steps, dead = Int32(0), Int32(1)
-        for member in cutlass.range(work.group_size, unroll=1):
+        for member in cutlass.range(cute.arch.lane_idx(), work.group_size, WARP, unroll=1):
+            steps += self.tiles_of(self.runs(work, member))
             if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
                 dead = Int32(0)
-            at, more = Int32(0), Int32(1)
-            while more == 1:
-                seen, _, _, at = self.next_tiles(work, member, at)
-                steps += cute.arch.popc(seen)
-                more = choose(at > 0, 1, 0)
-        return steps, dead
+        if cute.arch.vote_any_sync(dead == 0):
+            dead = Int32(0)
+        return cute.arch.make_warp_uniform(cute.arch.warp_reduction_sum(steps)), dead
 
     # What a step's loads and its warps tell each other
 

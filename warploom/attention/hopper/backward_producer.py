@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS
-from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_columns import RUNS, ColumnWalk
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
@@ -164,16 +164,20 @@ class Producer(ColumnWalk):
                 load_tile(keys, None, 0, shared.k_full)
         queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
-            member, following, first, seen, tested = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
+            abreast, at, beside, runs = self.heads_abreast(work), Int32(0), Int32(0), [Int32(0)] * RUNS
+            member, turned = -abreast, work.n_block % abreast  # blocks that come to a tile together begin with other heads
             mask = self.mask_of(work, work.head * work.group_size)  # the consumers begin with that
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
-                while seen == 0:
-                    member = choose(following == 0, member + 1, member)
-                    seen, tested, first, following = self.next_tiles(work, member, following)
-                lowest = cute.arch.popc((seen & -seen) - 1)
-                seen &= seen - 1
-                head, m = work.head * work.group_size + member, first + lowest
+                while at == 0:
+                    member += abreast
+                    runs = self.runs(work, member)
+                    at = self.tiles_of(runs)
+                m = self.tile_at(runs, at - 1)
+                other = beside + turned
+                head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
+                beside = choose(beside + 1 == abreast, 0, beside + 1)
+                at = choose(beside == 0, at - 1, at)
                 tile = (work.batch * work.heads_q + head) * work.m_blocks + m
             else:
                 head, m, tile = self.place(work, j)
@@ -186,7 +190,8 @@ class Producer(ColumnWalk):
             if const_expr(config.columns):
                 before, mask = mask, self.mask_of(work, head)
                 other = choose(mask == before, 0, 1)
-                self.announce(work, stage, m, (tested >> lowest) & 1, other, head, tile, queries_bytes + stats_bytes)
+                tested = self.is_tested(runs, m, work.seqlen_q)
+                self.announce(work, stage, m, tested, other, head, tile, queries_bytes + stats_bytes)
             else:
                 expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)
