@@ -25,7 +25,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.backward_base import (
     LOADER,
-    PACKED_WORDS,
     SCHEDULER,
     WARPGROUPS,
     WRITERS,
@@ -281,12 +280,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
-        stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
+        stages, dout_stages, tile_m, words_count = self.stages, self.dout_stages, self.tile_m, self.words_count
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, words_count], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -305,7 +304,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             v_empty=barriers.take(),
             block_full=barriers.take(),
             block_empty=barriers.take(),
-            words=storage.words.get_tensor(cute.make_layout(2 * PACKED_WORDS)),
+            words=storage.words.get_tensor(cute.make_layout(words_count)),
             k_start=storage.k.data_ptr(),
             v_start=storage.v.data_ptr(),
             q_start=storage.q.data_ptr(),

@@ -21,10 +21,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, BackwardBase
+from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, WARPGROUPS, BackwardBase
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
-from warploom.kernels.cute.columns import FAR, extrema_of, hides_some, mask_row, may_hold_dead, sees_none
+from warploom.kernels.cute.columns import FAR, extrema_by_lanes, hides_some, mask_row, may_hold_dead, sees_none
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
@@ -32,11 +32,16 @@ from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hi
 # workspaces), and of each warpgroup's dQ the number of its tile.
 STEP_WORDS = 3
 STEPS_AT = 2 * DENSE_WORDS
-RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head
+RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head, which the loader keeps behind those
 
 
 class ColumnWalk(BackwardBase):
     """What the warps of a block need of its column mask."""
+
+    @property
+    def words_count(self) -> int:
+        """Words that warps leave each other in shared memory."""
+        return self.runs_at + RUNS if self.config.columns else 2 * PACKED_WORDS
 
     # The walk
 
@@ -52,6 +57,20 @@ class ColumnWalk(BackwardBase):
         gaps = [cutlass.min(cutlass.max(gap, first), end) for gap in gaps]
         lts_min, _, _, lte_max, uts_min, _, _, ute_max = extrema
         return [first, end, *gaps, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max]
+
+    @cute.jit
+    def keep_runs(self, work, member):
+        """Runs of a head for ``kept_runs``: from step to step registers have no room for them. Returns how many tiles they are."""
+        runs = self.runs(work, member)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(RUNS):
+                work.shared.words[self.runs_at + i] = runs[i]
+        cute.arch.sync_warp()
+        return self.tiles_of(runs)
+
+    def kept_runs(self, words: Any) -> list[Any]:
+        return [cute.arch.make_warp_uniform(words[self.runs_at + i]) for i in range(RUNS)]
 
     def tiles_of(self, runs: Any) -> Any:
         """How many query tiles of a head the block sees."""
@@ -76,11 +95,11 @@ class ColumnWalk(BackwardBase):
         return tested
 
     def extrema(self, work: Any, head: Any) -> Any:
-        """Of the block's columns, for a query head."""
+        """Of the block's columns, for a query head; all lanes of a warp ask for the same."""
         bounds = work.given.columns.bounds
         key = work.n_block * self.tile_n
         row = mask_row(work.batch, head, work.heads_q, bounds)
-        return extrema_of(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        return extrema_by_lanes(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
 
     @cute.jit
     def heads_abreast(self, work):
@@ -94,15 +113,13 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def count_steps(self, work):
-        """Steps of a block, and 1 if it may hold keys that no query of the group sees; lanes of a warp look at a head each."""
-        steps, dead = Int32(0), Int32(1)
-        for member in cutlass.range(cute.arch.lane_idx(), work.group_size, WARP, unroll=1):
-            steps += self.tiles_of(self.runs(work, member))
+        """Steps of a block, and 1 if it may hold keys that no query of the group sees."""
+        steps, dead, abreast = Int32(0), Int32(1), self.heads_abreast(work)
+        for member in cutlass.range(0, work.group_size, abreast, unroll=1):
+            steps += abreast * self.tiles_of(self.runs(work, member))
             if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
                 dead = Int32(0)
-        if cute.arch.vote_any_sync(dead == 0):
-            dead = Int32(0)
-        return cute.arch.make_warp_uniform(cute.arch.warp_reduction_sum(steps)), dead
+        return steps, dead
 
     # What a step's loads and its warps tell each other
 
@@ -113,6 +130,11 @@ class ColumnWalk(BackwardBase):
     def tile_word(self, group: Any) -> Any:
         """Where the number of the tile of a warpgroup's dQ stands."""
         return STEPS_AT + STEP_WORDS * self.stages + group
+
+    @property
+    def runs_at(self) -> int:
+        """Where the loader keeps the runs of a head."""
+        return STEPS_AT + STEP_WORDS * self.stages + WARPGROUPS
 
     @cute.jit
     def announce(self, work, stage, m, tested, other, head, tile, size):

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS
-from warploom.attention.hopper.backward_columns import RUNS, ColumnWalk
+from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
@@ -164,15 +164,15 @@ class Producer(ColumnWalk):
                 load_tile(keys, None, 0, shared.k_full)
         queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
-            abreast, at, beside, runs = self.heads_abreast(work), Int32(0), Int32(0), [Int32(0)] * RUNS
+            abreast, at, beside = self.heads_abreast(work), Int32(0), Int32(0)
             member, turned = -abreast, work.n_block % abreast  # blocks that come to a tile together begin with other heads
             mask = self.mask_of(work, work.head * work.group_size)  # the consumers begin with that
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
                 while at == 0:
                     member += abreast
-                    runs = self.runs(work, member)
-                    at = self.tiles_of(runs)
+                    at = self.keep_runs(work, member)
+                runs = self.kept_runs(shared.words)
                 m = self.tile_at(runs, at - 1)
                 other = beside + turned
                 head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
