@@ -107,7 +107,10 @@ def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """As ``forward``; ``blocks`` 0: one for each key block. ``bounds``: the extrema of a column mask's blocks of 64 columns."""
+    """As ``forward``; ``blocks`` 0: one for each key block.
+
+    ``bounds``: the extrema of a column mask's blocks of 64 columns, whose key blocks go from the last one on.
+    """
     dim, dim_v = config.head_dim, config.head_dim_v
     span = config.tile_n * (2 if config.pair else 1)
     m_blocks, n_blocks = -(-seqlen_q // config.tile_m), -(-seqlen_k // span)
@@ -147,6 +150,8 @@ def backward(
         values |= {"bounds": ((1, masks, count), (masks * count * 8, count * 8)), "present": 15}
         start = names.index("bounds") + 1 << 32
         words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
+        order = (names.index("pingpong") + 1 << 32) + 4 * (values["pingpong"][0][0] - 1 - config.ordered)
+        words |= {order + 4 * i: n_blocks - 1 - i for i in range(n_blocks)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),

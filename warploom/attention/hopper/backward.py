@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.backward_base import (
     LOADER,
+    ROW_THREADS,
     SCHEDULER,
     WARPGROUPS,
     WRITERS,
@@ -33,7 +34,7 @@ from warploom.attention.hopper.backward_base import (
 )
 from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_producer import Producer
-from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
+from warploom.attention.hopper.backward_rows import RowKernels
 from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.columns import columns_of
@@ -115,7 +116,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         looked_at = q if const_expr(self.config.columns) else None
-        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, m_blocks).launch(
+        masked = (bounds, k, n_blocks, section, left, right) if const_expr(self.config.columns) else None
+        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
@@ -184,7 +186,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse. And int32 (tiles, 2) flat: key blocks that have
         added to a part of dQ, or whether it is there (0: no, 1: on its way, 2: yes); where blocks are persistent one more, or
         only one: key blocks handed out; before it (split, 8), of the last key blocks, whose steps are shared out: steps in the
-        sums of their warps. Those follow in dq: fp32 (split, (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
+        sums of their warps, or under a column mask the last key blocks in their order. Sums follow in dq: fp32 (split,
+        (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
         """
         config, tiles = self.config, Int64(rows)
         address = dq.iterator.toint()

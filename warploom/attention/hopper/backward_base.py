@@ -31,6 +31,7 @@ WALKING_REGISTERS = 232, 40  # where the producer's warps look for tiles of a co
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
+ROW_THREADS = 256  # of a block of the kernels before and after
 BOTH, DQ_THREADS = WARPGROUPS * WARPGROUP, WARPGROUP + WARP
 DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and

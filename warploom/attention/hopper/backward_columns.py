@@ -1,9 +1,9 @@
 """Column masks in the backward: which query tiles a block walks, what of them it hides, and keys that nobody sees.
 
-What the columns of a block hide of all rows are two intervals, so the query tiles that it sees are three runs, which follow from
-the extrema of its columns. The scheduler's warp counts a block's steps, the loader's finds them by arithmetic: from the last
-tile back, and where the heads of the group share a mask, all of them at a tile before the next. The loader leaves word of
-every step in shared memory: its query tile, whether elements of it are to be tested, its head and its number. A consumer
+What the columns of a block hide of all rows are two intervals, so the query tiles that it sees are three runs, which follow
+from the extrema of its columns. The scheduler's warp counts a block's steps, the loader's finds them by arithmetic: from the
+last tile back, and where the heads of the group share a mask, all of them at a tile before the next. The loader leaves word
+of every step in shared memory: its query tile, whether elements of it are to be tested, its head and its number. A consumer
 warpgroup passes that number on to its writer warp. So one warp alone decides what comes next, and there is no list of tiles
 anywhere.
 
@@ -21,10 +21,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, ROW_THREADS, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
-from warploom.kernels.cute.columns import FAR, extrema_by_lanes, hides_some, mask_row, may_hold_dead, sees_none
+from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, hides_some, mask_row, may_hold_dead, sees_none
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
@@ -47,12 +48,16 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def runs(self, work, member):
+        """As ``runs_of`` for a query head of the group."""
+        return self.runs_of(work, self.extrema(work, work.head * work.group_size + member))
+
+    @cute.jit
+    def runs_of(self, work, extrema):
         """Of a head's query tiles: which the block may see, two runs of them that it does not, and what its tests need."""
         given = work.given
         first, whole_first, whole_end, end = self.query_tiles(
             work.n_block, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
         )
-        extrema = self.extrema(work, work.head * work.group_size + member)
         gaps = hidden_runs(extrema, work.seqlen_q, self.tile_m)
         gaps = [cutlass.min(cutlass.max(gap, first), end) for gap in gaps]
         lts_min, _, _, lte_max, uts_min, _, _, ute_max = extrema
@@ -60,7 +65,7 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def keep_runs(self, work, member):
-        """Runs of a head for ``kept_runs``: from step to step registers have no room for them. Returns how many tiles they are."""
+        """Runs of a head for ``kept_runs``, as registers have no room for them; how many tiles they are."""
         runs = self.runs(work, member)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -120,6 +125,52 @@ class ColumnWalk(BackwardBase):
             if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
                 dead = Int32(0)
         return steps, dead
+
+    # The order of the last key blocks
+
+    @cute.jit
+    def order_last(self, given, counters):
+        """Numbers of a call's last key blocks, those that see the most query tiles first, for ``last_block``.
+
+        The first head of a group stands for all. A thread block of ROW_THREADS does it.
+        """
+
+        @cute.struct
+        class Storage:
+            keys: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
+
+        keys = cutlass.utils.SmemAllocator().allocate(Storage).keys.get_tensor(cute.make_layout(LAST_BLOCKS))
+        thread = cute.arch.thread_idx()[0]
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, LAST_BLOCKS)
+        for i in cutlass.range(thread, LAST_BLOCKS, ROW_THREADS, unroll=1):
+            key = Int32(-1)
+            if i < count:
+                work = self.describe(given, total - count + i)
+                bounds, first = given.columns.bounds, work.n_block * self.tile_n
+                row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
+                past = cutlass.min(first + self.tile_n, work.seqlen_k)
+                tiles = self.tiles_of(self.runs_of(work, extrema_of(bounds, row, first, past, self.tile_n)))
+                key = tiles * LAST_BLOCKS + (LAST_BLOCKS - 1 - i)  # no two alike
+            keys[i] = key
+        cute.arch.sync_threads()
+        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
+            own, rank = keys[i], Int32(0)
+            for j in cutlass.range(LAST_BLOCKS, unroll=16):
+                rank += choose(keys[j] > own, 1, 0)
+            counters[self.order_at(counters) + rank] = total - count + i
+
+    def order_at(self, counters: Any) -> Any:
+        """Where the order of the last key blocks begins."""
+        return counters.shape[0] - 1 - LAST_BLOCKS
+
+    @cute.jit
+    def last_block(self, counters, index, total):
+        """The number of the key block that is the ``index``-th to be handed out."""
+        ordered = index - cutlass.max(total - LAST_BLOCKS, 0)
+        if ordered >= 0 and index < total:
+            index = counters[self.order_at(counters) + ordered]
+        return index
 
     # What a step's loads and its warps tell each other
 

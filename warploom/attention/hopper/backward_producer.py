@@ -75,7 +75,10 @@ class Producer(ColumnWalk):
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
-            work = self.describe(given, cutlass.min(index, total - 1))
+            at = index
+            if const_expr(self.config.columns):
+                at = self.last_block(counters, index, total)
+            work = self.describe(given, cutlass.min(at, total - 1))
             if const_expr(self.config.columns):
                 steps, dead = self.count_steps(work)
                 work = work.but(bounds=(Int32(0), dead, Int32(0), steps))

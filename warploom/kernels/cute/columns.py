@@ -80,10 +80,8 @@ def extrema_by_lanes(bounds, row, key, past, keys):
         block = cutlass.min(first + i, last)
         source = bounds.iterator + ((Int64(row) * count + block) * 8 + lane % 8)
         number = cute.make_tensor(source, cute.make_layout(1))[0]
-        if const_expr(i == 0):
-            own = number
-        else:
-            own = choose(lane % 2 == 1, cutlass.max(own, number), cutlass.min(own, number))
+        both = choose(lane % 2 == 1, cutlass.max(own, number), cutlass.min(own, number))
+        own = both if const_expr(i > 0) else number
     return tuple([cute.arch.shuffle_sync(own, n) for n in range(8)])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import FAR
