@@ -27,7 +27,6 @@ WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
-WALKING_REGISTERS = 232, 40  # where the producer's warps look for tiles of a column mask
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
 # Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
@@ -159,8 +158,6 @@ class BackwardBase:
         # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
         self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
-        if config.columns:
-            self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
 
     def init_both(self, shared: Any, releases: int) -> None:

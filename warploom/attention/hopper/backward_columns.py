@@ -29,9 +29,9 @@ from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, hid
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
-# Behind the words of two blocks those of the steps in the ring of Q (query tile and two bits; head; the tile's number in the
-# workspaces), and of each warpgroup's dQ the number of its tile.
-STEP_WORDS = 3
+# Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
+# in the workspaces; key block), and of each warpgroup's dQ the number of its tile.
+STEP_WORDS = 4
 STEPS_AT = 2 * DENSE_WORDS
 RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head, which the loader keeps behind those
 
@@ -188,19 +188,20 @@ class ColumnWalk(BackwardBase):
         return STEPS_AT + STEP_WORDS * self.stages + WARPGROUPS
 
     @cute.jit
-    def announce(self, work, stage, m, tested, other, head, tile, size):
-        """As ``expect`` for a stage of Q, which will hold this step; ``other``: 1 if its mask is not that of the one before."""
-        words = work.shared.words
+    def announce(self, work, stage, m, tested, head, tile, size):
+        """As ``expect`` for a stage of Q, which will hold this step."""
+        words, at = work.shared.words, self.step_word(stage)
         with cute.arch.elect_one():
-            words[self.step_word(stage)] = 4 * m + 2 * other + tested
-            words[self.step_word(stage) + 1] = head
-            words[self.step_word(stage) + 2] = tile
+            words[at] = 2 * m + tested
+            words[at + 1] = self.mask_of(work, head)
+            words[at + 2] = tile
+            words[at + 3] = work.n_block
             cute.arch.mbarrier_arrive_and_expect_tx(work.shared.q_full + stage, size)
 
-    def announced(self, words: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Query tile, and 1 or 0: elements are tested, the head has another mask, of the step in a stage."""
+    def announced(self, words: Any, stage: Any) -> tuple[Any, Any]:
+        """Query tile, and 1 or 0: elements are tested, of the step in a stage."""
         word = cute.arch.make_warp_uniform(words[self.step_word(stage)])
-        return word >> 2, word & 1, word >> 1 & 1
+        return word >> 1, word & 1
 
     @cute.jit
     def name_tile(self, words, stage, group):
@@ -215,13 +216,12 @@ class ColumnWalk(BackwardBase):
         return mask_row(work.batch, head, work.heads_q, work.given.columns.vectors[0])
 
     @cute.jit
-    def take_columns(self, r, work, head):
-        """This thread's number of each of its keys for a query head: lts, lte, uts or ute, by the lane in its quad.
+    def own_columns(self, r, work, row, n_block):
+        """This thread's number of each of its keys in a mask's row: lts, lte, uts or ute, by the lane in its quad.
 
         Past the last key they hide all.
         """
-        columns = work.given.columns
-        row = self.mask_of(work, head)
+        columns, seqlen_k = work.given.columns, work.given.k_shape[0]
         which = cute.arch.lane_idx() % 4
         length = columns.vectors[0].shape[2]
         address = columns.vectors[0].iterator.toint()
@@ -230,30 +230,38 @@ class ColumnWalk(BackwardBase):
                 address = columns.vectors[n].iterator.toint()
         absent = choose(which < 2, FAR, 0)
         beyond = choose(which % 2 == 0, 0, FAR)
+        own = []
         for i in cutlass.range_constexpr(2):
-            key = work.n_block * self.tile_n + r.row + 8 * i
+            key = n_block * self.tile_n + r.row + 8 * i
             found = beyond
-            if key < work.seqlen_k:
+            if key < seqlen_k:
                 found = absent
                 if (columns.present >> which) & 1 == 1:
                     at = address + 4 * (Int64(row) * length + key)
                     source = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
                     found = cute.make_tensor(source, cute.make_layout(1))[0]
                     found = cutlass.min(cutlass.max(found, 0), FAR)
-            r.columns[i] = found
+            own.append(found)
+        return own
 
-    def interval(self, r: Any, i: int) -> list[Any]:
-        """lts, lte, uts and ute of a thread's i-th key, from the lanes of its quad."""
+    def interval(self, number: Any) -> list[Any]:
+        """lts, lte, uts and ute of a key, from the lanes of its quad."""
         quad = cute.arch.lane_idx() // 4 * 4
-        return [cute.arch.shuffle_sync(r.columns[i], quad + n) for n in range(4)]
+        return [cute.arch.shuffle_sync(number, quad + n) for n in range(4)]
 
     @cute.jit
-    def find_hidden(self, r, work, m):
-        """Bits of this thread's elements of a query tile that its keys hide, or the band."""
-        diagonal = self.again(work).n_block * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
+    def find_hidden(self, r, work, m, stage):
+        """Bits of this thread's elements of a query tile that its keys hide, or the band.
+
+        The keys' numbers are read anew in each such step, from L1 but for a block's first: the others' registers are short.
+        """
+        at, words = self.step_word(stage), work.shared.words
+        n_block = words[at + 3]
+        own = self.own_columns(r, work, words[at + 1], n_block)
+        diagonal = n_block * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
         for i in cutlass.range_constexpr(2):
             row = m * self.tile_m + r.column
-            lts, lte, uts, ute = self.interval(r, i)
+            lts, lte, uts, ute = self.interval(own[i])
             bits = hidden_elements(lts - row, lte - row, self.tile_m) | hidden_elements(uts - row, ute - row, self.tile_m)
             if const_expr(self.config.right):
                 bits |= ~shifted(-1, elements_before(diagonal + 8 * i - work.given.right, self.tile_m))
@@ -281,12 +289,11 @@ class ColumnWalk(BackwardBase):
         dead = cute.make_rmem_tensor(2, Int32)
         dead.fill(1)
         for member in cutlass.range(work.group_size, unroll=1):
-            self.take_columns(r, work, work.head * work.group_size + member)
+            own = self.own_columns(r, work, self.mask_of(work, work.head * work.group_size + member), work.n_block)
             for i in cutlass.range_constexpr(2):
                 first, end = self.band_rows(work, work.n_block * self.tile_n + r.row + 8 * i)
-                if not sees_none(first, end, *self.interval(r, i)):
+                if not sees_none(first, end, *self.interval(own[i])):
                     dead[i] = Int32(0)
-        self.take_columns(r, work, work.head * work.group_size)
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
             if dead[i] == 1:

@@ -54,8 +54,7 @@ class StepOperands(Operands):
     acc_dk: Any
     acc_dv: Any
     hidden: Any  # what is added to a row's lse, without a band
-    columns: Any  # of a column mask: this thread's number of each of its keys,
-    hidden_bits: Any  # and which elements of a tile its keys hide
+    hidden_bits: Any  # which elements of a tile this thread's keys hide under a column mask
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
@@ -95,9 +94,7 @@ class Consumers(ColumnWalk):
         """All steps of a block, and its dK and dV."""
         shared = work.shared
         r = r.but(past=work.base + self.steps_of(work))
-        if const_expr(self.config.columns):
-            self.take_columns(r, work, work.head * work.group_size)
-        else:
+        if const_expr(not self.config.columns):
             self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
@@ -315,7 +312,6 @@ class Consumers(ColumnWalk):
             rows_dp=accumulator_rows(acc_dp, tile_m),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
-            columns=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
@@ -335,10 +331,7 @@ class Consumers(ColumnWalk):
         """
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
-        words = r.shared.words
-        m, tested, other = self.announced(words, stage)
-        if other == 1:
-            self.take_columns(r, self.again(work), words[self.step_word(stage) + 1])
+        m, tested = self.announced(r.shared.words, stage)
         if tested == 1:
             self.clear_unseeing(r, j)
             self.step(r, m, j, True, work)
@@ -356,6 +349,8 @@ class Consumers(ColumnWalk):
         stage, phase = schedule.ring(j, self.stages)
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(config.columns and masked):
+            self.find_hidden(r, work, m, stage)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
         if const_expr(self.ping_pong):
@@ -367,8 +362,6 @@ class Consumers(ColumnWalk):
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
-        if const_expr(config.columns and masked):
-            self.find_hidden(r, work, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)

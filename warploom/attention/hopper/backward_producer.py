@@ -169,7 +169,6 @@ class Producer(ColumnWalk):
         if const_expr(config.columns):
             abreast, at, beside = self.heads_abreast(work), Int32(0), Int32(0)
             member, turned = -abreast, work.n_block % abreast  # blocks that come to a tile together begin with other heads
-            mask = self.mask_of(work, work.head * work.group_size)  # the consumers begin with that
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
                 while at == 0:
@@ -191,10 +190,9 @@ class Producer(ColumnWalk):
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             if const_expr(config.columns):
-                before, mask = mask, self.mask_of(work, head)
-                other = choose(mask == before, 0, 1)
-                tested = self.is_tested(runs, m, work.seqlen_q)
-                self.announce(work, stage, m, tested, other, head, tile, queries_bytes + stats_bytes)
+                self.announce(
+                    work, stage, m, self.is_tested(runs, m, work.seqlen_q), head, tile, queries_bytes + stats_bytes
+                )
             else:
                 expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)
