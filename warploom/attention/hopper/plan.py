@@ -183,7 +183,8 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    if softcap or features.columns or (left and tile_m == 80):  # registers leave no room for more
+    # Registers leave no room for more. Under a column mask limits of keys are no constants of the loop.
+    if softcap or (tile_m == 128 if features.columns else left and tile_m == 80):
         tile_m = 64
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill
