@@ -356,7 +356,9 @@ class Consumers(ColumnWalk):
         if const_expr(self.ping_pong):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
-        if const_expr(not config.softcap):
+        # Slopes of a softcap leave no registers for that, nor bits of a mask: ptxas would wait for each product.
+        late = const_expr(config.softcap or (config.columns and masked))
+        if const_expr(not late):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
@@ -365,7 +367,7 @@ class Consumers(ColumnWalk):
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)
-        if const_expr(config.softcap):  # whose slopes leave no registers for more
+        if const_expr(late):
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
         delta = None
