@@ -158,6 +158,28 @@ def backward(
     )  # fmt: skip
 
 
+COUNTERS = 1 << 12
+
+
+def before(
+    traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int
+) -> Launch:
+    """The first thread block of the kernel before a masked backward, of shapes (batch, seqlen, heads); what it counts is watched."""
+    m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // config.tile_n)
+    rows = {"out": (q, config.head_dim_v), "do": (q, config.head_dim_v), "q": (q, config.head_dim), "k": (k, config.head_dim)}
+    values: dict[str, Any] = {name: ((*shape, dim), (1 << 20, 1 << 12, 1 << 8)) for name, (shape, dim) in rows.items()}
+    values |= {name: ((1 << 20,), ()) for name in ("sums", "stats")}
+    values |= {
+        "lse": ((q[0], q[2], q[1]), (q[1] * q[2], q[1])), "counters": ((COUNTERS,), (), SUMS),
+        "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
+        "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
+    }  # fmt: skip
+    names = "out do lse sums stats counters q bounds k n_blocks section left right m_blocks".split()
+    start = names.index("bounds") + 1 << 32
+    words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
+    return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))
+
+
 def tags(machine: Machine, names: tuple[str, ...], first: int) -> list[list[tuple[str, Tag]]]:
     """What each warpgroup of consumers multiplied, in order: tensor and coordinates of tiles, whose first columns are 0.
 

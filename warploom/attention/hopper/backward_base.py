@@ -29,8 +29,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
-# Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
 ROW_THREADS = 256  # of a block of the kernels before and after
+# Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
 BOTH, DQ_THREADS = WARPGROUPS * WARPGROUP, WARPGROUP + WARP
 DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and

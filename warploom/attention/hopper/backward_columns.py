@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, ROW_THREADS, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, WARPGROUPS, BackwardBase
 from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
@@ -132,33 +132,37 @@ class ColumnWalk(BackwardBase):
     def order_last(self, given, counters):
         """Numbers of a call's last key blocks, those that see the most query tiles first, for ``last_block``.
 
-        The first head of a group stands for all. A thread block of ROW_THREADS does it.
+        By eighths of the most; within one they keep their order, in which neighbours read the same tiles. The first head of a
+        group stands for all. Each thread of a block ranks one.
         """
 
         @cute.struct
         class Storage:
-            keys: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
 
-        keys = cutlass.utils.SmemAllocator().allocate(Storage).keys.get_tensor(cute.make_layout(LAST_BLOCKS))
+        seen = cutlass.utils.SmemAllocator().allocate(Storage).tiles.get_tensor(cute.make_layout(LAST_BLOCKS))
         thread = cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
         count = cutlass.min(total, LAST_BLOCKS)
-        for i in cutlass.range(thread, LAST_BLOCKS, ROW_THREADS, unroll=1):
-            key = Int32(-1)
-            if i < count:
-                work = self.describe(given, total - count + i)
-                bounds, first = given.columns.bounds, work.n_block * self.tile_n
-                row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
-                past = cutlass.min(first + self.tile_n, work.seqlen_k)
-                tiles = self.tiles_of(self.runs_of(work, extrema_of(bounds, row, first, past, self.tile_n)))
-                key = tiles * LAST_BLOCKS + (LAST_BLOCKS - 1 - i)  # no two alike
-            keys[i] = key
+        tiles, most, rank = Int32(0), Int32(1), Int32(0)
+        if thread < count:
+            work = self.describe(given, total - count + thread)
+            bounds, first = given.columns.bounds, work.n_block * self.tile_n
+            row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
+            past = cutlass.min(first + self.tile_n, work.seqlen_k)
+            tiles = self.tiles_of(self.runs_of(work, extrema_of(bounds, row, first, past, self.tile_n)))
+        seen[thread] = tiles
         cute.arch.sync_threads()
-        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
-            own, rank = keys[i], Int32(0)
-            for j in cutlass.range(LAST_BLOCKS, unroll=16):
-                rank += choose(keys[j] > own, 1, 0)
-            counters[self.order_at(counters) + rank] = total - count + i
+        for i in cutlass.range(LAST_BLOCKS, unroll=16):
+            most = cutlass.max(most, seen[i])
+        cute.arch.sync_threads()
+        own = tiles * 8 // most * LAST_BLOCKS - thread  # no two alike
+        seen[thread] = own
+        cute.arch.sync_threads()
+        for i in cutlass.range(LAST_BLOCKS, unroll=16):
+            rank += choose(seen[i] > own, 1, 0)
+        if thread < count:
+            counters[self.order_at(counters) + rank] = total - count + thread
 
     def order_at(self, counters: Any) -> Any:
         """Where the order of the last key blocks begins."""

@@ -27,9 +27,10 @@ BACKWARD_SOURCES = (
 )
 
 
-# Of a masked call, key blocks that go longest first: three for each processor. In a simulation of causal documents, 32768 keys,
-# processors then wait for the last one for 1 % of the time, otherwise 8; with twice as many more tiles come from memory.
-LAST_BLOCKS = 384
+# Of a masked call, key blocks that go longest first, one for each thread of the kernel before: two for each processor. In a
+# simulation of causal documents, 32768 keys, processors then wait for the last one for 2 % of the time, otherwise 7. Three for
+# each processor lost 2 % of shared questions and prefixes: heads that go side by side have less of their tiles in L2.
+LAST_BLOCKS = 256
 
 
 def box_columns(span: int) -> int:
