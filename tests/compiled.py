@@ -33,10 +33,10 @@ class Built:
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a cache, whatever the umask
         self.worker: Worker | None = None
 
-    def traced(self, name: str) -> Traced:
-        """The main kernel as it was traced and compiled."""
+    def traced(self, name: str, part: str = "kernel_cutlass_kernel") -> Traced:
+        """A kernel, by what its name begins with, as it was traced and compiled."""
         config = self[name][0]
-        return read(self.folder / f"{config.name}.mlir", self.folder / f"{config.name}.ptx")
+        return read(self.folder / f"{config.name}.mlir", self.folder / f"{config.name}.ptx", part)
 
     def __getitem__(self, name: str) -> tuple[Any, dict[str, int], Path]:
         config = self.configs[name]

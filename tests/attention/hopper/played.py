@@ -109,7 +109,10 @@ def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """As ``forward``; ``blocks`` 0: one for each key block. ``bounds``: the extrema of a column mask's blocks of 64 columns."""
+    """As ``forward``; ``blocks`` 0: one for each key block.
+
+    ``bounds``: the extrema of a column mask's blocks of 64 columns, whose key blocks go from the last one on.
+    """
     dim, dim_v = config.head_dim, config.head_dim_v
     span = config.tile_n * (2 if config.pair else 1)
     m_blocks, n_blocks = -(-seqlen_q // config.tile_m), -(-seqlen_k // span)
@@ -149,10 +152,34 @@ def backward(
         values |= {"bounds": ((1, masks, count), (masks * count * 8, count * 8)), "present": 15}
         start = names.index("bounds") + 1 << 32
         words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
+        order = (names.index("pingpong") + 1 << 32) + 4 * (values["pingpong"][0][0] - 1 - config.ordered)
+        words |= {order + 4 * i: n_blocks - 1 - i for i in range(n_blocks)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),
     )  # fmt: skip
+
+
+COUNTERS = 1 << 12
+
+
+def before(
+    traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int
+) -> Launch:
+    """The first block of the kernel before a masked backward, of shapes (batch, seqlen, heads); what it counts is watched."""
+    m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // config.tile_n)
+    rows = {"out": (q, config.head_dim_v), "do": (q, config.head_dim_v), "q": (q, config.head_dim), "k": (k, config.head_dim)}
+    values: dict[str, Any] = {name: ((*shape, dim), (1 << 20, 1 << 12, 1 << 8)) for name, (shape, dim) in rows.items()}
+    values |= {name: ((1 << 20,), ()) for name in ("sums", "stats")}
+    values |= {
+        "lse": ((q[0], q[2], q[1]), (q[1] * q[2], q[1])), "counters": ((COUNTERS,), (), SUMS),
+        "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
+        "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
+    }  # fmt: skip
+    names = ["out", "do", "lse", "sums", "stats", "counters", "q", "bounds", "k", "n_blocks", "section", "left", "right", "m_blocks"]
+    start = names.index("bounds") + 1 << 32
+    words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
+    return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))
 
 
 def tags(machine: Machine, names: tuple[str, ...], first: int) -> list[list[tuple[str, Tag]]]:

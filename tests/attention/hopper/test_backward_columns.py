@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +15,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.hopper.played import backward, choose
+from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose
 from tests.attention.hopper.test_backward_barriers import multiplied
-from tests.compiled import Built
+from tests.compiled import Built, machine_code
 from tests.plain import plain
 from tests.sm90.core import Run
-from tests.sm90.lanes import UNKNOWN
+from tests.sm90.lanes import LANES, UNKNOWN, Value, lane
 from tests.sm90.machine import Machine
 from tests.sm90.ptx import Instruction
 from tests.sm90.state import Warp
 from warploom import masks
 from warploom.attention.features import Features
+from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.attention.hopper.plan import backward_config
+from warploom.attention.hopper.schedule import sections
 from warploom.masks import Mask, tiles
 from warploom.runtime import modules
 
@@ -46,11 +49,11 @@ QUERIES, KEYS, LEFT = 230, 300, 110
 
 def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: torch.Generator) -> Mask:
     """Intervals that differ a little from key to key and hide whole tiles of some blocks; some keys that nobody sees."""
-    block = torch.arange(seqlen_k) // 128
+    block, count = torch.arange(seqlen_k) // 128, -(-seqlen_k // 128)
     vectors = []
     for _ in range(2):
-        low = torch.randint(-50, seqlen_q, (heads, 16), generator=generator)[:, block]
-        high = low + torch.randint(0, seqlen_q, (heads, 16), generator=generator)[:, block]
+        low = torch.randint(-50, seqlen_q, (heads, count), generator=generator)[:, block]
+        high = low + torch.randint(0, seqlen_q, (heads, count), generator=generator)[:, block]
         vectors += [t + torch.randint(0, 20, t.shape, generator=generator) for t in (low, high)]
     dead = torch.rand(seqlen_k, generator=generator) < 0.1
     vectors[0][:, dead], vectors[1][:, dead] = 0, seqlen_q
@@ -70,6 +73,24 @@ class Agreeing(Machine):
             return True
 
         return vote
+
+
+class Noting(Machine):
+    """Keeps what is stored where the launch watches."""
+
+    def __init__(self, *args: Any) -> None:
+        self.noted: dict[int, Value] = {}
+        super().__init__(*args)
+
+    def _st_global(self, x: Instruction) -> Run:
+        def store(warp: Warp, mask: int) -> bool:
+            where = self.address(warp, str(x.operands[0]))
+            for i in range(LANES):
+                if mask >> i & 1 and lane(where, i) in self.launch.watched:
+                    self.noted[lane(where, i)] = lane(self.value(warp, str(x.operands[1])), i)
+            return True
+
+        return store
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +152,39 @@ def test_a_mask_that_hides_all(built: Built) -> None:
 
 
 @builds
+@pytest.mark.parametrize("batch", [1, 2])
+def test_last_blocks_go_longest_first(batch: int, built: Built) -> None:
+    """Each once, by eighths of the most query tiles, otherwise in their order; of 280 blocks the last ones, or all of 140."""
+    name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 700, 70 * 128, 2, 2
+    seed, config = random.randrange(2**32), COLUMNS[name]
+    print(f"seed {seed}")
+    mask = drawn(4, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    traced = built.traced(name, "kernel_cutlass_before")
+    bounds = tiles.column_bounds(mask, seqlen_q, seqlen_k, 64).contiguous()
+    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section)
+    noted = Noting(traced.kernel, launch, seed).run().noted
+    total = 70 * heads_kv * batch
+    count = min(total, LAST_BLOCKS)
+    start = SUMS + 4 * (COUNTERS - 1 - LAST_BLOCKS)
+    order = [noted[start + 4 * i] for i in range(count)]
+    edges, wide = tiles.block_edges(seqlen_k, 128), tiles.column_bounds(mask, seqlen_q, seqlen_k, 128)
+    seen = torch.zeros(4, 70, dtype=torch.int64)
+    for m in range(0, seqlen_q, config.tile_m):
+        stop = min(m + config.tile_m, seqlen_q)
+        classes = tiles.classify_row_block(wide, edges, m, stop, mask.left, mask.right, seqlen_q, seqlen_k)[0]
+        seen += torch.as_tensor(classes != tiles.HIDDEN)
+    blocks = {i: sections(i, 70, heads_kv * batch, section, choose) for i in range(total - count, total)}
+    length = {i: int(seen[slice_ % heads_kv * 2, n]) for i, (n, slice_) in blocks.items()}
+    assert order == sorted(blocks, key=lambda i: (-(length[i] * 8 // max(length.values())), i))
+
+
+@builds
 @pytest.mark.parametrize("name", COLUMNS)
 def test_resources(name: str, built: Built) -> None:
-    _, facts, _ = built[name]
+    """No spills, and no wait between products that are issued together: more would mean that ptxas serialised wgmma."""
+    _, facts, cubin = built[name]
     assert facts["stack"] == 0, "registers spill"
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", machine_code(cubin))) == 2 * 4 + 1
 
 
 # The arithmetic, in the kernel's text
@@ -160,11 +210,11 @@ def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
 
 
 def test_walk_classifies_as_tiles_do() -> None:
-    """Hidden, partial and full tiles, the rows that some column may show, and where keys that nobody sees may be."""
+    """Hidden, partial and full tiles, the runs of hidden ones, and where keys that nobody sees may be."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     hides_all, hides_some, may_hold_dead = (plain(MASKS, name) for name in ("hides_all", "hides_some", "may_hold_dead"))
-    seen_rows = plain(ROW_TILES, "seen_rows", choose=choose)
+    hidden_runs = plain(ROW_TILES, "hidden_runs", choose=choose, FAR=1 << 30)
     generator = torch.Generator().manual_seed(seed)
     for causal in (False, True):
         mask = drawn(3, 400, 1100, causal, generator).resolve(400, 1100)._replace(right=None)
@@ -180,8 +230,9 @@ def test_walk_classifies_as_tiles_do() -> None:
                         hidden = hides_all(extrema, m, stop)
                         assert hidden == (classes[head, n] == tiles.HIDDEN)
                         assert hidden or hides_some(extrema, m, stop) == (classes[head, n] == tiles.PARTIAL)
-                        first, end = seen_rows(extrema, 400)
-                        assert hidden or (m // tile_m >= first // tile_m and m < end)
+                        a, b, c, d = hidden_runs(extrema, 400, tile_m)
+                        assert a <= b <= c <= d
+                        assert hidden == (a <= m // tile_m < b or c <= m // tile_m < d)
                         if dead[0, head, n * 128 : n * 128 + 128].any():
                             assert may_hold_dead(extrema, 400)
 

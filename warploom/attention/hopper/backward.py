@@ -25,8 +25,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.backward_base import (
     LOADER,
-    PACKED_WORDS,
+    ROW_THREADS,
     SCHEDULER,
+    SEED_WORDS,
     WARPGROUPS,
     WRITERS,
     BackwardShared,
@@ -34,7 +35,7 @@ from warploom.attention.hopper.backward_base import (
 )
 from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_producer import Producer
-from warploom.attention.hopper.backward_rows import ROW_THREADS, RowKernels
+from warploom.attention.hopper.backward_rows import RowKernels
 from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.columns import columns_of
@@ -118,7 +119,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         looked_at = q if const_expr(self.config.columns) else None
-        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, m_blocks).launch(
+        masked = (bounds, k, n_blocks, section, left, right) if const_expr(self.config.columns) else None
+        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
@@ -188,7 +190,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse. And int32 (tiles, 2) flat: key blocks that have
         added to a part of dQ, or whether it is there (0: no, 1: on its way, 2: yes); where blocks are persistent one more, or
         only one: key blocks handed out; before it (split, 8), of the last key blocks, whose steps are shared out: steps in the
-        sums of their warps. Those follow in dq: fp32 (split, (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
+        sums of their warps, or under a column mask the last key blocks in their order. Sums follow in dq: fp32 (split,
+        (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
         """
         config, tiles = self.config, Int64(rows)
         address = dq.iterator.toint()
@@ -286,13 +289,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
-        stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
-        seed_words = 2 if const_expr(self.config.dropout) else 0
+        stages, dout_stages, tile_m, words_count = self.stages, self.dout_stages, self.tile_m, self.words_count
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PACKED_WORDS + seed_words], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, words_count], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -311,12 +313,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
             v_empty=barriers.take(),
             block_full=barriers.take(),
             block_empty=barriers.take(),
-            words=storage.words.get_tensor(cute.make_layout(2 * PACKED_WORDS)),
+            words=storage.words.get_tensor(cute.make_layout(words_count)),
             k_start=storage.k.data_ptr(),
             v_start=storage.v.data_ptr(),
             q_start=storage.q.data_ptr(),
             do_start=storage.dout.data_ptr(),
-            seed=storage.words.data_ptr() + 2 * PACKED_WORDS,
+            seed=storage.words.data_ptr() + (words_count - SEED_WORDS),
         )
         self.store_seed(warp, shared, drops)
         self.init_barriers(warp, shared)

@@ -27,9 +27,9 @@ WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
-WALKING_REGISTERS = 232, 40  # where the producer's warps look for tiles of a column mask
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
+ROW_THREADS = 256  # of a block of the kernels before and after
 # Threads that come to a named barrier: both consumer warpgroups, or one and its writer warp.
 BOTH, DQ_THREADS = WARPGROUPS * WARPGROUP, WARPGROUP + WARP
 DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
@@ -37,6 +37,7 @@ DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
 # Where the last blocks are shared out, the bounds are those of a piece in steps, and its block's number among them comes last.
 DENSE_WORDS, PACKED_WORDS = 8, 14
+SEED_WORDS = 2  # of dropout, behind all others
 
 
 class BackwardShared(Fields):
@@ -162,8 +163,6 @@ class BackwardBase:
         # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
         self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
-        if config.columns:
-            self.consumer_registers, self.producer_registers = WALKING_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
         self.reads_again = config.stream_k or (config.persistent and config.dropout)

@@ -1,9 +1,11 @@
 """Column masks in the backward: which query tiles a block walks, what of them it hides, and keys that nobody sees.
 
-The scheduler's warp counts a block's steps and the loader's finds them: both look at 32 query tiles at a time, a lane at each,
-and compare its rows with the extrema of the block's columns. The loader leaves word of every step in shared memory: its query
-tile, whether elements of it are to be tested, its head and its number. A consumer warpgroup passes that number on to its writer
-warp. So one warp alone decides what comes next, and there is no list of tiles anywhere.
+What the columns of a block hide of all rows are two intervals, so the query tiles that it sees are three runs, which follow
+from the extrema of its columns. The scheduler's warp counts a block's steps, the loader's finds them by arithmetic: from the
+last tile back, and where the heads of the group share a mask, all of them at a tile before the next. The loader leaves word
+of every step in shared memory: its query tile, whether elements of it are to be tested, its head and its number. A consumer
+warpgroup passes that number on to its writer warp. So one warp alone decides what comes next, and there is no list of tiles
+anywhere.
 
 A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers.
 
@@ -19,69 +21,161 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, BackwardBase
+from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, SEED_WORDS, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
-from warploom.kernels.cute.columns import FAR, extrema_of, hides_all, hides_some, mask_row, may_hold_dead, sees_none
+from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, hides_some, mask_row, may_hold_dead, sees_none
 from warploom.kernels.cute.instructions import shifted
-from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, seen_rows
+from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
-# Behind the words of two blocks those of the steps in the ring of Q (query tile and two bits; head; the tile's number in the
-# workspaces), and of each warpgroup's dQ the number of its tile.
-STEP_WORDS = 3
+# Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
+# in the workspaces; key block), and of each warpgroup's dQ the number of its tile.
+STEP_WORDS = 4
 STEPS_AT = 2 * DENSE_WORDS
+RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head, which the loader keeps behind those
 
 
 class ColumnWalk(BackwardBase):
     """What the warps of a block need of its column mask."""
 
+    @property
+    def words_count(self) -> int:
+        """Words that warps leave each other in shared memory."""
+        count = self.runs_at + RUNS if self.config.columns else 2 * PACKED_WORDS
+        return count + SEED_WORDS if self.config.dropout else count
+
     # The walk
 
     @cute.jit
-    def next_tiles(self, work, member, at):
-        """Of a head's query tiles from ``at`` on the first 32 that may be visible.
+    def runs(self, work, member):
+        """As ``runs_of`` for a query head of the group."""
+        return self.runs_of(work, self.extrema(work, work.head * work.group_size + member))
 
-        Returns bits of those that the block sees and of those whose elements are to be tested, the first one's number, and
-        the number of the one behind the last, 0 if the head has no more.
-        """
-        given, tile_m = work.given, self.tile_m
+    @cute.jit
+    def runs_of(self, work, extrema):
+        """Of a head's query tiles: which the block may see, two runs of them that it does not, and what its tests need."""
+        given = work.given
         first, whole_first, whole_end, end = self.query_tiles(
             work.n_block, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
         )
-        extrema = self.extrema(work, work.head * work.group_size + member)
-        begin, past = seen_rows(extrema, work.seqlen_q)
-        at = cutlass.max(at, cutlass.max(first, begin // tile_m))
-        end = cutlass.min(end, cute.ceil_div(past, tile_m))
-        m = at + cute.arch.lane_idx()
-        row, stop = m * tile_m, cutlass.min((m + 1) * tile_m, work.seqlen_q)
-        seen, tested = Int32(0), Int32(0)
-        if m < end and not hides_all(extrema, row, stop):
-            seen = Int32(1)
-        if m < whole_first or m >= whole_end or hides_some(extrema, row, stop):
+        gaps = hidden_runs(extrema, work.seqlen_q, self.tile_m)
+        gaps = [cutlass.min(cutlass.max(gap, first), end) for gap in gaps]
+        lts_min, _, _, lte_max, uts_min, _, _, ute_max = extrema
+        return [first, end, *gaps, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max]
+
+    @cute.jit
+    def keep_runs(self, work, member):
+        """Runs of a head for ``kept_runs``, as registers have no room for them; how many tiles they are."""
+        runs = self.runs(work, member)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(RUNS):
+                work.shared.words[self.runs_at + i] = runs[i]
+        cute.arch.sync_warp()
+        return self.tiles_of(runs)
+
+    def kept_runs(self, words: Any) -> list[Any]:
+        return [cute.arch.make_warp_uniform(words[self.runs_at + i]) for i in range(RUNS)]
+
+    def tiles_of(self, runs: Any) -> Any:
+        """How many query tiles of a head the block sees."""
+        first, end, gap, past, other, other_past, *_ = runs
+        return end - first - (past - gap) - (other_past - other)
+
+    def tile_at(self, runs: Any, i: Any) -> Any:
+        """The i-th of them."""
+        first, _, gap, past, other, other_past, *_ = runs
+        m = first + i
+        m = choose(m >= gap, m + past - gap, m)
+        return choose(m >= other, m + other_past - other, m)
+
+    @cute.jit
+    def is_tested(self, runs, m, seqlen_q):
+        """1 if elements of a tile are to be tested."""
+        *_, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max = runs
+        row, past = m * self.tile_m, cutlass.min((m + 1) * self.tile_m, seqlen_q)
+        tested = Int32(0)
+        if m < whole_first or m >= whole_end or hides_some((lts_min, 0, 0, lte_max, uts_min, 0, 0, ute_max), row, past):
             tested = Int32(1)
-        seen, tested = cute.arch.vote_ballot_sync(seen == 1), cute.arch.vote_ballot_sync(tested == 1)
-        return seen, tested, at, choose(at + 32 < end, at + 32, 0)
+        return tested
 
     def extrema(self, work: Any, head: Any) -> Any:
-        """Of the block's columns, for a query head."""
+        """Of the block's columns, for a query head; all lanes of a warp ask for the same."""
         bounds = work.given.columns.bounds
         key = work.n_block * self.tile_n
         row = mask_row(work.batch, head, work.heads_q, bounds)
-        return extrema_of(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        return extrema_by_lanes(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+
+    @cute.jit
+    def heads_abreast(self, work):
+        """How many heads pass a query tile before the next one: those of the group if they have one mask, else one.
+
+        Blocks of neighbouring keys then read one tile at about one time.
+        """
+        first = work.head * work.group_size
+        alike = self.mask_of(work, first) == self.mask_of(work, first + work.group_size - 1)
+        return choose(alike, work.group_size, 1)
 
     @cute.jit
     def count_steps(self, work):
-        """Steps of a block, and 1 if it may hold keys that no query of the group sees; a warp computes them."""
-        steps, dead = Int32(0), Int32(1)
-        for member in cutlass.range(work.group_size, unroll=1):
+        """Steps of a block, and 1 if it may hold keys that no query of the group sees."""
+        steps, dead, abreast = Int32(0), Int32(1), self.heads_abreast(work)
+        for member in cutlass.range(0, work.group_size, abreast, unroll=1):
+            steps += abreast * self.tiles_of(self.runs(work, member))
             if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
                 dead = Int32(0)
-            at, more = Int32(0), Int32(1)
-            while more == 1:
-                seen, _, _, at = self.next_tiles(work, member, at)
-                steps += cute.arch.popc(seen)
-                more = choose(at > 0, 1, 0)
         return steps, dead
+
+    # The order of the last key blocks
+
+    @cute.jit
+    def order_last(self, given, counters):
+        """Numbers of a call's last key blocks, those that see the most query tiles first, for ``last_block``.
+
+        By eighths of the most; within one they keep their order, in which neighbours read the same tiles. The first head of a
+        group stands for all. Each thread of a block ranks one.
+        """
+
+        @cute.struct
+        class Storage:
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
+
+        seen = cutlass.utils.SmemAllocator().allocate(Storage).tiles.get_tensor(cute.make_layout(LAST_BLOCKS))
+        thread = cute.arch.thread_idx()[0]
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, LAST_BLOCKS)
+        tiles, most, rank = Int32(0), Int32(1), Int32(0)
+        if thread < count:
+            work = self.describe(given, total - count + thread)
+            bounds, first = given.columns.bounds, work.n_block * self.tile_n
+            row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
+            past = cutlass.min(first + self.tile_n, work.seqlen_k)
+            tiles = self.tiles_of(self.runs_of(work, extrema_of(bounds, row, first, past, self.tile_n)))
+        seen[thread] = tiles
+        cute.arch.sync_threads()
+        for i in cutlass.range(LAST_BLOCKS, unroll=16):
+            most = cutlass.max(most, seen[i])
+        cute.arch.sync_threads()
+        own = tiles * 8 // most * LAST_BLOCKS - thread  # no two alike
+        seen[thread] = own
+        cute.arch.sync_threads()
+        for i in cutlass.range(LAST_BLOCKS, unroll=16):
+            rank += choose(seen[i] > own, 1, 0)
+        if thread < count:
+            counters[self.order_at(counters) + rank] = total - count + thread
+
+    def order_at(self, counters: Any) -> Any:
+        """Where the order of the last key blocks begins."""
+        return counters.shape[0] - 1 - LAST_BLOCKS
+
+    @cute.jit
+    def last_block(self, counters, index, total):
+        """The number of the key block that is the ``index``-th to be handed out."""
+        ordered = index - cutlass.max(total - LAST_BLOCKS, 0)
+        if ordered >= 0 and index < total:
+            index = counters[self.order_at(counters) + ordered]
+        return index
 
     # What a step's loads and its warps tell each other
 
@@ -93,20 +187,26 @@ class ColumnWalk(BackwardBase):
         """Where the number of the tile of a warpgroup's dQ stands."""
         return STEPS_AT + STEP_WORDS * self.stages + group
 
+    @property
+    def runs_at(self) -> int:
+        """Where the loader keeps the runs of a head."""
+        return STEPS_AT + STEP_WORDS * self.stages + WARPGROUPS
+
     @cute.jit
-    def announce(self, work, stage, m, tested, other, head, tile, size):
-        """As ``expect`` for a stage of Q, which will hold this step; ``other``: 1 if its mask is not that of the one before."""
-        words = work.shared.words
+    def announce(self, work, stage, m, tested, head, tile, size):
+        """As ``expect`` for a stage of Q, which will hold this step."""
+        words, at = work.shared.words, self.step_word(stage)
         with cute.arch.elect_one():
-            words[self.step_word(stage)] = 4 * m + 2 * other + tested
-            words[self.step_word(stage) + 1] = head
-            words[self.step_word(stage) + 2] = tile
+            words[at] = 2 * m + tested
+            words[at + 1] = self.mask_of(work, head)
+            words[at + 2] = tile
+            words[at + 3] = work.n_block
             cute.arch.mbarrier_arrive_and_expect_tx(work.shared.q_full + stage, size)
 
-    def announced(self, words: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Query tile, and 1 or 0: elements are tested, the head has another mask, of the step in a stage."""
+    def announced(self, words: Any, stage: Any) -> tuple[Any, Any]:
+        """Query tile, and 1 or 0: elements are tested, of the step in a stage."""
         word = cute.arch.make_warp_uniform(words[self.step_word(stage)])
-        return word >> 2, word & 1, word >> 1 & 1
+        return word >> 1, word & 1
 
     @cute.jit
     def name_tile(self, words, stage, group):
@@ -121,13 +221,12 @@ class ColumnWalk(BackwardBase):
         return mask_row(work.batch, head, work.heads_q, work.given.columns.vectors[0])
 
     @cute.jit
-    def take_columns(self, r, work, head):
-        """This thread's number of each of its keys for a query head: lts, lte, uts or ute, by the lane in its quad.
+    def own_columns(self, r, work, row, n_block):
+        """This thread's number of each of its keys in a mask's row: lts, lte, uts or ute, by the lane in its quad.
 
         Past the last key they hide all.
         """
-        columns = work.given.columns
-        row = self.mask_of(work, head)
+        columns, seqlen_k = work.given.columns, work.given.k_shape[0]
         which = cute.arch.lane_idx() % 4
         length = columns.vectors[0].shape[2]
         address = columns.vectors[0].iterator.toint()
@@ -136,30 +235,38 @@ class ColumnWalk(BackwardBase):
                 address = columns.vectors[n].iterator.toint()
         absent = choose(which < 2, FAR, 0)
         beyond = choose(which % 2 == 0, 0, FAR)
+        own = []
         for i in cutlass.range_constexpr(2):
-            key = work.n_block * self.tile_n + r.row + 8 * i
+            key = n_block * self.tile_n + r.row + 8 * i
             found = beyond
-            if key < work.seqlen_k:
+            if key < seqlen_k:
                 found = absent
                 if (columns.present >> which) & 1 == 1:
                     at = address + 4 * (Int64(row) * length + key)
                     source = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
                     found = cute.make_tensor(source, cute.make_layout(1))[0]
                     found = cutlass.min(cutlass.max(found, 0), FAR)
-            r.columns[i] = found
+            own.append(found)
+        return own
 
-    def interval(self, r: Any, i: int) -> list[Any]:
-        """lts, lte, uts and ute of a thread's i-th key, from the lanes of its quad."""
+    def interval(self, number: Any) -> list[Any]:
+        """lts, lte, uts and ute of a key, from the lanes of its quad."""
         quad = cute.arch.lane_idx() // 4 * 4
-        return [cute.arch.shuffle_sync(r.columns[i], quad + n) for n in range(4)]
+        return [cute.arch.shuffle_sync(number, quad + n) for n in range(4)]
 
     @cute.jit
-    def find_hidden(self, r, work, m):
-        """Bits of this thread's elements of a query tile that its keys hide, or the band."""
-        diagonal = self.again(work).n_block * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
+    def find_hidden(self, r, work, m, stage):
+        """Bits of this thread's elements of a query tile that its keys hide, or the band.
+
+        The keys' numbers are read anew in each such step, from L1 but for a block's first: the others' registers are short.
+        """
+        at, words = self.step_word(stage), work.shared.words
+        n_block = words[at + 3]
+        own = self.own_columns(r, work, words[at + 1], n_block)
+        diagonal = n_block * self.tile_n + r.row - work.shift - r.column - m * self.tile_m
         for i in cutlass.range_constexpr(2):
             row = m * self.tile_m + r.column
-            lts, lte, uts, ute = self.interval(r, i)
+            lts, lte, uts, ute = self.interval(own[i])
             bits = hidden_elements(lts - row, lte - row, self.tile_m) | hidden_elements(uts - row, ute - row, self.tile_m)
             if const_expr(self.config.right):
                 bits |= ~shifted(-1, elements_before(diagonal + 8 * i - work.given.right, self.tile_m))
@@ -187,12 +294,11 @@ class ColumnWalk(BackwardBase):
         dead = cute.make_rmem_tensor(2, Int32)
         dead.fill(1)
         for member in cutlass.range(work.group_size, unroll=1):
-            self.take_columns(r, work, work.head * work.group_size + member)
+            own = self.own_columns(r, work, self.mask_of(work, work.head * work.group_size + member), work.n_block)
             for i in cutlass.range_constexpr(2):
                 first, end = self.band_rows(work, work.n_block * self.tile_n + r.row + 8 * i)
-                if not sees_none(first, end, *self.interval(r, i)):
+                if not sees_none(first, end, *self.interval(own[i])):
                     dead[i] = Int32(0)
-        self.take_columns(r, work, work.head * work.group_size)
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
             if dead[i] == 1:

@@ -55,8 +55,7 @@ class StepOperands(Operands):
     acc_dk: Any
     acc_dv: Any
     hidden: Any  # what is added to a row's lse, without a band
-    columns: Any  # of a column mask: this thread's number of each of its keys,
-    hidden_bits: Any  # and which elements of a tile its keys hide
+    hidden_bits: Any  # which elements of a tile this thread's keys hide under a column mask
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
@@ -96,9 +95,7 @@ class Consumers(ColumnWalk, DropoutSteps):
         """All steps of a block, and its dK and dV."""
         shared = work.shared
         r = r.but(past=work.base + self.steps_of(work))
-        if const_expr(self.config.columns):
-            self.take_columns(r, work, work.head * work.group_size)
-        else:
+        if const_expr(not self.config.columns):
             self.set_limits(r, work, left, right)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
@@ -321,7 +318,6 @@ class Consumers(ColumnWalk, DropoutSteps):
             rows_dp=accumulator_rows(acc_dp, tile_m),
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
-            columns=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             drops=self.drops(work),
@@ -342,12 +338,11 @@ class Consumers(ColumnWalk, DropoutSteps):
         """
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
-        words = r.shared.words
-        m, tested, other = self.announced(words, stage)
-        if other == 1:
-            self.take_columns(r, self.again(work), words[self.step_word(stage) + 1])
+        m, tested = self.announced(r.shared.words, stage)
         if const_expr(self.config.dropout):
-            self.take_head(r, self.again(work), words[self.step_word(stage) + 1])
+            block = self.again(work)
+            tile = r.shared.words[self.step_word(stage) + 2]
+            self.take_head(r, block, tile // block.m_blocks - block.batch * block.heads_q)
         if tested == 1:
             self.clear_unseeing(r, j)
             self.step(r, m, j, True, work)
@@ -365,20 +360,21 @@ class Consumers(ColumnWalk, DropoutSteps):
         stage, phase = schedule.ring(j, self.stages)
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(config.columns and masked):
+            self.find_hidden(r, work, m, stage)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
         if const_expr(self.ping_pong):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
-        late = config.softcap or config.dropout  # slopes, or Philox, leave no registers for statistics
+        # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
+        late = const_expr(config.softcap or config.dropout or (config.columns and masked))
         if const_expr(not late):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
-        if const_expr(config.columns and masked):
-            self.find_hidden(r, work, m)
         self.find_kept(r, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):

@@ -75,7 +75,10 @@ class Producer(ColumnWalk):
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
-            work = self.describe(given, cutlass.min(index, total - 1))
+            at = index
+            if const_expr(self.config.columns):
+                at = self.last_block(counters, index, total)
+            work = self.describe(given, cutlass.min(at, total - 1))
             if const_expr(self.config.columns):
                 steps, dead = self.count_steps(work)
                 work = work.but(bounds=(Int32(0), dead, Int32(0), steps))
@@ -164,16 +167,19 @@ class Producer(ColumnWalk):
                 load_tile(keys, None, 0, shared.k_full)
         queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
-            member, following, first, seen, tested = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
-            mask = self.mask_of(work, work.head * work.group_size)  # the consumers begin with that
+            abreast, at, beside = self.heads_abreast(work), Int32(0), Int32(0)
+            member, turned = -abreast, work.n_block % abreast  # blocks that come to a tile together begin with other heads
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
-                while seen == 0:
-                    member = choose(following == 0, member + 1, member)
-                    seen, tested, first, following = self.next_tiles(work, member, following)
-                lowest = cute.arch.popc((seen & -seen) - 1)
-                seen &= seen - 1
-                head, m = work.head * work.group_size + member, first + lowest
+                while at == 0:
+                    member += abreast
+                    at = self.keep_runs(work, member)
+                runs = self.kept_runs(shared.words)
+                m = self.tile_at(runs, at - 1)
+                other = beside + turned
+                head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
+                beside = choose(beside + 1 == abreast, 0, beside + 1)
+                at = choose(beside == 0, at - 1, at)
                 tile = (work.batch * work.heads_q + head) * work.m_blocks + m
             else:
                 head, m, tile = self.place(work, j)
@@ -184,9 +190,9 @@ class Producer(ColumnWalk):
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             if const_expr(config.columns):
-                before, mask = mask, self.mask_of(work, head)
-                other = choose(mask == before, 0, 1)
-                self.announce(work, stage, m, (tested >> lowest) & 1, other, head, tile, queries_bytes + stats_bytes)
+                self.announce(
+                    work, stage, m, self.is_tested(runs, m, work.seqlen_q), head, tile, queries_bytes + stats_bytes
+                )
             else:
                 expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)

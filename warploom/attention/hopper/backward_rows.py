@@ -13,16 +13,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from warploom.attention.hopper.backward_base import FAR_LEVEL, BackwardBase
+from warploom.attention.hopper.backward_base import FAR_LEVEL, ROW_THREADS, Call
+from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
+from warploom.kernels.cute.columns import Columns
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.instructions import pack16, store_matrices
 from warploom.kernels.cute.packed import bounds, locate
 
-ROW_THREADS = 256  # of a block
 
-
-class RowKernels(BackwardBase):
+class RowKernels(ColumnWalk):
     """What runs over rows of Q rather than blocks of keys."""
 
     @cute.kernel
@@ -40,12 +40,14 @@ class RowKernels(BackwardBase):
         dv: cute.Tensor | None,
         cu_k: cute.Tensor | None,
         q: cute.Tensor | None,
+        masked: tuple[Any, ...] | None,
         m_blocks: Int32,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
 
         A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0. Under a column mask
-        a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the consumers then clear.
+        a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the consumers then clear; and the
+        first thread block orders the last key blocks, for which ``masked`` is what ``key_blocks`` takes.
         """
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -67,6 +69,9 @@ class RowKernels(BackwardBase):
                 first = thread if const_expr(self.config.stream_k) else past - 1 + thread
                 for i in cutlass.range(first, past, ROW_THREADS, unroll=1):
                     counters[i] = Int32(0)  # type: ignore[index]
+        if const_expr(masked is not None):  # noqa: SIM102
+            if index == 0:
+                self.order_last(self.key_blocks(out, m_blocks, masked), counters)
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
                 counters[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]
@@ -95,6 +100,29 @@ class RowKernels(BackwardBase):
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
                 stats[base + tile_m] = total
+
+    def key_blocks(self, out: Any, m_blocks: Any, masked: Any) -> Call:
+        """What is to be known of a masked call's key blocks, whose sizes and limits ``masked`` has."""
+        bounds, k, n_blocks, section, left, right = masked
+        batch, seqlen_q, heads, _ = out.shape
+        seqlen_k, heads_kv = k.shape[1:3]
+        return Call(
+            shared=None,
+            q_shape=(seqlen_q, None, heads, batch),
+            k_shape=(seqlen_k, None, heads_kv, batch),
+            cu_q=None,
+            cu_k=None,
+            used=None,
+            seqlen_q=seqlen_q,
+            m_blocks=m_blocks,
+            n_blocks=n_blocks,
+            slices=batch * heads_kv,
+            section=section,
+            left=left,
+            right=right,
+            columns=Columns(vectors=None, present=None, bounds=bounds),
+            dropout=None,
+        )
 
     @cute.jit
     def unseeing_level(self, q, dout, lse, batch, head, row, column, seqlen_q, lanes):

@@ -74,6 +74,20 @@ def block_extrema(bounds, row, block):
 
 
 @cute.jit
+def extrema_by_lanes(bounds, row, key, past, keys):
+    """As ``extrema_of``, for all lanes of a warp the same: each reads one of the eight numbers."""
+    first, last, lane = key // BLOCK, (past - 1) // BLOCK, cute.arch.lane_idx()
+    own = Int32(0)
+    for i in cutlass.range_constexpr(blocks_of(keys)):
+        block = cutlass.min(first + i, last)
+        source = bounds.iterator + ((Int64(row) * bounds.shape[2] + block) * 8 + lane % 8)
+        number = cute.make_tensor(source, cute.make_layout(1))[0]
+        both = choose(lane % 2 == 1, cutlass.max(own, number), cutlass.min(own, number))
+        own = both if const_expr(i > 0) else number
+    return tuple([cute.arch.shuffle_sync(own, n) for n in range(8)])
+
+
+@cute.jit
 def hides_all(extrema, row, past):
     """Whether every column hides rows [row, past)."""
     _, lts_max, lte_min, _, _, uts_max, ute_min, _ = extrema

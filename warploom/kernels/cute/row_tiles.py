@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.columns import FAR
 from warploom.kernels.cute.instructions import shifted
 
 
 @cute.jit
-def seen_rows(extrema, seqlen_q):
-    """Rows [first, end) outside of which every column hides all."""
+def hidden_runs(extrema, seqlen_q, rows):
+    """Tiles [a, b) and [c, d) of so many ``rows`` that every column hides whole: a <= b <= c <= d.
+
+    The intervals that all columns have in common, or where those touch, what reaches from the one to the other.
+    """
     _, lts_max, lte_min, _, _, uts_max, ute_min, _ = extrema
-    first, end = Int32(0), Int32(0) + seqlen_q
-    for start, stop in ((uts_max, ute_min), (lts_max, lte_min), (uts_max, ute_min)):
-        first = choose(start <= first, cutlass.max(first, stop), first)
-        end = choose(stop >= end, cutlass.min(end, start), end)
-    return first, end
+    there, also = lts_max < lte_min, uts_max < ute_min
+    one = there and also and ute_min >= lts_max and lte_min >= uts_max
+    low, low_end = choose(one, cutlass.min(lts_max, uts_max), lts_max), choose(one, cutlass.max(lte_min, ute_min), lte_min)
+    found = []
+    for start, stop, is_there in ((low, low_end, there), (uts_max, ute_min, also and not one)):
+        past = choose(stop >= seqlen_q, (seqlen_q + rows - 1) // rows, stop // rows)
+        first = cutlass.min((start + rows - 1) // rows, past)
+        found.append((choose(is_there, first, FAR), choose(is_there, past, FAR)))
+    (a, b), (c, d) = found
+    turned = c < a
+    return choose(turned, c, a), choose(turned, d, b), choose(turned, a, c), choose(turned, b, d)
 
 
 @cute.jit
