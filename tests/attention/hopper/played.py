@@ -176,7 +176,7 @@ def before(
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
         "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
     }  # fmt: skip
-    names = ["out", "do", "lse", "sums", "stats", "counters", "q", "bounds", "k", "n_blocks", "section", "left", "right", "m_blocks"]
+    names = names_of("out do lse sums stats counters q bounds k n_blocks section left right m_blocks", True)
     start = names.index("bounds") + 1 << 32
     words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
     return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))
