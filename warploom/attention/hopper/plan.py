@@ -174,7 +174,7 @@ def takes_columns(features: Features) -> bool:
     """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
     small = features.head_dim <= 128 and features.head_dim_v <= 128
     capped = features.softcap and max(features.head_dim, features.head_dim_v) > 96
-    return small and not (capped or features.varlen or features.used or features.deterministic)
+    return small and not (capped or features.varlen or features.used)
 
 
 @cache
@@ -183,8 +183,8 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    # Registers leave no room for more. Under a column mask limits of keys are no constants of the loop.
-    if softcap or (tile_m == 128 if features.columns else left and tile_m == 80):
+    # Registers leave no room for more. Under a column mask limits of keys are no constants of the loop, but turns need some.
+    if softcap or (tile_m == 128 or deterministic if features.columns else left and tile_m == 80):
         tile_m = 64
     if softcap and tile_n == 112:
         tile_n = 96  # its constants would spill
@@ -258,7 +258,8 @@ def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: b
 def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
-    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks.
+    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
+    deterministic or not.
 
     Others are compiled when first called for.
     """
@@ -273,8 +274,8 @@ def backward_set() -> list[BackwardConfig]:
         backward_config(Features(dtype, *dims, **band | extra), short): None
         for (extra, short), dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
     }
-    for dims, band, dtype in product(BACKWARD_TILES, BANDS, DTYPES):
-        features = Features(dtype, *dims, columns=True, **band)
+    for deterministic, dims, band, dtype in product((False, True), BACKWARD_TILES, BANDS, DTYPES):
+        features = Features(dtype, *dims, columns=True, deterministic=deterministic, **band)
         if takes_columns(features):
             found[backward_config(features, False)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
