@@ -223,6 +223,9 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
         def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
             launches.append(Recorded(self.kernel, self.constants, arguments))
 
+        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Callable[..., None]:
+            return lambda *first: self(grid, *first, *rest)
+
     def planned(shape: decode_plan.Shape) -> decode_plan.Plan:
         return decode_plan.plan.__wrapped__(shape._replace(device=0))
 

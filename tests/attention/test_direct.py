@@ -113,9 +113,11 @@ class Kernel:
         return self.run(args.scale, args.q)
 
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
+        scale = args.scale
+
         def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
             self.log.append("bound")
-            return self.run(args.scale, q)
+            return self.run(scale, q)
 
         return launch
 

@@ -166,6 +166,9 @@ def hopper(recorder: Recorder) -> Iterator[Callable[[], None]]:
     def launch(self: Any, grid: Any, *arguments: Any) -> None:
         recorder.triton(self._kernel, grid, arguments, self._constants, self._direct)
 
+    def kept(self: Any, grid: Any, rest: tuple[Any, ...]) -> Any:
+        return lambda *first: recorder.triton(self._kernel, grid, (*first, *rest), self._constants, self._direct)
+
     def raw(self: Any) -> Any:
         def short(grid: Any, stream: int, *arguments: Any) -> None:
             recorder.triton(self._kernel, grid, arguments, self._constants, None)
@@ -192,6 +195,7 @@ def hopper(recorder: Recorder) -> Iterator[Callable[[], None]]:
             stack.enter_context(patch.object(where, name, value, create=True))
 
         put(triton_launch.Launch, "__call__", launch)
+        put(triton_launch.Launch, "kept", kept)
         put(triton_launch.Launch, "raw", raw)
         put(JITFunction, "run", run)
         put(modules, "load", load)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from warploom.attention import registry  # noqa: F401  (it fills the dispatch list)
+from warploom.attention import (
+    launcher,
+    registry,  # noqa: F401  (it fills the dispatch list)
+)
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.ops import attention_op
 from warploom.attention.plan import Plan, plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch
-from warploom.runtime.arguments import Window, checked
+from warploom.runtime.arguments import Window
 from warploom.runtime.backend import Backend
-from warploom.runtime.op import unobserved
 from warploom.runtime.qkv import scalars
 
 
@@ -94,13 +96,11 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    key = launch = None
-    if mask is None:
-        key, launch = _bound(
-            q, k, v, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse
-        )
+    key, launch, vectors, resolved, records = launcher.find(
+        q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse
+    )
     if launch is not None:
-        out, lse = launch(q, k, v, sink)
+        out, lse = launch(q, k, v, sink, *vectors)
         return (out, lse) if return_lse else out
     args = dense_args(
         q,
@@ -115,11 +115,12 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v), (args.q, args.k, args.v)):
         key = None
-    out, lse = _run(args, backend, key)
+    out, lse = _run(args, backend, key, records)
     return (out, lse) if return_lse else out
 
 
@@ -195,12 +196,12 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
-    key = launch = None
+    key, launch, records = None, None, False
     vectors = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if mask is None and block_table is None:
         longest = (max_seqlen_q, max_seqlen_k)
-        key, launch = _bound(
-            q, k, v, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
+        key, launch, _, _, records = launcher.find(
+            q, k, v, sink, None, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             vectors, longest,
         )
     if launch is not None:
@@ -229,7 +230,7 @@ def attention_varlen(
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *vectors), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         key = None
-    out, lse = _run(args, backend, key)
+    out, lse = _run(args, backend, key, records)
     return (out, lse) if return_lse else out
 
 
@@ -313,7 +314,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None =
     return plan
 
 
-def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) -> tuple[Tensor, Tensor]:
+def _run(
+    args: AttentionArgs, backend: str | None, call_key: Hashable = None, records: bool = False
+) -> tuple[Tensor, Tensor]:
     if backend is not None and not isinstance(backend, str):
         dispatch.find(backend)  # says what there is
     key = _key(args, backend) if args.q.is_cuda and not torch.compiler.is_compiling() else None
@@ -321,86 +324,21 @@ def _run(args: AttentionArgs, backend: str | None, call_key: Hashable = None) ->
     if chosen is None:
         chosen = dispatch.choose(_problem(args), backend)
         if key is not None:
-            dispatch.settle(key, chosen)
+            dispatch.settle(key, chosen, by_name=backend is not None)
     implementation = dispatch.find(chosen)
     if implementation.eager:
         out, lse = implementation.forward(args)
         return out, lse.float()
-    result: tuple[Tensor, Tensor] = attention_op(*implementation.prepare(args)._replace(backend=chosen))
+    args = implementation.prepare(args)._replace(backend=chosen)
+    result: tuple[Tensor, Tensor] = attention_op(*args)
     if call_key is not None and type(implementation).bind is not Backend.bind and dispatch.settled(key) is not None:
-        dispatch.bind(call_key, partial(implementation.bind, args))
+        dispatch.bind(call_key, partial(launcher.bind, implementation, args, records))
     return result
-
-
-_NUMBERS = (float, int, type(None))
 
 
 def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:
     """Whether a call runs on the caller's own tensors. A launcher takes them as they are: of copies, none is kept."""
     return all([t is found for t, found in zip(given, read, strict=True)])
-
-
-def _bound(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    dropout_seed: Tensor | int | None,
-    deterministic: bool | None,
-    backend: str | None,
-    return_lse: bool,
-    vectors: tuple[Tensor | None, ...] = (),
-    longest: tuple[int | None, ...] = (),
-) -> tuple[Hashable, Callable[..., tuple[Tensor, Tensor]] | None]:
-    """The launcher that an earlier call of this kind left, and the key that it is or may be kept under; of a call without mask.
-
-    The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
-    keyword is not of the plainest type: 1 is equal to True, and would find what True left.
-    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
-    """
-    if (
-        not (type(dropout_p) is float or type(dropout_p) is int)
-        or dropout_p
-        or dropout_seed is not None
-        or torch.compiler.is_compiling()
-        or (vectors and checked())
-    ):
-        return None, None
-    try:
-        if (
-            not q.is_cuda
-            or not unobserved(q, k, v, sink, *vectors)
-            or torch._C._is_any_autocast_enabled()
-            or type(scale) not in _NUMBERS
-            or type(softcap) not in _NUMBERS
-            or not (causal is False or causal is True)
-            or not (return_lse is False or return_lse is True)
-            or not (deterministic is None or deterministic is False or deterministic is True)
-        ):
-            return None, None
-        key: tuple[Any, ...] = (
-            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
-            *(q.device, k.device, v.device, causal, scale, softcap, deterministic, backend),
-            torch.are_deterministic_algorithms_enabled(),
-        )
-        if window is not None:
-            key += (type(window), *window, *map(type, window))
-        if sink is not None:
-            key += (sink.shape, sink.stride(), sink.dtype, sink.device)
-        if vectors:
-            key += (
-                longest,
-                *map(type, longest),
-                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors],
-            )
-        return key, dispatch.bound(key)
-    except (AttributeError, TypeError, RuntimeError):
-        return None, None  # whatever this is, the checks say it in words
 
 
 def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:

@@ -31,14 +31,15 @@ def dense_args(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
     deterministic: bool | None = None,
+    resolved: ResolvedMask | None = None,
 ) -> AttentionArgs:
-    """The arguments of attention()."""
+    """The arguments of attention(); ``resolved``: the mask for these lengths, if it was asked already."""
     q, k, v = autocast_inputs(q, k, v)
     check_tensors(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
     _warn_layout(q)
-    resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q)
+    resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q, resolved)
     check_columns(resolved, q.shape[0], q.shape[2], k.shape[2], k.shape[1], q)
     return _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
 
@@ -214,13 +215,22 @@ def _check_mask(mask: object) -> None:
     raise TypeError(f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}")
 
 
-def resolve(mask: Mask | None, causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int, q: Tensor) -> ResolvedMask:
-    """The mask of the call: columns and the intersection of all bands."""
+def resolve(
+    mask: Mask | None,
+    causal: bool,
+    window: Window | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    q: Tensor,
+    resolved: ResolvedMask | None = None,
+) -> ResolvedMask:
+    """The mask of the call: columns and the intersection of all bands. ``resolved``: of the mask alone, if it was asked."""
     _check_mask(mask)
     left, right = arguments.window("window", window)
     causal = arguments.flag("causal", causal)
-    resolved = ResolvedMask(None, None, None, None, None, None)
-    if mask is not None:
+    if mask is None:
+        resolved = ResolvedMask(None, None, None, None, None, None)
+    elif resolved is None:
         resolved = mask.resolve(seqlen_q, seqlen_k, None if isinstance(mask, ColumnMask) else q.device)
     left, right = _narrower(resolved.left, left), _narrower(resolved.right, right)
     if causal:

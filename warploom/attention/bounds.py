@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,13 @@ from torch import Tensor
 from warploom.attention.problem import AttentionArgs
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime.device import on_device
+from warploom.runtime.op import plain
 
-# Columns of a block; kernels/triton/columns.py's BOUND_BLOCK.
-BLOCK = 64
+if TYPE_CHECKING:
+    from warploom.runtime.triton_launch import Launch
+
+# Columns of a block, and of a coarse one: BOUND_BLOCK and COARSE of kernels/triton.
+BLOCK, COARSE_BLOCK = 64, 2048
 
 # Masks whose bounds are kept: a model alternates between a few (full and windowed layers, micro-batches).
 _KEPT = 8
@@ -35,43 +40,66 @@ def with_bounds(args: AttentionArgs) -> AttentionArgs:
 
 
 def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: Tensor | None = None) -> Tensor:
-    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns, in one launch, or kept from an earlier call.
+    """`warploom.masks.tiles.column_bounds` for blocks of 64 columns and then of 2048, in one launch, or kept from before.
 
     Args:
         mask: column vectors on the device; at least one interval.
         q_offset: int32 (batch,), see `AttentionArgs`: of which rows each batch entry has bounds.
 
     Returns:
-        int32 (batch|1, heads|1, blocks, 8); with offsets (batch, heads|1, blocks, 8).
+        int32 (batch|1, heads|1, blocks, 8), blocks of 64 columns and behind them those of 2048; with offsets for each batch.
     """
-    vectors = [t for t in (*mask.vectors, q_offset) if t is not None]
-    arguments = (*mask.vectors, mask.left, mask.right, seqlen_q, q_offset)
-    key = _key(vectors, mask, seqlen_q, q_offset)
+    return bounds_of((*mask.vectors, q_offset), mask.left, mask.right, seqlen_q)
+
+
+def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
+    """As ``prepared_bounds``, of lts, lte, uts, ute and the offsets."""
+    key = _key(vectors, left, right, seqlen_q)
     if key is None:
-        return torch.ops.warploom.column_bounds(*arguments)
+        return _computed(vectors, left, right, seqlen_q)
     entry = _kept.get(key)
-    if entry is not None and all(ref() is t for ref, t in zip(entry[0], vectors, strict=True)):
-        return entry[1]
-    bounds = torch.ops.warploom.column_bounds(*arguments)
-    _kept[key] = [weakref.ref(t) for t in vectors], bounds
+    if entry is not None:
+        for ref in entry[0]:
+            if ref() is None:  # and another tensor has its id
+                break
+        else:
+            return entry[1]
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # autograd may save them later
+            bounds = _computed(vectors, left, right, seqlen_q)
+    else:
+        bounds = _computed(vectors, left, right, seqlen_q)
+    _kept[key] = [weakref.ref(t) for t in vectors if t is not None], bounds
     if len(_kept) > _KEPT:
         _kept.popitem(last=False)
     return bounds
 
 
+def _computed(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
+    lts, lte, uts, ute, q_offset = vectors
+    straight = not torch.compiler.is_compiling() and plain(*vectors)
+    run = _column_bounds if straight else torch.ops.warploom.column_bounds
+    return run(lts, lte, uts, ute, left, right, seqlen_q, q_offset)
+
+
 def _key(
-    vectors: list[Tensor], mask: ResolvedMask, seqlen_q: int, q_offset: Tensor | None
+    vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int
 ) -> tuple[Any, ...] | None:
-    """What the kept bounds depend on; None where nothing may be kept."""
-    if torch.compiler.is_compiling() or any(type(t) is not Tensor or t.is_inference() for t in vectors):
+    """What the kept bounds depend on; None where nothing may be kept: while compiling or capturing, of tensors of inference."""
+    if torch.compiler.is_compiling() or any([t is not None and type(t) is not Tensor for t in vectors]):
         return None
+    some = vectors[0] if vectors[0] is not None else vectors[3]
+    assert some is not None
     stream = None
-    if vectors[0].is_cuda:
+    if some.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return None
-        stream = torch.cuda.current_stream(vectors[0].device).cuda_stream
-    state = tuple([None if t is None else (id(t), t._version) for t in (*mask.vectors, q_offset)])
-    return state, mask.left, mask.right, seqlen_q, stream
+        stream = torch._C._cuda_getCurrentRawStream(some.device.index)
+    try:
+        versions = tuple([None if t is None else (t._version, t.data_ptr()) for t in vectors])
+    except RuntimeError:
+        return None
+    return *map(id, vectors), versions, left, right, seqlen_q, stream
 
 
 def _column_bounds(
@@ -84,21 +112,29 @@ def _column_bounds(
     seqlen_q: int,
     q_offset: Tensor | None = None,
 ) -> Tensor:
-    from warploom.kernels.triton.bounds import bounds_kernel
-
     vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
-    some = next(t for t in vectors if t is not None)
+    some = vectors[0] if vectors[0] is not None else vectors[3]
+    assert some is not None
     bounds = some.new_empty(_shape(some, q_offset))
-    blocks = bounds.shape[2]
-    left, right = (None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right))
+    blocks, groups = _blocks(some)
+    left, right = [None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right)]
     if bounds.numel():
         with on_device(some):
-            bounds_kernel[(bounds.shape[0] * bounds.shape[1] * blocks,)](
+            _launch(*[x is None for x in (*vectors, left, right, q_offset)])(
+                (bounds.shape[0] * bounds.shape[1] * groups, 1),
                 *(*vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, q_offset),
                 *((None, None) if q_offset is None else (some.shape[1], some.shape[0])),
-                num_warps=1,
             )
     return bounds
+
+
+@cache
+def _launch(*absent: bool) -> Launch:
+    """Of the kernel, for calls with the same arguments absent."""
+    from warploom.kernels.triton.bounds import bounds_kernel
+    from warploom.runtime.triton_launch import Launch
+
+    return Launch(bounds_kernel, {"num_warps": 4}, direct=True)
 
 
 def _column_bounds_fake(
@@ -117,7 +153,13 @@ def _column_bounds_fake(
 
 def _shape(vector: Tensor, q_offset: Tensor | None) -> tuple[int, ...]:
     batch = vector.shape[0] if q_offset is None else q_offset.shape[0]
-    return (batch, vector.shape[1], (vector.shape[2] + BLOCK - 1) // BLOCK, 8)
+    return (batch, vector.shape[1], sum(_blocks(vector)), 8)
+
+
+def _blocks(vector: Tensor) -> tuple[int, int]:
+    """Blocks and coarse blocks of a vector."""
+    columns = vector.shape[2]
+    return (columns + BLOCK - 1) // BLOCK, (columns + COARSE_BLOCK - 1) // COARSE_BLOCK
 
 
 _library = torch.library.Library("warploom", "FRAGMENT")

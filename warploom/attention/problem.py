@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from warploom.runtime.qkv import check_starts
 
 # Beyond it sums of rows, lengths and limits of the band would leave 32 bits.
 MOST_OFFSET = 1 << 29
+
+
+_ALWAYS = ("q", "k", "v", "sink")
 
 
 class AttentionArgs(NamedTuple):
@@ -69,6 +72,31 @@ class AttentionArgs(NamedTuple):
     @property
     def mask(self) -> ResolvedMask:
         return ResolvedMask(self.left, self.right, self.lts, self.lte, self.uts, self.ute)
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """Names of the tensors that launchers take, in their order: of a call that is neither paged nor drops."""
+        if self.cu_seqlens_q is not None:
+            return (*_ALWAYS, "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        if self.lts is not None or self.ute is not None:
+            return (*_ALWAYS, "lts", "lte", "uts", "ute", "bounds")
+        return _ALWAYS
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of ``launched``."""
+        return tuple([getattr(self, name) for name in self.launched])
+
+
+class Kind:
+    """All of a call but its tensors, of which it keeps none alive."""
+
+    def __init__(self, args: AttentionArgs) -> None:
+        self._names = args.launched
+        self._fields: dict[str, Any] = args._asdict() | dict.fromkeys(self._names)
+
+    def call(self, *tensors: Tensor | None) -> AttentionArgs:
+        """The call with these tensors, which launchers take."""
+        return AttentionArgs(**self._fields | dict(zip(self._names, tensors, strict=True)))
 
 
 @dataclass(frozen=True)

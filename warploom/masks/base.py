@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,6 +14,7 @@ from warploom.masks.intervals import ResolvedMask, finish
 from warploom.masks.startend import startend
 from warploom.masks.tiles import TileClasses
 from warploom.masks.visible import visible
+from warploom.runtime.arguments import checked
 
 # Keys, or rows, of the longest call that column vectors describe: sums of positions stay within their 32 bits.
 LONGEST = 2**29
@@ -63,18 +63,23 @@ class BaseMask:
         if torch.compiler.is_compiling():
             where = self.device if device is None else _device(device)
             return finish(self._resolve(seqlen_q, seqlen_k, where))
-        seqlen_q, seqlen_k = (
-            integer("seqlen_q", seqlen_q, minimum=0),
-            integer("seqlen_k", seqlen_k, minimum=0),
-        )
-        if self._columns:
-            _check_longest(seqlen_q, seqlen_k)
-        where = _indexed(self.device if device is None else _device(device))
+        if not (type(seqlen_q) is int and type(seqlen_k) is int and 0 <= seqlen_q <= LONGEST and 0 <= seqlen_k <= LONGEST):
+            seqlen_q, seqlen_k = (
+                integer("seqlen_q", seqlen_q, minimum=0),
+                integer("seqlen_k", seqlen_k, minimum=0),
+            )
+            if self._columns:
+                _check_longest(seqlen_q, seqlen_k)
+        where = self.device if device is None else device if type(device) is torch.device else _device(device)
+        if where.index is None:
+            where = _indexed(where)
         state = self._state()
-        cache: dict[Any, ResolvedMask] = self.__dict__.setdefault("_cache", {})
-        key = (seqlen_q, seqlen_k, where, state, os.environ.get("WARPLOOM_CHECK"))
+        cache: dict[Any, ResolvedMask] | None = self.__dict__.get("_cache")
+        if cache is None:
+            cache = self.__dict__["_cache"] = {}
+        key = (seqlen_q, seqlen_k, where, state, checked())
         if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if all(t.device.type == "cuda" for t in self._tensors()):
+            if all([t.device.type == "cuda" for t in self._tensors()]):
                 return finish(self._resolve(seqlen_q, seqlen_k, where))
             if key in cache:
                 return cache[key]
@@ -89,7 +94,7 @@ class BaseMask:
                 resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
         else:
             resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
-        if state is not None and all(type(t) is Tensor for t in resolved.vectors if t is not None):
+        if state is not None and all([t is None or type(t) is Tensor for t in resolved.vectors]):
             if len(cache) >= _CACHED_SIZES:
                 cache.pop(next(iter(cache)))
             cache[key] = resolved
@@ -174,7 +179,7 @@ class BaseMask:
         return f"{type(self).__name__}({fields})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_held")}
 
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -188,10 +193,13 @@ class BaseMask:
 
     def _state(self) -> tuple[int, ...] | None:
         """Versions of the tensors; None where they have none, and nothing may be kept."""
-        tensors = self._tensors()
-        if any(t.is_inference() or type(t) is not Tensor for t in tensors):
-            return None
-        return tuple(t._version for t in tensors)
+        held: list[Tensor] | None = self.__dict__.get("_held")
+        if held is None:
+            held = self._tensors()
+            if any([type(t) is not Tensor or t.is_inference() for t in held]):
+                return None
+            self.__dict__["_held"] = held
+        return tuple([t._version for t in held])
 
     def _sizes(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
         if seqlen_k is None:

@@ -54,13 +54,14 @@ class Resolvable(Protocol):
 
 def finish(mask: ResolvedMask) -> ResolvedMask:
     """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
-    mask = mask._replace(left=near(mask.left), right=near(mask.right))
-    present = [t for t in mask.vectors if t is not None]
-    if not present:
-        return mask
-    batch, heads, length = torch.broadcast_shapes(*[t.shape for t in present])
-    ready = [None if t is None else saturated(t).expand(batch, heads, length).contiguous() for t in mask.vectors]
-    return ResolvedMask(mask.left, mask.right, *ready)
+    left, right, *vectors = mask
+    present = [t for t in vectors if t is not None]
+    if present:
+        shape = present[0].shape
+        if any([t.shape != shape or t.dtype != torch.int32 or not t.is_contiguous() for t in present]):
+            shape = torch.broadcast_shapes(*[t.shape for t in present])
+            vectors = [None if t is None else saturated(t).expand(shape).contiguous() for t in vectors]
+    return ResolvedMask(near(left), near(right), *vectors)
 
 
 def intervals_of(mask: ResolvedMask) -> list[Interval]:

@@ -33,6 +33,10 @@ class Backend(Protocol):
         """What of a problem it refuses, in words that follow its name, or None."""
         ...
 
+    def wavers(self) -> bool:
+        """Whether it may still come to take, in this process, a problem that it refuses now."""
+        return True
+
     def describe(self, problem: Any) -> str:
         """What it would run, for explain(); "": nothing to say."""
         return ""
@@ -61,6 +65,10 @@ class Backend(Protocol):
 
     def bind(self, args: Any) -> Callable[..., Any] | None:
         """What launches further calls that differ from this one, which has run, in contents alone; None: nothing quicker."""
+        return None
+
+    def bind_backward(self, args: Any, *gradients: Any) -> Callable[..., Any] | None:
+        """As ``bind``, of a backward pass that is about to run; it does not keep these tensors alive. None: nothing quicker."""
         return None
 
     def warm(self, args: Any) -> None:

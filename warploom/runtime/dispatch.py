@@ -99,13 +99,18 @@ def settled(key: Any) -> str | None:
     return _settled.get(key)
 
 
-def settle(key: Any, name: str, family: str = "attention") -> None:
-    """Remember a choice on a GPU that nothing but strict() or register() can change: no faster implementation can run here."""
+def settle(key: Any, name: str, family: str = "attention", by_name: bool = False) -> None:
+    """Remember a choice on a GPU that nothing but strict() or register() can change.
+
+    The user made it ``by_name``, or what every faster implementation refuses here it refuses for good.
+    """
     for implementation in _families[family]:
-        if implementation.name == name:
+        if by_name or implementation.name == name:
             _keep(_settled, key, name)
             return
-        if implementation.device != "cpu" and implementation.available() is None:
+        if implementation.device == "cpu" or implementation.available() or implementation.declines():
+            continue
+        if implementation.wavers():
             return
 
 

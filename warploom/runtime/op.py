@@ -10,9 +10,9 @@ from __future__ import annotations
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
+_unwrapped = torch._C._functorch.unwrap_if_dead
 _grad_enabled, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracing, torch.autograd._profiler_enabled
 
 
@@ -85,6 +86,24 @@ def _schema_type(annotation: Any) -> str:
         inner = next(a for a in typing.get_args(annotation) if a is not type(None))
         return _schema_type(inner) + "?"
     return _SCHEMA_TYPES[annotation]
+
+
+class Launcher(Protocol):
+    """Runs the calls of one kind, of a differentiable op, by their tensors: first those of the op's ``gradients``, in order."""
+
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """The results."""
+        ...
+
+    def backward(
+        self, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """The gradients, of a backward pass that nothing sees."""
+        ...
+
+    def arguments(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+        """The op's."""
+        ...
 
 
 class Op(ABC):
@@ -155,6 +174,7 @@ class DifferentiableOp(ABC):
             self._recorded_backward,
         )
         self._function, self._transformed, self._second = _functions(self)
+        self._launched = _launched(self)
 
     @abstractmethod
     def forward(self, *flat: Any) -> tuple[Tensor, ...]:
@@ -186,6 +206,16 @@ class DifferentiableOp(ABC):
         if differentiates_forward(*tensors):
             raise NotImplementedError(self.refused("forward-mode AD through"))
         return self._transformed.apply(*flat) if _transforms() else self.op(*flat)
+
+    def recorded_by(self, launcher: Launcher) -> Callable[..., Any]:
+        """What runs a launcher's calls, which nothing sees, so that autograd records them."""
+        # Without what torch's own puts before it, which asks for transforms again: 3 us.
+        apply = super(torch.autograd.Function, self._launched).apply  # type: ignore[misc]
+
+        def run(*tensors: Tensor | None) -> Any:
+            return apply(launcher, *[t if t is None else _unwrapped(t) for t in tensors])
+
+        return run
 
     def refused(self, what: str) -> str:
         return f"{what} {self.public} is not supported by this backend; backend='reference' supports it"
@@ -301,3 +331,36 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
     named = ((Call, ""), (Transformed, "Transformed"), (Second, "Backward"))
     first, second, third = (type(f"_{title}{word}", (base,), {"__doc__": base.__doc__}) for base, word in named)
     return first, second, third
+
+
+def _launched(op: DifferentiableOp) -> Any:
+    """The autograd.Function of an op's launchers."""
+    count = op.results
+
+    class Launched(torch.autograd.Function):
+        """The op by a launcher that is kept."""
+
+        @staticmethod
+        def forward(ctx: Any, launcher: Launcher, *tensors: Tensor | None) -> Any:
+            results = launcher(*tensors)
+            ctx.set_materialize_grads(False)
+            ctx.launcher = launcher
+            ctx.save_for_backward(*results, *tensors)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *found: Tensor | None) -> Any:
+            saved = ctx.saved_tensors
+            results, tensors = saved[:count], saved[count:]
+            wanted = len(op.gradients)
+            if all([t is None for t in found]):
+                return (None,) * (1 + len(tensors))
+            if unobserved(*found, *results, *tensors[:wanted]):
+                gradients = ctx.launcher.backward(found, results, tensors)
+            else:
+                flat = ctx.launcher.arguments(tensors)
+                gradients = (op._second.apply if _transforms() else op.backward_op)(*found, *results, *flat)
+            given = [None if t is None else gradient for t, gradient in zip(tensors, gradients, strict=False)]
+            return None, *given, *(None,) * (len(tensors) - wanted)
+
+    return type(f"_{op.name.title().replace('_', '')}", (Launched,), {"__doc__": Launched.__doc__})

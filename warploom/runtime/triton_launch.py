@@ -7,7 +7,7 @@ several launches' time, and the host bounds a small step of decoding.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,22 @@ class Launch:
             compiled = self._kernel[grid](*arguments, **self._constants)
         if self._direct:
             self._remember(compiled)
+
+    def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Callable[..., None]:
+        """A launch of one grid by its first arguments, tensors or what stands for them; all others stay as they are now.
+
+        There are several dozens of those: what they are is not asked again at every launch.
+        """
+
+        def launch(*first: Any) -> None:
+            raw = self.raw()
+            if raw is None:
+                self(grid, *first, *rest)
+                return
+            stream = torch._C._cuda_getCurrentRawStream(raw.device)
+            raw(grid, stream, *[None if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in first], *rest)
+
+        return launch
 
     def raw(self) -> RawLaunch | None:
         """The launch on the current device with pointers in place of tensors, once it is compiled."""

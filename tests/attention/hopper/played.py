@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
+from warploom.attention.bounds import BLOCK, COARSE_BLOCK
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
@@ -73,11 +75,16 @@ def forward(
     return launch(traced, values, names, grid=blocks, words=words, reads=config.columns)
 
 
+def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The extrema of a mask's blocks as the host hands them over."""
+    return torch.cat([column_bounds(mask, seqlen_q, seqlen_k, block, "cpu") for block in (BLOCK, COARSE_BLOCK)], dim=2)
+
+
 def column_mask(
     names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int
 ) -> tuple[dict[str, Any], dict[int, int]]:
     """The parameters of a column mask, and what its vectors and bounds hold."""
-    bounds = column_bounds(mask, seqlen_q, seqlen_k, 64, "cpu").contiguous()
+    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     given = {"lts": mask.lts, "lte": mask.lte, "uts": mask.uts, "ute": mask.ute}
     values: dict[str, Any] = {
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
@@ -110,7 +117,7 @@ def backward(
 ) -> Launch:  # fmt: skip
     """As ``forward``; ``blocks`` 0: one for each key block.
 
-    ``bounds``: the extrema of a column mask's blocks of 64 columns. Its key blocks go from the last one on,
+    ``bounds``: of a column mask, ``fine_and_coarse``. Its key blocks go from the last one on,
     but when deterministic in their order; ``handed_out`` of them before the first.
     """
     dim, dim_v = config.head_dim, config.head_dim_v

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose
+from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, fine_and_coarse
 from tests.attention.hopper.test_backward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.plain import plain
@@ -125,7 +125,7 @@ def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int
     resolved = mask.resolve(QUERIES, KEYS)
     if config.left:
         resolved = resolved._replace(left=LEFT)
-    return resolved, tiles.column_bounds(resolved, QUERIES, KEYS, 64), {"left": LEFT} if config.left else {}
+    return resolved, fine_and_coarse(resolved, QUERIES, KEYS), {"left": LEFT} if config.left else {}
 
 
 def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
@@ -186,7 +186,7 @@ def test_a_block_that_never_comes_is_waited_for(built: Built) -> None:
     """Where the first one is not handed out, the next one that sees a tile of its waits for ever."""
     name = "head_dim 128, causal, deterministic"
     vectors = [torch.full((1, 1, KEYS), n, dtype=torch.int32) for n in (QUERIES, QUERIES, 0, 0)]
-    bounds = tiles.column_bounds(masks.ColumnMask(*vectors).resolve(QUERIES, KEYS), QUERIES, KEYS, 64)
+    bounds = fine_and_coarse(masks.ColumnMask(*vectors).resolve(QUERIES, KEYS), QUERIES, KEYS)
     traced = built.traced(name)
     launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 2, bounds=bounds, handed_out=1)
     with pytest.raises(HangError):
@@ -199,7 +199,7 @@ def test_a_mask_that_hides_all(built: Built) -> None:
     name = "head_dim 128, causal"
     mask = masks.ColumnMask(torch.zeros(1, 1, KEYS, dtype=torch.int32), causal=True).resolve(QUERIES, KEYS)
     traced = built.traced(name)
-    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=tiles.column_bounds(mask, QUERIES, KEYS, 64))
+    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=fine_and_coarse(mask, QUERIES, KEYS))
     machine = Agreeing(traced.kernel, launch, 0, 1).run()
     assert not machine.added and not multiplied(machine, "v", "do")
 
@@ -213,7 +213,7 @@ def test_last_blocks_go_longest_first(batch: int, built: Built) -> None:
     print(f"seed {seed}")
     mask = drawn(4, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
-    bounds = tiles.column_bounds(mask, seqlen_q, seqlen_k, 64).contiguous()
+    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section)
     noted = Noting(traced.kernel, launch, seed).run().noted
     total = 70 * heads_kv * batch

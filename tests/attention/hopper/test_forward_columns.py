@@ -111,8 +111,8 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
     launch = forward(traced, variant, seqlen_q, seqlen_k, 1, left=LEFT if variant.left else 0, mask=mask)
     machine = Watching(traced.kernel, launch, seed)
     machine.rows, machine.read = variant.tile_m, {}
-    barriers = 2 * variant.warpgroups + 4 * variant.stages + 12
-    machine.start = 8 * barriers + 4 * 4 * 12
+    barriers = 2 * variant.warpgroups + 5 * variant.stages + 8
+    machine.start = -(-8 * barriers // 16) * 16 + 2 * 4 * 12
     machine.run()
 
     classes = TileClasses.of(mask, seqlen_q, seqlen_k, variant.tile_m, variant.tile_n, "cpu").matrix()

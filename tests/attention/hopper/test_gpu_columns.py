@@ -14,6 +14,7 @@ from tests.attention.harness import Call, check
 from warploom import masks
 from warploom.attention import hopper
 from warploom.masks import ColumnMask
+from warploom.runtime import dispatch
 
 MISSING = hopper.BACKEND.available()
 pytestmark = [
@@ -133,3 +134,54 @@ def test_graph() -> None:
         lts.copy_(torch.randint(1, 901, (1, 1, 900), device="cuda", dtype=torch.int32))
         graph.replay()
         assert torch.equal(out, attend(q, k, v, ColumnMask(lts.clone(), causal=True)))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_new_mask_in_every_step(backend: str) -> None:
+    """Calls of kept launchers, and their gradients, are those of calls that are checked and planned."""
+    n = 700
+    leaves = [t.requires_grad_() for t in drawn(1, n, 4, 2, 64)]
+    upstream = torch.randn_like(leaves[0])
+
+    def step(first: int) -> list[Tensor]:
+        mask = masks.Document(torch.tensor([first, n - first - 30], device="cuda"))
+        out, lse = warploom.attention(*leaves, mask=mask, backend=backend, deterministic=backend == "triton", return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, leaves, upstream)]
+
+    found: list[list[Tensor]] = []
+    want: list[list[Tensor]] = []
+    for forget, results in ((False, found), (True, want)):
+        for first in (100, 350, 1, 600, 222):
+            if forget:
+                dispatch.strict(False)
+            results.append(step(first))
+    for ours, theirs in zip(found, want, strict=True):
+        for exact, a, b in zip((True, True, False, False, False), ours, theirs, strict=True):
+            assert not a.isnan().any() and (torch.equal(a, b) if exact else torch.allclose(a, b, rtol=2e-2, atol=2e-2))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_captured_step_under_documents(backend: str) -> None:
+    """Lengths on the device that change between replays change results and gradients."""
+    n = 640
+    leaves = [t.requires_grad_() for t in drawn(1, n, 4, 2, 64)]
+    upstream, lengths = torch.randn_like(leaves[0]), torch.tensor([100, 540], device="cuda")
+
+    def step(lengths: Tensor) -> list[Tensor]:
+        out = warploom.attention(*leaves, mask=masks.Document(lengths), backend=backend)
+        return [out, *torch.autograd.grad(out, leaves, upstream)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step(lengths)
+    for first in (1, 320, 639):
+        lengths.copy_(torch.tensor([first, n - first]))
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(found, step(lengths.clone()), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

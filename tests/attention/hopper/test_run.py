@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from warploom.attention.bounds import BLOCK
 from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
-from warploom.masks import ColumnMask
+from warploom.masks import ColumnMask, ResolvedMask
 from warploom.masks.tiles import column_bounds
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
@@ -129,6 +131,35 @@ def test_mask(name: str, narrow: bool) -> None:
         args = args._replace(bounds=column_bounds(args.mask, q.shape[1], k.shape[1], BLOCK, "cpu"))
     want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **call.keywords)
     assert_same(run.forward(args), want)
+
+
+@pytest.mark.parametrize("name", ["causal", "window behind", "strided", "head_dim 40 and 72", "softcap, sink and lse"])
+def test_a_launcher_serves_other_tensors(name: str) -> None:
+    """And keeps none of the first call's alive."""
+    first, second = case(name, 3, dtype=torch.float16), case(name, 4, dtype=torch.float16)
+    q, k, v, sink = first.tensors()
+    launch = run.bind(dense_args(q, k, v, sink=sink, **first.keywords))
+    alive = weakref.ref(q)
+    del q, k, v, sink
+    gc.collect()
+    assert alive() is None
+    q, k, v, sink = second.tensors()
+    want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **second.keywords)
+    assert_same(launch(q, k, v, sink), want)
+
+
+@pytest.mark.parametrize("name", ["Document", "four vectors", "ute, per kv head"])
+def test_a_launcher_serves_other_masks(name: str) -> None:
+    call = masked(name, 3, dtype=torch.float16)
+    q, k, v, sink = call.tensors()
+    args = dense_args(q, k, v, **call.keywords)
+    launch = run.bind(args._replace(bounds=column_bounds(args.mask, q.shape[1], k.shape[1], BLOCK, "cpu")))
+    vectors = [None if t is None else t.flip(2).contiguous() for t in args.mask.vectors]
+    resolved = ResolvedMask(args.left, args.right, *vectors)
+    bounds = column_bounds(resolved, q.shape[1], k.shape[1], BLOCK, "cpu")
+    mask, band = ColumnMask(*vectors), {"window": (args.left, args.right)}
+    want = warploom.attention(q, k, v, mask=mask, return_lse=True, backend="reference", **band)
+    assert_same(launch(q, k, v, sink, *vectors, bounds), want)
 
 
 DIMS = (128, 40), (136, 24)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +197,25 @@ def test_masks(name: str, narrow: bool) -> None:
         args = args._replace(bounds=tiles.column_bounds(args.mask, call.seqlen_q, call.seqlen_k, 64))
     found = run_backward.backward(args, dout, None, out.detach().half(), lse.detach().float())
     compare(found[:3], want)
+
+
+@pytest.mark.parametrize("name", ["causal", "window behind", "strided", "softcap, sink and lse"])
+def test_a_launcher_serves_other_tensors(name: str) -> None:
+    """And keeps none of the first call's alive."""
+    first, call = case(name, 3, dtype=torch.float16), case(name, 4, dtype=torch.float16)
+    q, k, v, sink = first.tensors()
+    launch = run_backward.bind(dense_args(q, k, v, sink=sink, **first.keywords), call.lse_gradient)
+    alive = weakref.ref(q)
+    del q, k, v, sink
+    gc.collect()
+    assert alive() is None
+    q, k, v, sink = call.tensors()
+    out, lse = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **call.keywords)
+    dout, dlse = call.upstream(out, lse)
+    given = dlse if call.lse_gradient else None
+    want = run_backward.backward(dense_args(q, k, v, sink=sink, **call.keywords), dout, given, out, lse)
+    for a, b in zip(launch(dout, given, out, lse, q, k, v, sink), want, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, -7), (-3, 40), (0, 0)])

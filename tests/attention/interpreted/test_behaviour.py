@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +11,11 @@ import pytest
 import torch
 
 import warploom
+from tests.attention.cases import case, masked
 from warploom import masks
 from warploom.attention import bounds
+from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.triton import BACKEND
 from warploom.kernels.triton import bounds as bounds_kernel
 
 NAN = float("nan")
@@ -97,14 +102,13 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        kernel = bounds_kernel.bounds_kernel
-        monkeypatch.setattr(bounds_kernel, "bounds_kernel", {}, raising=True)
-        monkeypatch.setattr(bounds_kernel, "bounds_kernel", self)
-        self.kernel = kernel
+        launch = bounds._launch
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.count += 1
-        return self.kernel[grid]
+        def counted(*absent: bool) -> Any:
+            self.count += 1
+            return launch(*absent)
+
+        monkeypatch.setattr(bounds, "_launch", counted)
 
 
 def test_twelve_layers_prepare_a_mask_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +156,48 @@ def test_hidden_tiles_are_never_read(width: int, monkeypatch: pytest.MonkeyPatch
             assert torch.equal(a[:, rows], b[:, rows]), name
     for a, b in zip(found[3:], clean[3:], strict=True):
         assert torch.equal(a[:, :256], b[:, :256]) and torch.equal(a[:, 512:], b[:, 512:])
+
+
+LAUNCHED: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "causal": (None, {"causal": True}),
+    "boxes": (None, {}),
+    "a mask": ("Document", {}),
+    "a mask for each head": ("lts and lte, per head", {}),
+    "packed": (None, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_kept_launchers_serve_other_tensors(name: str) -> None:
+    """And keep none of the first call's alive; one that is not aligned goes another way."""
+    mask, options = LAUNCHED[name]
+    found = []
+    for seed in (3, 4):
+        call = case("full", seed, dtype=HALF) if mask is None else masked(mask, seed, dtype=HALF)
+        q, k, v, _ = call.tensors()
+        if name == "packed":
+            starts = torch.tensor([0, 5 * seed, q.shape[0] * q.shape[1]], dtype=torch.int32)
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            args = varlen_args(q, k, v, starts, starts, **options)
+        else:
+            args = BACKEND.prepare(dense_args(q, k, v, **options, **call.keywords))
+        out, lse = BACKEND.forward(args)
+        found.append((args, out, lse, torch.randn_like(out)))
+    del call, args, q, k, v
+    (first, out, lse, dout), (second, want, want_lse, upstream) = found
+    launch, launch_backward = BACKEND.bind(first), BACKEND.bind_backward(first, dout, None, out, lse)
+    assert launch is not None and launch_backward is not None
+    alive = weakref.ref(first.q), weakref.ref(dout)
+    del first, out, lse, dout, found
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    q, *others = second.tensors()
+    assert q is not None
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    for each in (q, shifted):
+        args = second._replace(q=each)
+        for a, b in zip(launch(each, *others), BACKEND.forward(args), strict=True):
+            assert torch.equal(a, b)
+        gradients = BACKEND.backward(args, upstream, None, want, want_lse)
+        for a, b in zip(launch_backward(upstream, None, want, want_lse, each, *others), gradients, strict=True):
+            assert torch.equal(a, b)

@@ -72,7 +72,8 @@ def test_bounds_are_those_of_each_chunk_alone(name: str, batch: int) -> None:
         band = {"left": None if args.left is None else args.left - shift}
         band["right"] = None if args.right is None else args.right + shift
         mask = args.mask._replace(**own, **band)
-        assert torch.equal(found[b : b + 1], column_bounds(mask, rows, keys, 64))
+        blocks = [column_bounds(mask, rows, keys, block) for block in (bounds.BLOCK, bounds.COARSE_BLOCK)]
+        assert torch.equal(found[b : b + 1], torch.cat(blocks, dim=2))
 
 
 def _vectors(args: Any) -> dict[str, Tensor | None]:

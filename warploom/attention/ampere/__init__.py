@@ -84,6 +84,10 @@ class Ampere(Backend):
     def declines(self) -> str | None:
         return _others()
 
+    def wavers(self) -> bool:
+        """Where it builds no modules, another process may."""
+        return modules.cannot_build() is not None
+
     def supports(self, problem: AttentionProblem) -> str | None:
         refused = halves_refusal(problem, widest=128)
         if refused is not None:

@@ -109,6 +109,10 @@ class Hopper(Backend):
     def available(self) -> str | None:
         return _examine()
 
+    def wavers(self) -> bool:
+        """Where it builds no modules, another process may."""
+        return modules.cannot_build() is not None
+
     def supports(self, problem: AttentionProblem) -> str | None:
         refused = halves_refusal(problem, widest=256)
         if refused is not None:
@@ -178,11 +182,10 @@ class Hopper(Backend):
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
 
-        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k).
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k), under a column mask its vectors and their bounds
+        behind sink.
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
-            return None
-        if args.bounds is not None:  # those of the next call may be others
             return None
         from warploom.attention.hopper.run import bind as run
 
@@ -197,6 +200,16 @@ class Hopper(Backend):
 
             return run(args, dout, dlse, out, lse)
         return _next(args, True).backward(args, dout, dlse, out, lse)
+
+    def bind_backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """What launches further backward passes: (dout, dlse, out, lse) and what ``bind`` takes to dq, dk, dv and dsink."""
+        if _takes_backward(args, dlse is not None):
+            from warploom.attention.hopper.run_backward import bind as run
+
+            return run(args, dlse is not None)
+        return _next(args, True).bind_backward(args, dout, dlse, out, lse)
 
 
 BACKEND = Hopper()

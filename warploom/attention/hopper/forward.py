@@ -108,10 +108,12 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
                 init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
                 makers = 2 if const_expr(self.config.columns) else 0
                 init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
-                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers + makers))
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
                 readers = WARP * (consumers + 1 + makers)  # lanes
                 init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
                 if const_expr(self.config.columns):
+                    for i in cutlass.range_constexpr(self.stages):
+                        cute.arch.mbarrier_init(shared.v_landed + i, 1)
                     for i in cutlass.range_constexpr(MASK_STAGES):
                         cute.arch.mbarrier_init(shared.mask_full + i, WARP * makers)
                         cute.arch.mbarrier_init(shared.mask_empty + i, WARP * consumers)
@@ -158,10 +160,13 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         stages, warpgroups, tile_stages = self.stages, self.warpgroups, self.tile_stages
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
+        cleared = stages if const_expr(self.config.columns) else 0
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups + 4 * stages + 2 * tile_stages + 2 * mask_stages]
+            barriers: cute.struct.MemRange[
+                cutlass.Int64, 2 * warpgroups + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
+            ]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
             scratch: cute.struct.MemRange[Int32, 1]
@@ -177,6 +182,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             k_full=barriers.take(stages),
             k_empty=barriers.take(stages),
             v_full=barriers.take(stages),
+            v_landed=barriers.take(cleared),
             v_empty=barriers.take(stages),
             tile_full=barriers.take(tile_stages),
             tile_empty=barriers.take(tile_stages),

@@ -26,6 +26,7 @@ DENSE_WORDS, PACKED_WORDS = 6, 11
 # Words of a list: query tile, head (below 0: no more), batch, its first key tile, then bits of 32 key tiles from there on:
 # those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists.
 LIST_WORDS = 8
+QUERIES, HEAD, BATCH, BASE, WHOLE, EDGE = 0, 1, 2, 3, 5, 6
 MASK_STAGES = 2  # of the ring of bits of partial tiles, under a column mask
 
 
@@ -37,6 +38,7 @@ class ForwardShared(Fields):
     k_full: Any
     k_empty: Any
     v_full: Any
+    v_landed: Any  # under a column mask: V is there, and values that no row sees are to be cleared
     v_empty: Any
     tile_full: Any
     tile_empty: Any
@@ -60,7 +62,7 @@ class ForwardBase:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.stages = config.stages
         self.warpgroups = config.warpgroups
-        self.tile_stages = 4 if config.columns else 2
+        self.tile_stages = 2
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 
@@ -98,8 +100,16 @@ class ForwardBase:
     @cute.jit
     def next_list(self, shared, stage, phase):
         """The words of the list in the ring's stage."""
+        words = self.see_list(shared, stage, phase)
+        self.leave_list(shared, stage)
+        return words
+
+    @cute.jit
+    def see_list(self, shared, stage, phase):
+        """As ``next_list``, of a list that stays there until this warp leaves it."""
         cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
-        words = [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(LIST_WORDS)]
-        # Every lane says so, as in ``next_tile``.
+        return tuple([cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(LIST_WORDS)])
+
+    def leave_list(self, shared: Any, stage: Any) -> None:
+        """Every lane says so, as in ``next_tile``."""
         cute.arch.mbarrier_arrive(shared.tile_empty + stage)
-        return tuple(words)

@@ -17,15 +17,16 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.forward_base import MASK_STAGES
+from warploom.attention.hopper.forward_base import BASE, BATCH, EDGE, HEAD, MASK_STAGES, QUERIES, WHOLE
 from warploom.attention.hopper.forward_consumers import Consumers
 from warploom.attention.hopper.forward_producer import Producer
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.columns import (
     BLOCK,
+    COARSE_BLOCK,
     band_rows,
-    extrema_of,
+    block_extrema,
     hides_all,
     hides_some,
     intervals,
@@ -37,8 +38,10 @@ from warploom.kernels.cute.columns import (
     turned,
 )
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import highest_bit
-from warploom.kernels.cute.rings import advance, publish, release
+from warploom.kernels.cute.instructions import hidden as unknown
+from warploom.kernels.cute.instructions import highest_bit, shifted
+from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_ring, publish, release
+from warploom.kernels.cute.tiles import load_tile
 from warploom.kernels.cute.wgmma import gemm, pack
 
 
@@ -86,39 +89,58 @@ class ColumnProducer(Producer):
                 mask = mask_row(batch, head, heads, columns.bounds)
                 first, end = key_tiles(self.config, top, past, seqlen_q, seqlen_k, shift, left, right)
                 whole_first, whole_end = whole_tiles(self.config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
-                lists = cutlass.max((end + 31) // 32 - first // 32, 0)
-                for i in cutlass.range(lists, unroll=1):
-                    start = ((end + 31) // 32 - 1 - i) * 32
-                    n = start + lane
-                    hidden, touched, dead = self.classes(columns.bounds, mask, n, top, past, seqlen_q)
-                    inside = (n >= first) & (n < end)
-                    seen = cute.arch.vote_ballot_sync(inside & ~hidden)
-                    plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
-                    plain = cute.arch.vote_ballot_sync(plain)
-                    dead = cute.arch.vote_ballot_sync(dead)
-                    if seen != 0:
-                        if visible != 0:
-                            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1))
-                            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-                            stage, phase = advance(stage, phase, self.tile_stages)
-                        base, visible, whole, edge = start, seen, plain, dead
+                lists, blocks = (end + 31) // 32, cute.ceil_div(seqlen_k, BLOCK)
+                left_over = cutlass.max(lists - first // 32, 0)
+                while left_over > 0:
+                    # The lists whose columns do not all hide all rows: of 32 at one look.
+                    some = first // 32 + cutlass.max(left_over - 32, 0)
+                    own = cutlass.min(some + lane, lists - 1)
+                    seeing = (lane < left_over) & ~self.list_hidden(columns.bounds, mask, own, blocks, top, past)
+                    seeing = cute.arch.vote_ballot_sync(seeing)
+                    left_over -= 32
+                    while seeing != 0:
+                        bit = highest_bit(seeing)
+                        seeing = seeing ^ (Int32(1) << bit)
+                        start = (some + bit) * 32
+                        n = start + lane
+                        hidden, touched, dead = self.classes(columns.bounds, mask, n, blocks, top, past, seqlen_q)
+                        inside = (n >= first) & (n < end)
+                        seen = cute.arch.vote_ballot_sync(inside & ~hidden)
+                        plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
+                        plain = cute.arch.vote_ballot_sync(plain)
+                        dead = cute.arch.vote_ballot_sync(dead)
+                        if seen != 0:
+                            if visible != 0:
+                                cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+                                words = (m_block, head, batch, base, visible, whole, edge, Int32(1))
+                                publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+                                stage, phase = advance(stage, phase, self.tile_stages)
+                            base, visible, whole, edge = start, seen, plain, dead
             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
             words = (m_block, head, batch, base, visible, whole, edge, Int32(0))
             publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
             stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
-    def classes(self, bounds, mask, n, top, past, seqlen_q):
+    def list_hidden(self, bounds, mask, number, blocks, top, past):
+        """Whether the columns of 32 key tiles hide all rows, by their coarse blocks."""
+        each = 32 * self.tile_n // COARSE_BLOCK
+        hidden = True
+        for i in cutlass.range_constexpr(each):
+            block = cutlass.min(blocks + number * each + i, bounds.shape[2] - 1)
+            hidden = hides_all(block_extrema(bounds, mask, block), top, past) & hidden
+        return hidden
+
+    @cute.jit
+    def classes(self, bounds, mask, n, blocks, top, past, seqlen_q):
         """Of key tile ``n``: whether its columns hide all rows, hide some, may hold one that no row sees."""
-        found = []
-        for i in cutlass.range_constexpr(self.tile_n // BLOCK):
-            key = n * self.tile_n + i * BLOCK
-            extrema = extrema_of(bounds, mask, key, key + BLOCK, BLOCK)
-            found.append((hides_all(extrema, top, past), hides_some(extrema, top, past), may_hold_dead(extrema, seqlen_q)))
-        hidden, touched, dead = found[0]
-        for i in cutlass.range_constexpr(1, len(found)):
-            hidden, touched, dead = hidden & found[i][0], touched | found[i][1], dead | found[i][2]
+        each = self.tile_n // BLOCK
+        hidden, touched, dead = True, False, False
+        for i in cutlass.range_constexpr(each):
+            extrema = block_extrema(bounds, mask, cutlass.min(n * each + i, blocks - 1))
+            hidden = hides_all(extrema, top, past) & hidden
+            touched = hides_some(extrema, top, past) | touched
+            dead = may_hold_dead(extrema, seqlen_q) | dead
         return hidden, touched, dead
 
     # The loader warp
@@ -131,31 +153,40 @@ class ColumnProducer(Producer):
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         stage, phase = Int32(0), Int32(0)
-        m_block, head, batch, base, visible, _, _, more = self.next_list(shared, stage, phase)
+        m_block, head, batch, base, visible, _, edge, more = self.next_list(shared, stage, phase)
         while head >= 0:
             tk, tv = k[None, None, head // group, batch], v[None, None, head // group, batch]
             keys, values = self.key_rings(tk, tv, shared, tma_k, tma_v)
             tq = q[None, None, head, batch]
-            waiting, going = Int32(-1), Int32(1)  # the key tile whose V is still to come
+            waiting, going, cleared = Int32(-1), Int32(1), Int32(0)  # the key tile whose V is still to come
             while going != 0:
                 while visible != 0:
                     bit = highest_bit(visible)
                     visible = visible ^ (Int32(1) << bit)
                     k_stage, k_phase = self.push(keys, base + bit, k_stage, k_phase)
                     if waiting >= 0:
-                        v_stage, v_phase = self.push(values, waiting, v_stage, v_phase)
+                        v_stage, v_phase = self.push_values(values, waiting, cleared, v_stage, v_phase)
                     else:
                         self.load_rows_of_tile(tma_q, tq, shared, m_block, q_phase)
                         q_phase ^= 1
-                    waiting = base + bit
+                    waiting, cleared = base + bit, (edge >> bit) & 1
                 going = more
                 if more != 0:
                     stage, phase = advance(stage, phase, self.tile_stages)
-                    m_block, head, batch, base, visible, _, _, more = self.next_list(shared, stage, phase)
+                    m_block, head, batch, base, visible, _, edge, more = self.next_list(shared, stage, phase)
             if waiting >= 0:
-                v_stage, v_phase = self.push(values, waiting, v_stage, v_phase)
+                v_stage, v_phase = self.push_values(values, waiting, cleared, v_stage, v_phase)
             stage, phase = advance(stage, phase, self.tile_stages)
-            m_block, head, batch, base, visible, _, _, more = self.next_list(shared, stage, phase)
+            m_block, head, batch, base, visible, _, edge, more = self.next_list(shared, stage, phase)
+
+    @cute.jit
+    def push_values(self, ring, n, cleared, stage, phase):
+        """As ``push``; a tile of which values are to be ``cleared`` is full only when they are."""
+        barrier = choose(cleared != 0, self.stages + stage, stage)  # of v_full, or of v_landed behind it
+        cute.arch.mbarrier_wait(ring.empty + stage, phase)
+        expect(ring.full, ring.bytes, barrier)
+        load_tile(ring.tma, n, stage, ring.full, barrier)
+        return advance(stage, phase, self.stages)
 
     @cute.jit
     def load_rows_of_tile(self, tma_q, queries, shared, m_block, phase):
@@ -169,47 +200,48 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def make_masks(self, part, k_shape, lse_shape, shared, columns, left, right):
-        """The bits of every partial tile, half of its rows by each ``part``; values that no row sees become zeros.
+        """The bits of every partial tile, half of its columns by each ``part``.
 
-        P is zero there, but zero times a NaN is not. V's ring waits for these warps too, which therefore know its phases; they
-        let a tile of V go when they have made the next mask, so that masks are early.
+        The first part also clears values that no row sees: P is zero there, but zero times a NaN is not. Words of a list stay
+        where they are, since registers are few.
         """
         _, heads, seqlen_q = lse_shape
-        mask_stage, mask_phase = Int32(0), Int32(1)
-        v_stage, v_phase = Int32(0), Int32(0)
-        old_stage, old_phase, begun = Int32(0), Int32(0), Int32(0)  # of the tile of V before
-        stage, phase = Int32(0), Int32(0)
-        m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
+        lists, masks = Int32(0), Int32(0)
+        values, edges = Int32(0), Int32(0)  # stage of V, and a bit for the phase of each stage's ``v_landed``
+        _, head, _, _, visible, _, _, _ = self.see_list(shared, 0, 0)
         while head >= 0:
-            rows = MaskedRows(
-                columns=columns,
-                start=Int64(mask_row(batch, head, heads, columns.bounds)) * k_shape[0],
-                top=m_block * self.tile_m,
-                seqlen_q=seqlen_q,
-                seqlen_k=k_shape[0],
-                left=left,
-                right=right,
-            )
+            words = shared.tiles[None, place_in_ring(lists, self.tile_stages)[0]]
             while visible != 0:
                 bit = highest_bit(visible)
                 visible = visible ^ (Int32(1) << bit)
-                if ((whole >> bit) & 1) == 0:
-                    tile = (base + bit) * self.tile_n
-                    cute.arch.mbarrier_wait(shared.mask_empty + mask_stage, mask_phase)
-                    self.make_mask(part, rows, tile, shared.masks + mask_stage * (4 * self.tile_m))
-                    if ((edge >> bit) & 1) != 0:
-                        cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
-                        self.clear_values(part, rows, tile, shared.v[None, None, v_stage])
-                    cute.arch.mbarrier_arrive(shared.mask_full + mask_stage)
-                    mask_stage, mask_phase = advance(mask_stage, mask_phase, MASK_STAGES)
-                v_stage, v_phase = advance(v_stage, v_phase, self.stages)
-                if begun != 0:
-                    cute.arch.mbarrier_wait(shared.v_full + old_stage, old_phase)
-                    release(shared.v_empty + old_stage)
-                    old_stage, old_phase = advance(old_stage, old_phase, self.stages)
-                begun = Int32(1)
-            stage, phase = advance(stage, phase, self.tile_stages)
-            m_block, head, batch, base, visible, whole, edge, _ = self.next_list(shared, stage, phase)
+                if ((words[WHOLE] >> bit) & 1) == 0:
+                    rows = MaskedRows(
+                        columns=columns,
+                        start=Int64(mask_row(words[BATCH], words[HEAD], heads, columns.bounds)) * k_shape[0],
+                        top=words[QUERIES] * self.tile_m,
+                        seqlen_q=seqlen_q,
+                        seqlen_k=k_shape[0],
+                        left=left,
+                        right=right,
+                    )
+                    tile = (words[BASE] + bit) * self.tile_n
+                    stage, phase = place_in_ring(masks, MASK_STAGES)
+                    cute.arch.mbarrier_wait(shared.mask_empty + stage, phase ^ 1)
+                    self.make_mask(part, rows, tile, shared.masks + stage * (4 * self.tile_m))
+                    cute.arch.mbarrier_arrive(shared.mask_full + stage)
+                    masks = next_in_ring(masks, MASK_STAGES)
+                    if part == 0 and ((words[EDGE] >> bit) & 1) != 0:
+                        cute.arch.mbarrier_wait(shared.v_landed + values, (edges >> values) & 1)
+                        edges = edges ^ (Int32(1) << values)
+                        self.clear_values(rows, tile, shared.v[None, None, values])
+                        cute.arch.sync_warp()
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(shared.v_full + values)
+                values = choose(values + 1 == self.stages, 0, values + 1)
+            self.leave_list(shared, place_in_ring(lists, self.tile_stages)[0])
+            lists = next_in_ring(lists, self.tile_stages)
+            stage, phase = place_in_ring(lists, self.tile_stages)
+            _, head, _, _, visible, _, _, _ = self.see_list(shared, stage, phase)
 
     @cute.jit
     def hidden(self, rows, column):
@@ -221,35 +253,31 @@ class ColumnProducer(Producer):
     @cute.jit
     def make_mask(self, part, rows, tile, target):
         """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad, two in each eight."""
-        lane = cute.arch.lane_idx()
-        column = tile + lane // 2 * 8 + lane % 2
+        lane = unknown(cute.arch.lane_idx())  # what is computed of it out of the loop would be spilled
+        column = tile + lane // 2 * 8 + lane % 2 + 4 * part
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
         limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.tile_m)
-        for j in cutlass.range(self.tile_m // 64, unroll=1):
-            start = (2 * j + part) * 32
-            words = cute.make_rmem_tensor(4, Int32)
-            for i in cutlass.range_constexpr(4):
-                words[i] = turned(shown_rows(self.config, limits[i], diagonal + 2 * i, start, rows.left, rows.right))
-            into = (target + (start + lane) * 4).align(16)
-            cute.autovec_copy(words, cute.make_tensor(into, cute.make_layout(4)))
+        for j in cutlass.range(self.tile_m // 32, unroll=1):
+            words = cute.make_rmem_tensor(2, Int32)
+            for i in cutlass.range_constexpr(2):
+                words[i] = turned(shown_rows(self.config, limits[i], diagonal + 2 * i, 32 * j, rows.left, rows.right))
+            into = (target + (32 * j + lane) * 4 + 2 * part).align(8)
+            cute.autovec_copy(words, cute.make_tensor(into, cute.make_layout(2)))
 
     @cute.jit
-    def clear_values(self, part, rows, tile, values):
-        """Zero the values of columns that no row sees, half of the columns by each ``part``."""
+    def clear_values(self, rows, tile, values):
+        """Zero the values of columns that no row sees."""
         lane = cute.arch.lane_idx()
-        for i in cutlass.range_constexpr(2):
-            first_of_pair = 4 * part + 2 * i
-            inside = lane // 2 * 8 + first_of_pair + lane % 2
-            column = tile + inside
+        for i in cutlass.range(self.tile_n // 32, unroll=1):
+            column = tile + i * 32 + lane
             hidden, first, past = self.hidden(rows, column)
             dead = sees_none(first, cutlass.min(past, rows.seqlen_q), *hidden)
-            bits = cute.arch.vote_ballot_sync(dead & (column < rows.seqlen_k) & (inside < self.tile_n))
+            bits = cute.arch.vote_ballot_sync(dead & (column < rows.seqlen_k))
             while bits != 0:
                 bit = highest_bit(bits)
                 bits = bits ^ (Int32(1) << bit)
-                key = bit // 2 * 8 + first_of_pair + bit % 2
                 for d in cutlass.range_constexpr(self.config.head_dim_v // 32):
-                    values[key, d * 32 + lane] = self.dtype(0.0)
+                    values[i * 32 + bit, d * 32 + lane] = self.dtype(0.0)
         cute.arch.fence_view_async_shared()
 
 
@@ -265,6 +293,8 @@ class ColumnConsumers(Consumers):
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
         work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in)
         work.mask_ring.fill(0)
+        if group == self.warpgroups - 1:
+            self.pass_ping_pong(group)  # the first one begins
         q_phase = Int32(0)
         k_stage, k_phase = Int32(0), Int32(0)
         stage, phase = Int32(0), Int32(0)
@@ -275,21 +305,25 @@ class ColumnConsumers(Consumers):
             self.start(work)
             begun, going = Int32(0), Int32(1)
             while going != 0:
-                while visible != 0:
+                if begun == 0 and visible != 0:
                     bit = highest_bit(visible)
                     visible = visible ^ (Int32(1) << bit)
-                    full = (whole >> bit) & 1
-                    last = choose((visible | more) == 0, 0, -1)
-                    if begun == 0:
-                        cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
-                        q_phase ^= 1
-                        self.first_of_list(work, k_stage, k_phase, full, last)
-                        begun = Int32(1)
-                    else:
-                        if full != 0:
-                            k_stage, k_phase = self.step(work, 0, last, k_stage, k_phase, False)
-                        else:
-                            k_stage, k_phase = self.step(work, 0, last, k_stage, k_phase, True)
+                    cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
+                    q_phase ^= 1
+                    self.first_of_list(work, k_stage, k_phase, (whole >> bit) & 1, visible | more)
+                    begun = Int32(1)
+                while visible != 0:
+                    # Whole tiles down to the next partial one.
+                    bit = highest_bit(visible & ~whole)  # -1: there is none
+                    above = visible & choose(bit < 0, -1, shifted(-2, bit))
+                    visible = visible ^ above
+                    run = cute.arch.popc(above)
+                    last = choose((visible | more) == 0, run - 1, -1)
+                    for i in cutlass.range(run, unroll=1):
+                        k_stage, k_phase = self.step(work, i, last, k_stage, k_phase, False)
+                    if visible != 0:
+                        visible = visible ^ (Int32(1) << bit)
+                        k_stage, k_phase = self.step(work, visible | more, 0, k_stage, k_phase, True)
                 going = more
                 if more != 0:
                     stage, phase = advance(stage, phase, self.tile_stages)
@@ -306,18 +340,20 @@ class ColumnConsumers(Consumers):
             m_block, head, batch, _, visible, whole, _, more = self.next_list(shared, stage, phase)
 
     @cute.jit
-    def first_of_list(self, work, stage, phase, full, last):
+    def first_of_list(self, work, stage, phase, full, others):
         """The first visible key tile, with no PV before it."""
         shared = work.shared
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+        self.wait_ping_pong(work.group)
         gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
-        warpgroup.wait_group(0)
-        release(shared.k_empty + stage)
-        if last == 0:
-            release(shared.q_empty + work.group)
+        self.pass_ping_pong(work.group)
         work.mask_words.fill(-1)
         if full == 0:
             self.take_mask(work)
+        warpgroup.wait_group(0)
+        release(shared.k_empty + stage)
+        if others == 0:
+            release(shared.q_empty + work.group)
         self.softmax(work, 0, True)
         self.keep_scale(work)
         pack(work.acc_s, work.p, self.dtype)

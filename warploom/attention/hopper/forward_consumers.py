@@ -231,12 +231,12 @@ class Consumers(ForwardBase):
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
         self.pass_ping_pong(work.group)
+        if const_expr(masked and self.config.columns):
+            self.take_mask(work)
         warpgroup.wait_group(1)
         release(shared.k_empty + stage)
         if n == last:
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
-        if const_expr(masked and self.config.columns):
-            self.take_mask(work)
         self.softmax(work, n, masked, shared.v_empty + v_stage)
         pack(work.acc_s, work.p, self.dtype)
         return stage, phase

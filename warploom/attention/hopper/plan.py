@@ -48,7 +48,7 @@ TILINGS = {
         Tile(3, 128, 3, "pingpong"),
         short=Tile(4, 64, 4, "early"),
         other=Tile(3, 128, 3, "early"),
-        columns=Tile(2, 128, 3, "early"),
+        columns=Tile(3, 128, 3, "pingpong"),
         softcap=Tile(2, 128),
     ),
     (96, 96): Tiling(Tile(3, 112), columns=Tile(2, 128), softcap=Tile(2, 112)),  # 4096 keys: 650, early no better

@@ -18,20 +18,18 @@ from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
+from warploom.runtime.likeness import like
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-    tensors: tuple[Tensor | None, ...] = (args.q, args.k, args.v, args.sink)
-    if args.cu_seqlens_q is not None:
-        tensors += (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
-    return bind(args)(*tensors)
+    return bind(args)(*args.tensors())
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
-    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k.
+    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args)
@@ -65,7 +63,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     blocks = min(blocks, tiles) if not split else blocks
     shared = k.element_size() * (end - first) * (head_dim + head_dim_v) // members
     numbers = _numbers(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
-    like_out, like_lse = _like(out_shape, q.dtype, device), _like(lse_shape, torch.float32, device)
+    like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,8 +82,8 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _bind_columns(
     args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """As ``bind``, under a column mask, whose vectors and bounds are those of ``args``.
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As ``bind``, under a column mask, whose vectors may differ too.
 
     Keys that the band hides from every query are among the columns that no row sees, whose values count as zeros.
     """
@@ -93,38 +91,45 @@ def _bind_columns(
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, heads_kv, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     device, index = q.device, q.device.index
-    like_out = _like((batch, seqlen_q, heads, head_dim_v), q.dtype, device)
-    like_lse = _like((batch, heads, seqlen_q), torch.float32, device)
+    like_out = like((batch, seqlen_q, heads, head_dim_v), q.dtype, device)
+    like_lse = like((batch, heads, seqlen_q), torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
     m_blocks = -(-seqlen_q // variant.queries)
     shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
     blocks = min(processors(index), m_blocks * batch * heads)
     numbers = _numbers(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
-    mask = column_mask(args)
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
         counter = _counter(device)
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, mask, *numbers))
+        columns = column_mask(*mask)
+        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, columns, *numbers))
         return out, lse
 
     return launch
 
 
-def column_mask(args: AttentionArgs) -> tuple[Tensor | int, ...]:
+def column_mask(
+    lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor | int, ...]:
     """What a module takes of a column mask: lts, lte, uts and ute, their bounds, and bits of those vectors that exist.
 
     Another one stands for who does not.
     """
-    vectors = args.mask.vectors
-    some = args.lts if args.lts is not None else args.ute
-    assert some is not None and args.bounds is not None
+    some = lts if lts is not None else ute
+    assert some is not None and bounds is not None
     some = some.contiguous()
-    given = [some if t is None else t.contiguous() for t in vectors]
-    return *given, args.bounds, sum(1 << i for i, t in enumerate(vectors) if t is not None)
+    given, present = [], 0
+    for bit, t in ((1, lts), (2, lte), (4, uts), (8, ute)):
+        if t is None:
+            given.append(some)
+        else:
+            given.append(t.contiguous())
+            present |= bit
+    return *given, bounds, present
 
 
 def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +139,9 @@ def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     return q, k, v
 
 
-def _nothing_seen(lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _nothing_seen(
+    lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor, Tensor]:
     out, lse = _outputs(q, v, lse_shape)
     out.zero_()
     return out, lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[:, None].expand(lse_shape))
@@ -164,8 +171,8 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     function, variant = _function(args, args.max_seqlen_k or 0)
     most = (tokens // variant.tile_m + cu_q.shape[0]) * heads
     numbers = _numbers(args, args.left, args.right, blocks=min(processors(index), most))
-    like_out = _like((tokens, heads, head_dim_v), q.dtype, device)
-    like_lse = _like(lse_shape, torch.float32, device)
+    like_out = like((tokens, heads, head_dim_v), q.dtype, device)
+    like_lse = like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
@@ -208,16 +215,6 @@ def _counter(device: torch.device) -> Tensor:
     except (KeyError, IndexError):
         _counters[device, stream] = fresh = list(torch.zeros(_COUNTERS, 1, dtype=torch.int32, device=device).unbind())
         return fresh.pop()
-
-
-def _like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element expanded to a shape: ``torch.empty_like`` of it takes the host half as long as ``torch.empty``."""
-    return _element(dtype, device).expand(shape)
-
-
-@cache
-def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=dtype, device=device)
 
 
 def _filled(variant: ForwardConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

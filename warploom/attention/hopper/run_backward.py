@@ -19,6 +19,7 @@ from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 
 CLAIMING_HEADS = 8  # of short causal calls at the most: 1024 keys, head_dim 64 321 TFLOP/s, 16 heads 313, 64 heads 312
 # Key heads of packed sequences in flight together: enough of a head's blocks share what they read; and where they claim tiles.
@@ -28,61 +29,99 @@ PACKED_HEADS, PACKED_CLAIMING_HEADS = 4, 2
 NO_COLUMNS: tuple[Tensor | int | None, ...] = (None,) * 6
 
 
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    return bind(args, dlse is not None)(dout, dlse, out, lse, *with_bounds(args).tensors())
+
+
+def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
+    """A backward pass made ready: takes dout, dlse, out and lse, and behind them what the forward's ``bind`` takes."""
     if args.cu_seqlens_q is not None:
-        return _packed(args, dout, dlse, out, lse)
-    q, k, v = args.q, args.k, args.v
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    dq, dk, dv = map(_like, (q, k, v))
-    gradients: tuple[Tensor, ...] = dq, dk, dv
-    left, right = args.left, args.right
-    columns = NO_COLUMNS if args.lts is None and args.ute is None else column_mask(with_bounds(args))
+        return _bind_packed(args, with_dlse)
+    seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
+    left, right, masked, first, end = args.left, args.right, _masked(args), 0, seqlen_k
     if left is not None or right is not None:
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
-            return dq.zero_(), dk.zero_(), dv.zero_(), _dsink(args, dlse, None, lse)
-        if columns is NO_COLUMNS and (first > 0 or end < seqlen_k):
-            # As in the forward: keys that no query sees stay outside of what TMA reads.
+            return _nothing_seen
+    # As in the forward: keys that no query sees stay outside of what TMA reads.
+    cut = not masked and (first > 0 or end < seqlen_k)
+    keys = end - first if cut else seqlen_k
+    if cut:
+        left = None if left is None else left - (seqlen_k - end)
+        right = None if right is None else right + (seqlen_k - end)
+    launch, variant, tiles = _bind_dense(args, with_dlse, keys, (left, right))
+    shape = args.q.shape[0], args.q.shape[2], -1, 2, variant.tile_m
+
+    def run(
+        dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _like(q), _like(k), _like(v)
+        gradients: tuple[Tensor, ...] = dq, dk, dv
+        columns = column_mask(*mask) if masked else NO_COLUMNS
+        if cut:
             for t in (dk, dv):
                 t[:, :first].zero_()
                 t[:, end:].zero_()
-            k, v, *keys = (t[:, first:end] for t in (k, v, dk, dv))
-            gradients = (dq, *keys)
-            left = None if left is None else left - (seqlen_k - end)
-            right = None if right is None else right + (seqlen_k - end)
-    if columns is not NO_COLUMNS and args.sink is not None:  # beside which the kernel does not know such rows
-        q, dout = (_where_seeing(t, lse, args.sink) for t in (q, dout))
-    batch, heads, heads_kv = q.shape[0], q.shape[2], k.shape[2]
-    features, short = described(args, dlse is not None)
+            k, v, *of_keys = (t[:, first:end] for t in (k, v, dk, dv))
+            gradients = (dq, *of_keys)
+        if masked and sink is not None:  # beside which the kernel does not know such rows
+            q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
+        workspace = launch((q, k, v, out, dout), lse, dlse, gradients, columns=columns)
+        delta = None
+        if sink is not None:
+            stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
+            delta = stats.view(shape)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
+        return dq, dk, dv, _dsink(q, sink, dlse, delta, lse)
+
+    return run
+
+
+def _bind_dense(
+    args: AttentionArgs, with_dlse: bool, keys: int, band: tuple[int | None, int | None]
+) -> tuple[Callable[..., Tensor], BackwardConfig, int]:
+    """The launch of a dense call of so many keys, its variant, and tiles of queries."""
+    q, k, v = args.q, args.k, args.v
+    batch, seqlen_q, heads, _ = q.shape
+    heads_kv = k.shape[2]
+    features, short = described(args, with_dlse)
     together, each = _waves(args, backward_config(features, short))
     function, variant = _function(features, short, each > 0)
-    if not variant.waves and (args.deterministic or right is not None):
+    if not variant.waves and (args.deterministic or band[1] is not None):
         shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
             # A section is one wave: blocks that claim tiles wait less, and of pairs 515 TFLOP/s (4096 keys) were 493 in two.
             shared = max(shared, schedule.L2_BYTES)
-        together = schedule.section(batch * heads_kv, -(-k.shape[1] // variant.tile_n), shared)
+        together = schedule.section(batch * heads_kv, -(-keys // variant.tile_n), shared)
         if variant.claims:
             together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)
     tiles = batch * heads * m_blocks
     split, each = 0, max(each, 1)
     if variant.stream_k and args.sink is None:
-        blocks = batch * heads_kv * -(-k.shape[1] // variant.tile_n)
+        blocks = batch * heads_kv * -(-keys // variant.tile_n)
         split, each = schedule.stream_k(
-            blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, dq.numel())
+            blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, q.numel())
         )
-    inputs = (q, k, v, out, dout, lse, dlse)
-    band = left, right
-    workspace = _launch(function, variant, args, tiles, inputs, gradients, band, together, split, each, columns=columns)
-    delta = None
-    if args.sink is not None:
-        stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
-        delta = stats.view(batch, heads, -1, 2, variant.tile_m)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
-    return dq, dk, dv, _dsink(args, dlse, delta, lse)
+    return _launcher(function, variant, args, tiles, band, together, split, each), variant, tiles
+
+
+def _masked(args: AttentionArgs) -> bool:
+    return args.lts is not None or args.ute is not None
+
+
+def _nothing_seen(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (_like(t).zero_() for t in (q, k, v))
+    return dq, dk, dv, _dsink(q, sink, dlse, None, lse)
 
 
 def _waves(args: AttentionArgs, variant: BackwardConfig) -> tuple[int, int]:
@@ -110,36 +149,43 @@ def warm(args: AttentionArgs) -> None:
     lse = out.new_zeros((q.shape[1], 1) if packed else (1, q.shape[2], 1), dtype=torch.float32)
     gradients = tuple(torch.zeros_like(t) for t in (q, k, v))
     tiles = q.shape[-2] * (1 // variant.tile_m + 1)
-    inputs = (q, k, v, out, out, lse, None)
     columns = NO_COLUMNS
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 1, 8)), 0
-    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), 1, starts=starts, columns=columns)
+    launch = _launcher(function, variant, args._replace(q=q), tiles, (args.left, args.right), 1)
+    launch((q, k, v, out, out), lse, None, gradients, starts, columns)
 
 
-def _packed(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, cu_q, cu_k, used = args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
+    """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
+    cu_q = args.cu_seqlens_q
     assert cu_q is not None
     if cu_q.shape[0] == 1 or keeps_nothing(args.left, args.right):
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _dsink(args, dlse, None, lse)
-    # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
-    dq, dk, dv = gradients = tuple(map(_like, (q, k, v)))
-    function, variant = _function(*described(args, dlse is not None))
-    cu_q = cu_q.contiguous()
-    starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
-    if not _every_query_sees(args):
-        q, dout = (_where_seeing(t, lse, args.sink) for t in (q, dout))
-    tiles = (q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * q.shape[1]
-    inputs = (q, k, v, out, dout, lse, dlse)
-    together = min(k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
-    _launch(function, variant, args, tiles, inputs, gradients, (args.left, args.right), together, starts=starts)
-    if args.sink is None:
-        return dq, dk, dv, _dsink(args, dlse, None, lse)
-    delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
-    return dq, dk, dv, _dsink(args, dlse, delta if dlse is None else delta - dlse, lse)
+        return _nothing_seen
+    function, variant = _function(*described(args, with_dlse))
+    tiles = (args.q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * args.q.shape[1]
+    together = min(args.k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
+    launch = _launcher(function, variant, args, tiles, (args.left, args.right), together)
+    all_see = _every_query_sees(args)
+
+    def run(
+        dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
+        dq, dk, dv = gradients = _like(q), _like(k), _like(v)
+        cu_q = cu_q.contiguous()
+        starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
+        if not all_see:
+            q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
+        launch((q, k, v, out, dout), lse, dlse, gradients, starts=starts)
+        if sink is None:
+            return dq, dk, dv, _dsink(q, sink, dlse, None, lse)
+        delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
+        return dq, dk, dv, _dsink(q, sink, dlse, delta if dlse is None else delta - dlse, lse)
+
+    return run
 
 
 def _every_query_sees(args: AttentionArgs) -> bool:
@@ -165,52 +211,55 @@ def _like(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-def _launch(
+def _launcher(
     function: Callable[..., None],
     variant: BackwardConfig,
     args: AttentionArgs,
     tiles: int,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    gradients: tuple[Tensor, ...],
     band: tuple[int | None, int | None],
     together: int,
     split: int = 0,
     each: int = 1,
-    starts: tuple[Tensor | None, ...] = (None, None, None),
-    columns: tuple[Tensor | int | None, ...] = NO_COLUMNS,
-) -> Tensor:
-    """Allocate the workspace and launch; the workspace, as ``workspace_floats`` has it.
+) -> Callable[..., Tensor]:
+    """What allocates the workspace, launches and returns the workspace, as ``workspace_floats`` has it.
 
     Until the last kernel stores dq, its memory also holds partial sums of the ``split`` key blocks that are shared out.
     """
-    *tensors, lse, dlse = inputs
-    q = tensors[0]
-    sink = args.sink is not None and args.cu_seqlens_q is None
-    floats = workspace_floats(variant, tiles, gradients[0].numel(), sink, split)
-    workspace = q.new_empty(floats, dtype=torch.float32)
-    if args.cu_seqlens_q is not None:
-        q, k, v, out, dout = tensors
-        dim, dim_v = variant.head_dim, variant.head_dim_v
-        box_q, box_k, box_v, box_do = variant.boxes
-        tensors = [filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)]
-    views = [aligned(t) for t in tensors]
-    left, right = map(reach, band)
-    with on_device(q):
-        function(
-            *views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns,
-            args.scale, args.softcap, left, right, together, processors(q.get_device()), split, each,
-        )  # fmt: skip
-    return workspace
+    q, packed = args.q, args.cu_seqlens_q is not None
+    floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
+    like_workspace = like((floats,), torch.float32, q.device)
+    numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
+    dim, dim_v = variant.head_dim, variant.head_dim_v
+    box_q, box_k, box_v, box_do = variant.boxes
+
+    def launch(
+        tensors: tuple[Tensor, ...],
+        lse: Tensor,
+        dlse: Tensor | None,
+        gradients: tuple[Tensor, ...],
+        starts: tuple[Tensor | None, ...] = (None, None, None),
+        columns: tuple[Tensor | int | None, ...] = NO_COLUMNS,
+    ) -> Tensor:
+        workspace = torch.empty_like(like_workspace)
+        if packed:
+            q, k, v, out, dout = tensors
+            tensors = filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)
+        views = [aligned(t) for t in tensors]
+        with on_device(views[0]):
+            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, *numbers)
+        return workspace
+
+    return launch
 
 
-def _dsink(args: AttentionArgs, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
+def _dsink(q: Tensor, sink: Tensor | None, dlse: Tensor | None, delta: Tensor | None, lse: Tensor) -> Tensor:
     """-sum over queries of exp(sink - lse) · (rowsum(dO∘O) - dLSE); ``delta`` is what is in brackets, None: O is 0."""
-    if args.sink is None:
-        return args.q.new_empty(0)
+    if sink is None:
+        return like((0,), q.dtype, q.device)
     if delta is None:
         delta = torch.zeros_like(lse) if dlse is None else -dlse
-    share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
+    share = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(sink.dtype)
 
 
 def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:

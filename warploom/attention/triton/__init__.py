@@ -14,6 +14,8 @@ from warploom.attention.bounds import BLOCK, with_bounds
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.attention.problem import AttentionArgs, AttentionProblem
@@ -57,6 +59,28 @@ class Triton(TritonBackend):
         from warploom.attention.triton.run import forward as run
 
         return run(args)
+
+    def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """What launches further calls with the metadata of this one: (q, k, v, sink) to out and lse.
+
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k), under a column mask its vectors and their bounds
+        behind sink.
+        """
+        if args.block_table is not None or args.dropout_p or args.q_offset is not None:
+            return None
+        if args.q.numel() == 0 or args.k.numel() == 0:
+            return None
+        from warploom.attention.triton.run import bind as run
+
+        return run(args)
+
+    def bind_backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """What launches further backward passes: (dout, dlse, out, lse) and what ``bind`` takes to dq, dk, dv and dsink."""
+        from warploom.attention.triton.run import bind_backward as run
+
+        return run(args, dout, dlse, out, lse)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -164,13 +165,20 @@ def dims(variant: Variant) -> dict[str, int]:
 
 
 def strides_in(unit: int, t: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor as kernels take them, in units of so many elements: device.py's OUT_UNIT where we allocated it."""
+    """Strides of a tensor as kernels take them, in units of so many elements."""
     return tuple([s // unit for s in _strides(t)])
 
 
-def lse_strides(lse: Tensor) -> tuple[int, int]:
-    """Batch and head strides of a contiguous (batch, heads, seqlen) or (heads, tokens) tensor."""
-    return (lse.stride(0), lse.stride(1)) if lse.ndim == 3 else (0, lse.stride(0))
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Of a contiguous tensor of this shape, in device.py's OUT_UNIT: of those that we allocate."""
+    tokens, head = shape[-2] * shape[-1], shape[-1]
+    batch = shape[1] * tokens if len(shape) == 4 else 0
+    return batch // UNIT, tokens // UNIT, head // UNIT
+
+
+def lse_strides(shape: Sequence[int]) -> tuple[int, int]:
+    """Batch and head strides of a contiguous tensor of shape (batch, heads, seqlen) or (heads, tokens)."""
+    return (shape[1] * shape[2], shape[2]) if len(shape) == 3 else (0, shape[1])
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:

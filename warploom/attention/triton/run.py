@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -10,91 +11,196 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from warploom.attention.problem import AttentionArgs
+from warploom.attention.problem import AttentionArgs, Kind
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.call import UNIT, Call, Variant, dims, lse_strides, strides_in
+from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
 from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 from warploom.runtime.triton_launch import Launch
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     call = Call.of(args)
-    q, k, v, table = args.q, args.k, args.v, args.block_table
-    tiling = call.config.forward
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty((call.heads, q.shape[0]) if call.packed else (q.shape[0], call.heads, q.shape[1]), dtype=torch.float32)
+    return _forward(args, call)(args.q, args.k, args.v, args.sink, (*call.vectors, args.bounds), call.sequences)
+
+
+def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What launches further calls of this kind by q, k, v, sink and what is behind them in ``AttentionArgs.launched``."""
+    call = Call.of(args)
+    if not call.variant.direct:
+        return None
+    launch, kind = _forward(args, call), Kind(args)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(kind.call(q, k, v, sink, *others))
+        return launch(q, k, v, sink, *_parted(call, others))
+
+    return run
+
+
+def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What launches a call by q, k, v, sink, the mask's vectors and bounds, and what says where sequences are."""
+    q, table, seed, tiling = args.q, args.block_table, _seed(args), call.config.forward
+    shape, lse_shape = (*q.shape[:-1], args.v.shape[-1]), (q.shape[-2], *q.shape[:-2])
+    if not call.packed:
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    like_out, like_lse = like(shape, q.dtype, q.device), like(lse_shape, torch.float32, q.device)
     tiles, batches = call.tiles(call.seqlen_q, tiling.m)
-    with on_device(q):
-        _forward_launch(call.variant, tiling)(
-            (tiles * batches * call.heads, 1),
-            *(q, k, v, out, lse, *call.vectors, args.bounds, args.sink, _seed(args), *call.sequences, table),
-            *_key_boxes(k, v, tiling, call.variant),
-            *(*call.strides, *strides_in(UNIT, out), *lse_strides(lse), *call.mask_strides, *call.bounds_strides),
-            *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, k.shape[0], k.shape[1]),
-            *call.mask,
-        )
-    return out, lse
+    boxes = _key_boxes(args.k, args.v, tiling, call.variant)
+    launch = _forward_launch(call.variant, tiling).kept(
+        (tiles * batches * call.heads, 1),
+        (
+            *(*call.strides, *contiguous_strides(shape), *lse_strides(lse_shape), *call.mask_strides, *call.bounds_strides),
+            *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, *args.k.shape[:2], *call.mask),
+        ),
+    )
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        with on_device(q):
+            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)))
+        return out, lse
+
+    return run
 
 
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    out, lse = out.contiguous(), lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
+    dout, dlse, out, lse = _readable(dout, dlse, out, lse)
     call = Call.of(args, dout, out, dlse is not None)
-    q, k, v, variant = args.q, args.k, args.v, call.variant
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    mask = (*call.vectors, args.bounds)
+    return _backward(args, dout, call)(dout, dlse, out, lse, args.q, args.k, args.v, args.sink, mask, call.sequences)
+
+
+def bind_backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+    """As ``bind``, of backward passes: dout, dlse, out and lse come first."""
+    dout, dlse, out, lse = _readable(dout, dlse, out, lse)
+    call = Call.of(args, dout, out, dlse is not None)
+    if not call.variant.direct:
+        return None
+    launch, kind = _backward(args, dout, call), Kind(args)
+
+    def run(
+        dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *others: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dout, dlse, out, lse = _readable(dout, dlse, out, lse)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr() | out.data_ptr()) & 15:
+            return backward(kind.call(q, k, v, sink, *others), dout, dlse, out, lse)
+        return launch(dout, dlse, out, lse, q, k, v, sink, *_parted(call, others))
+
+    return run
+
+
+def _readable(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What backward kernels take of the results and their gradients."""
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    return dout, None if dlse is None else dlse.contiguous(), out.contiguous(), lse.contiguous()
+
+
+def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """As ``_forward``, of the three or four launches of a backward pass."""
+    q, k, v, seed, variant = args.q, args.k, args.v, _seed(args), call.variant
     row_tile = call.config.dkdv.m
     row_tiles, batches = call.tiles(call.seqlen_q, row_tile)
     grid = (row_tiles * batches * call.heads, 1)
-    rows = q.new_empty((grid[0], 2, row_tile), dtype=torch.float32)
-    edges = q.new_empty((grid[0],), dtype=torch.int32)
-    inputs = (q, k, v, dout, rows)
-    with on_device(q):
-        _rows_launch(variant, row_tile)(
-            grid,
-            *(out, dout, lse, dlse, rows, edges, args.cu_seqlens_q, q, args.sink),
-            *(*strides_in(variant.unit, q), *strides_in(UNIT, out), *strides_in(variant.unit, dout), *lse_strides(lse)),
+    like_rows = like((grid[0], 2, row_tile), torch.float32, q.device)
+    like_edges = like((grid[0],), torch.int32, q.device)
+    shape, lse_shape = (*q.shape[:-1], v.shape[-1]), (call.batches, call.heads, call.seqlen_q)
+    lse_steps = lse_strides(lse_shape[1:] if call.packed else lse_shape)
+    rows_launch = _rows_launch(variant, row_tile).kept(
+        grid,
+        (
+            *(*strides_in(variant.unit, q), *contiguous_strides(shape), *strides_in(variant.unit, dout), *lse_steps),
             *(call.batches, row_tiles, call.seqlen_q, call.seqlen_k, call.heads),
-        )
-        tiling = call.config.dkdv
-        tiles, batches = call.tiles(call.seqlen_k, tiling.n)
-        for part, with_edges in product(call.config.dkdv_parts, (False, True) if variant.edges else (False,)):
-            # Rows that see nothing are not read: descriptors cannot leave them out.
-            boxes = tiling.boxes and not with_edges
-            rows_of = _box_pair(q, dout, tiling.m, variant) if boxes else (q, dout)
-            _dkdv_launch(variant, tiling, part, with_edges)(
-                (tiles * batches * call.heads_kv, 1),
-                *(rows_of[0], k, v, rows_of[1], rows, edges, dk, dv, *call.vectors, args.bounds, _seed(args), *call.sequences),
-                *(*call.strides, *strides_in(UNIT, dk), *strides_in(UNIT, dv), *call.mask_strides, *call.bounds_strides),
+        ),
+    )
+    fixed = (*call.mask_strides, *call.bounds_strides)
+    tiling = call.config.dkdv
+    tiles, batches = call.tiles(call.seqlen_k, tiling.n)
+    dkdv_launches = []
+    for part, with_edges in product(call.config.dkdv_parts, (False, True) if variant.edges else (False,)):
+        # Rows that see nothing are not read: descriptors cannot leave them out.
+        boxes = _box_pair(q, dout, tiling.m, variant) if tiling.boxes and not with_edges else (None, None)
+        launch = _dkdv_launch(variant, tiling, part, with_edges).kept(
+            (tiles * batches * call.heads_kv, 1),
+            (
+                *(*call.strides, *contiguous_strides(k.shape), *contiguous_strides(v.shape), *fixed),
                 *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
-            )
-        tiling = call.config.dq
-        tiles, batches = call.tiles(call.seqlen_q, tiling.m)
-        _dq_launch(variant, tiling, row_tile)(
-            (tiles * batches * call.heads, 1),
-            *(*inputs, dq, *call.vectors, args.bounds, _seed(args), *call.sequences),
-            *_key_boxes(k, v, tiling, variant),
-            *(*call.strides, *strides_in(UNIT, dq), *call.mask_strides, *call.bounds_strides),
-            *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
+            ),
         )
-    return dq, dk, dv, _dsink(args, dout, dlse, out, lse)
+        dkdv_launches.append((launch, boxes))
+    tiling = call.config.dq
+    tiles, batches = call.tiles(call.seqlen_q, tiling.m)
+    key_boxes = _key_boxes(k, v, tiling, variant)
+    dq_launch = _dq_launch(variant, tiling, row_tile).kept(
+        (tiles * batches * call.heads, 1),
+        (*call.strides, *contiguous_strides(q.shape), *fixed, call.batches, tiles, row_tiles, *call.lengths, *call.mask),
+    )
+
+    def run(
+        dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        rows, edges = torch.empty_like(like_rows), torch.empty_like(like_edges)
+        behind = (*mask, seed, *sequences)
+        with on_device(q):
+            rows_launch(out, dout, lse, dlse, rows, edges, sequences[0], q, sink)
+            for launch, boxes in dkdv_launches:
+                q_rows, dout_rows = (q, dout) if boxes[0] is None else _moved(boxes, (q, dout))
+                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind)
+            dq_launch(q, k, v, dout, rows, dq, *behind, *_moved(key_boxes, (k, v)))
+        return dq, dk, dv, _dsink(q, sink, dout, dlse, out, lse)
+
+    return run
+
+
+_NO_COLUMNS, _NO_SEQUENCES = (None,) * 5, (None,) * 4
+
+
+def _parted(call: Call, others: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """The mask's vectors and bounds, and what says where sequences are, of what a kept launch is given behind sink."""
+    if call.packed:
+        return _NO_COLUMNS, (*others, None)
+    return others or _NO_COLUMNS, _NO_SEQUENCES
+
+
+def _moved(
+    boxes: tuple[TensorDescriptor | None, TensorDescriptor | None], bases: tuple[Tensor, Tensor]
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """The same boxes of other tensors of the same shapes and strides; a new descriptor would look at all of it again."""
+    if boxes[0] is None:
+        return boxes
+    first, second = object.__new__(TensorDescriptor), object.__new__(TensorDescriptor)
+    first.__dict__.update(boxes[0].__dict__, base=bases[0])
+    second.__dict__.update(boxes[1].__dict__, base=bases[1])
+    return first, second
 
 
 def _box_pair(t: Tensor, t_v: Tensor, rows: int, variant: Variant) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tensors of head_dim and head_dim_v, (batch, seqlen, heads, ·), read by the copy engine `rows` of one head at a time."""
+    """How the copy engine reads `rows` of one head at a time of tensors of head_dim and head_dim_v, (batch, seqlen, heads, ·).
+
+    ``_moved`` gives them their tensors: these would be kept alive.
+    """
     features = variant.features
     widths = tile_widths(features.head_dim, features.head_dim_v, features.dtype.itemsize)
     first, second = (
         TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width])
         for x, width in zip((t, t_v), widths, strict=True)
     )
+    first.base = second.base = None
     return first, second
 
 
@@ -144,12 +250,14 @@ def _dq_launch(variant: Variant, tiling: Tiling, row_tile: int) -> Launch:
     return Launch(dq_kernel, {**_options(variant, tiling), "ROW_TILE": row_tile}, direct=variant.direct)
 
 
-def _dsink(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def _dsink(
+    q: Tensor, sink: Tensor | None, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
     """-sum over queries of exp(sink - lse) · (rowsum(dO * O) - dLSE), (heads_q,); tokens past the sequences have none."""
-    if args.sink is None:
-        return args.q.new_empty(0)
+    if sink is None:
+        return q.new_empty(0)
     delta = (dout.float() * out.float()).sum(-1).transpose(-1, -2)
     if dlse is not None:
         delta = delta - dlse
-    share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(args.sink.dtype)
+    share = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    return -(share * delta).sum(dim=[d for d in range(lse.ndim) if d != lse.ndim - 2]).to(sink.dtype)

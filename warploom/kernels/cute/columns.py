@@ -19,7 +19,7 @@ from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import rotated, shifted
 
-BLOCK = 64  # columns that share their extrema
+BLOCK, COARSE_BLOCK = 64, 2048  # columns that share their extrema
 FAR = 1 << 30  # past every row
 
 
@@ -28,7 +28,7 @@ class Columns(Fields):
 
     vectors: Any  # lts, lte, uts, ute: int32 (batch|1, heads|1, seqlen_k), contiguous and of one shape
     present: Any  # bits of those that exist; another one stands for who does not
-    bounds: Any  # extrema: int32 (batch|1, heads|1, blocks, 8), contiguous
+    bounds: Any  # extrema: int32 (batch|1, heads|1, blocks and behind them coarse ones, 8), contiguous
 
 
 def columns_of(mask: Any) -> Columns:
@@ -50,20 +50,13 @@ def blocks_of(keys: int) -> int:
 
 @cute.jit
 def extrema_of(bounds, row, key, past, keys):
-    """Of columns [key, past), no more than ``keys``, in a row of ``bounds``: of all blocks that they touch."""
-    count = bounds.shape[2]
-    first = cutlass.min(key // BLOCK, count - 1)
-    last = cutlass.min((past - 1) // BLOCK, count - 1)
+    """Of columns [key, past), no more than ``keys`` and all there, in a row of ``bounds``: of all blocks that they touch."""
+    first, last = key // BLOCK, (past - 1) // BLOCK
     found = []
     for i in cutlass.range_constexpr(blocks_of(keys)):
-        block = cutlass.min(first + i, last)
-        eight = cute.make_rmem_tensor(8, Int32)
-        source = bounds.iterator + (Int64(row) * count + block) * 8
-        for half in cutlass.range_constexpr(2):
-            four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
-            cute.autovec_copy(four, cute.make_tensor(eight.iterator + 4 * half, cute.make_layout(4)))
+        eight = block_extrema(bounds, row, cutlass.min(first + i, last))
         if const_expr(i == 0):
-            found = [eight[n] for n in range(8)]
+            found = list(eight)
         else:
             found = [(cutlass.max if n % 2 else cutlass.min)(found[n], eight[n]) for n in range(8)]
     return tuple(found)
@@ -72,17 +65,26 @@ def extrema_of(bounds, row, key, past, keys):
 @cute.jit
 def extrema_by_lanes(bounds, row, key, past, keys):
     """As ``extrema_of``, for all lanes of a warp the same: each reads one of the eight numbers."""
-    count, lane = bounds.shape[2], cute.arch.lane_idx()
-    first = cutlass.min(key // BLOCK, count - 1)
-    last = cutlass.min((past - 1) // BLOCK, count - 1)
+    first, last, lane = key // BLOCK, (past - 1) // BLOCK, cute.arch.lane_idx()
     own = Int32(0)
     for i in cutlass.range_constexpr(blocks_of(keys)):
         block = cutlass.min(first + i, last)
-        source = bounds.iterator + ((Int64(row) * count + block) * 8 + lane % 8)
+        source = bounds.iterator + ((Int64(row) * bounds.shape[2] + block) * 8 + lane % 8)
         number = cute.make_tensor(source, cute.make_layout(1))[0]
         both = choose(lane % 2 == 1, cutlass.max(own, number), cutlass.min(own, number))
         own = both if const_expr(i > 0) else number
     return tuple([cute.arch.shuffle_sync(own, n) for n in range(8)])
+
+
+@cute.jit
+def block_extrema(bounds, row, block):
+    """Of one block in a row of ``bounds``."""
+    eight = cute.make_rmem_tensor(8, Int32)
+    source = bounds.iterator + (Int64(row) * bounds.shape[2] + block) * 8
+    for half in cutlass.range_constexpr(2):
+        four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
+        cute.autovec_copy(four, cute.make_tensor(eight.iterator + 4 * half, cute.make_layout(4)))
+    return tuple([eight[n] for n in range(8)])
 
 
 @cute.jit
@@ -142,23 +144,23 @@ def band_rows(config, column, shift, left, right):
 
 @cute.jit
 def limits_in_tile(columns, at, inside, top, rows):
-    """Where a lane's four columns ``at``, ``at`` + 2, … hide rows, counted from row ``top`` and kept within ``rows``.
+    """Where a lane's columns ``at`` and ``at`` + 2 hide rows, counted from row ``top`` and kept within ``rows``.
 
     A word for each column: starts and stops of its two intervals, eight bits each. Columns that are not among the
     ``inside`` first ones are not read, and hide all rows.
     """
-    words = [Int32(0) for _ in range(4)]
+    words = [Int32(0), Int32(0)]
     for v, absent in ((0, FAR), (1, FAR), (2, 0), (3, 0)):
-        found = cute.make_rmem_tensor(4, Int32)
+        found = cute.make_rmem_tensor(2, Int32)
         found.fill(absent)
         if (columns.present & (1 << v)) != 0:
-            own = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(4, stride=2))
-            for i in cutlass.range_constexpr(4):
+            own = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(2, stride=2))
+            for i in cutlass.range_constexpr(2):
                 if 2 * i < inside:
                     found[i] = own[i]
-        for i in cutlass.range_constexpr(4):
+        for i in cutlass.range_constexpr(2):
             words[i] = words[i] | (in_tile(found[i], top, rows) << (8 * v))
-    return [choose(2 * i < inside, words[i], rows << 8) for i in range(4)]
+    return [choose(2 * i < inside, words[i], rows << 8) for i in range(2)]
 
 
 @cute.jit

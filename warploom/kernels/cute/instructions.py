@@ -31,7 +31,7 @@ def shifted(x: Int32, by: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 @dsl_user_op
 def highest_bit(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The number of a word's highest bit, of which it has one."""
+    """The number of a word's highest bit; -1 where it has none."""
     return Int32(assembly(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "bfind.u32 $0, $1;", "=r,r"))
 
 

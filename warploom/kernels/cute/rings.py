@@ -13,6 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from warploom.kernels.cute.basics import choose
+
 
 class Mbarriers:
     """Hands out the barriers of a block, one range after the other."""
@@ -43,6 +45,19 @@ def advance(stage, phase, stages):
         stage = Int32(0)
         phase ^= 1
     return stage, phase
+
+
+@cute.jit
+def next_in_ring(number, stages):
+    """A ring's stage and phase as one number, for warps of few registers: the one behind ``number``."""
+    return choose(number == 2 * stages - 1, 0, number + 1)
+
+
+@cute.jit
+def place_in_ring(number, stages):
+    """Stage and phase of such a number."""
+    wrapped = number >= stages
+    return choose(wrapped, number - stages, number), choose(wrapped, 1, 0)
 
 
 @cute.jit

@@ -16,6 +16,9 @@ from warploom.kernels.triton.columns import (
     shifted,
 )
 
+# Blocks of a coarse one, of 2048 columns: what a warp passes over at one look where they hide all of its rows.
+COARSE = tl.constexpr(32)
+
 _PLAIN = [
     "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "blocks", "seqlen_q", "seqlen_k", "left", "right", "offset_ptr", "heads",
     "batches",
@@ -26,17 +29,20 @@ _PLAIN = [
 def bounds_kernel(
     lts_ptr, lte_ptr, uts_ptr, ute_ptr, bounds_ptr, blocks, seqlen_q, seqlen_k, left, right, offset_ptr, heads, batches
 ):
-    """One block of one (batch, head): int32 (blocks, 8), as warploom.masks.tiles.column_bounds defines them.
+    """COARSE blocks of one (batch, head), and the coarse block that they are, as warploom.masks.tiles.column_bounds has them.
 
+    Of int32 `bounds` (…, blocks + coarse blocks, 8), where the coarse ones stand behind all others.
     With an offset for each batch entry, of its rows; `heads` and `batches` are the vectors' then, of one batch or all.
     """
-    pid = tl.program_id(0)
-    row = (pid // blocks).to(tl.int64)
+    groups = tl.cdiv(blocks, COARSE)
+    row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    own = bounds_ptr + row * (blocks + groups) * 8
     offset = load_offset(offset_ptr, 0 if heads is None else row // heads, True)
     if batches is not None:
         row = tl.where(batches == 1, row % heads, row)
     # Columns past the end repeat the last one, which changes no extremum.
-    cols = tl.minimum(pid % blocks * BOUND_BLOCK + tl.arange(0, BOUND_BLOCK), seqlen_k - 1)
+    block = group * COARSE + tl.arange(0, COARSE)
+    cols = tl.minimum(block[:, None] * BOUND_BLOCK + tl.arange(0, BOUND_BLOCK)[None, :], seqlen_k - 1)
     at = row * seqlen_k
     columns = Columns(
         shifted(lts_ptr, at),
@@ -47,12 +53,18 @@ def bounds_kernel(
     vectors = of_chunk(load_columns(columns, cols), columns, offset, seqlen_q)
     shift = seqlen_k - seqlen_q if offset is None else offset
     lts, lte, uts, ute, _ = normalised(vectors, columns, cols, Band(left, right), seqlen_q, shift)
-    out = bounds_ptr + pid.to(tl.int64) * 8
-    tl.store(out, tl.min(lts, 0))
-    tl.store(out + 1, tl.max(lts, 0))
-    tl.store(out + 2, tl.min(lte, 0))
-    tl.store(out + 3, tl.max(lte, 0))
-    tl.store(out + 4, tl.min(uts, 0))
-    tl.store(out + 5, tl.max(uts, 0))
-    tl.store(out + 6, tl.min(ute, 0))
-    tl.store(out + 7, tl.max(ute, 0))
+    fine, coarse = own + block * 8, own + (blocks + group) * 8
+    _store(fine, coarse, lts, block < blocks)
+    _store(fine + 2, coarse + 2, lte, block < blocks)
+    _store(fine + 4, coarse + 4, uts, block < blocks)
+    _store(fine + 6, coarse + 6, ute, block < blocks)
+
+
+@triton.jit
+def _store(fine, coarse, vector, inside):
+    """Minimum and maximum of each row of `vector`, and of all."""
+    low, high = tl.min(vector, 1), tl.max(vector, 1)
+    tl.store(fine, low, mask=inside)
+    tl.store(fine + 1, high, mask=inside)
+    tl.store(coarse, tl.min(low, 0))
+    tl.store(coarse + 1, tl.max(high, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from warploom.masks.base import rebuild
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
+from warploom.runtime.op import plain
 
+_HAS_TRITON = find_spec("triton") is not None
 _LENGTHS = "document lengths: ints (n,), or one list or row per batch entry"
 
 
@@ -83,23 +86,45 @@ class Document(Mask):
             self._check_length(self.kind, self.ids.shape[1], seqlen_k)
             return _runs(self.ids.to(device), self.kind == "segment_ids")
         assert self.bounds is not None
-        if self.kind == "lengths":
-            check_total("lengths", self.bounds, seqlen_k)
-            bounds = cumulative(self.bounds.to(device))
-        else:
-            if readable(self.bounds) and int(self.bounds[:, -1].max()) > seqlen_k:
-                raise ValueError(f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys")
-            bounds = saturated(self.bounds.to(device))
+        self._check_end(seqlen_k)
+        rows = self.bounds.to(device)
+        bounds = cumulative(rows) if self.kind == "lengths" else saturated(rows)
         _, inside, start, end = locate(bounds, seqlen_k)
         return inside, start, end
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        if self.bounds is not None and device.type == "cuda":
+            vectors = self._launched(seqlen_q, seqlen_k, device)
+            if vectors is not None:
+                return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1])
         inside, start, end = self._bounds(seqlen_k, device)
         lts = rows_of(end, seqlen_q, seqlen_k).where(inside.unsqueeze(1), 0)
         if self.causal:
             return ResolvedMask(None, 0, lts, None, None, None)
         ute = rows_of(start, seqlen_q, seqlen_k).where(inside.unsqueeze(1), seqlen_q)
         return ResolvedMask(None, None, lts, None, None, ute)
+
+    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor | None] | None:
+        """lts and ute by one kernel; None where something would have to see torch's operations, or there is no such kernel."""
+        rows = self.bounds
+        assert rows is not None
+        if not _HAS_TRITON or rows.dtype not in (torch.int32, torch.int64) or torch.compiler.is_compiling() or not plain(rows):
+            return None
+        from warploom.masks.zoo.document_kernel import document_vectors, ready
+
+        kind = rows.dtype, self.kind == "cu_seqlens", self.causal
+        if torch.cuda.is_current_stream_capturing() and not ready(*kind):  # a capturing stream cannot load it
+            return None
+        self._check_end(seqlen_k)
+        return document_vectors(rows if rows.device == device else rows.to(device), *kind[1:], seqlen_q, seqlen_k)
+
+    def _check_end(self, seqlen_k: int) -> None:
+        """ValueError if documents end past the keys, where contents may be read."""
+        assert self.bounds is not None
+        if self.kind == "lengths":
+            check_total("lengths", self.bounds, seqlen_k)
+        elif readable(self.bounds) and int(self.bounds[:, -1].max()) > seqlen_k:
+            raise ValueError(f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys")
 
     def __repr__(self) -> str:
         tail = "" if self.causal else ", causal=False"

@@ -1,0 +1,68 @@
+"""What calls launch on a GPU that is pretended; a process of its own runs it: `python -m tests.attention.host_counts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import warploom
+from tools.frozen.pretend import Recorder, hopper
+from warploom import masks
+from warploom.attention import api
+
+SEQLEN = 256
+PREPARING = ["document_kernel", "bounds_kernel"]
+
+
+def launched(recorder: Recorder, call: Callable[[], Any]) -> list[str]:
+    """Names of kernels, of modules what they begin with."""
+    recorder.clear()
+    call()
+    return [each["kernel"].partition("_sm90")[0] for each in recorder.launches]
+
+
+def check(backend: str, forward: list[str], backward: list[str]) -> None:
+    """A call under a new mask is preparing it and the call, from the third call on without arguments checked."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh:
+        fresh()
+        q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+        upstream = torch.ones_like(q)
+
+        def call(mask: masks.Mask) -> Tensor:
+            return warploom.attention(q, k, v, mask=mask, backend=backend)
+
+        def step(mask: masks.Mask) -> None:
+            out = call(mask)
+            torch.autograd.grad(out, (q, k, v), upstream)
+
+        def document(first: int) -> masks.Document:
+            return masks.Document(torch.tensor([first, SEQLEN - first], dtype=torch.int32))
+
+        for n in range(2):
+            step(document(n))
+            with torch.no_grad():
+                call(document(n))
+        with patch.object(api, "dense_args", side_effect=AssertionError("checked again")):
+            for n in range(2, 6):
+                mask = document(n)
+                assert launched(recorder, partial(step, mask)) == PREPARING + forward + backward, recorder.launches
+                assert launched(recorder, partial(step, mask)) == forward + backward, recorder.launches
+            with torch.no_grad():
+                mask = document(7)
+                assert launched(recorder, partial(call, mask)) == PREPARING + forward, recorder.launches
+                assert launched(recorder, partial(call, mask)) == forward
+                with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+                    for _ in range(2):  # a graph prepares at every replay
+                        assert launched(recorder, partial(call, mask)) == PREPARING + forward
+
+
+if __name__ == "__main__":
+    check("hopper", ["attn_fwd"], ["attn_bwd"])
+    check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
+    print("as few as can be")

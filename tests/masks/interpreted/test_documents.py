@@ -1,0 +1,76 @@
+"""Vectors of packed documents by one launch are those of torch's operations."""
+
+from __future__ import annotations
+
+import random
+import secrets
+
+import pytest
+import torch
+from torch import Tensor
+
+from warploom import masks
+from warploom.masks.zoo.document_kernel import COLUMNS, DOCUMENTS, document_vectors
+
+CPU = torch.device("cpu")
+COUNTS = (0, 1, 2, 5, DOCUMENTS - 1, DOCUMENTS, DOCUMENTS + 1, 2 * DOCUMENTS + 7)
+LENGTHS = (0, 0, 1, 1, 2, 3, 10, 40)
+
+
+def expected(rows: Tensor, cumulative: bool, causal: bool, seqlen_q: int, seqlen_k: int) -> masks.ResolvedMask:
+    build = masks.Document.from_cu_seqlens if cumulative else masks.Document
+    return build(rows, causal)._resolve(seqlen_q, seqlen_k, CPU)
+
+
+def check(rows: Tensor, cumulative: bool, seqlen_q: int, seqlen_k: int) -> None:
+    for causal in (False, True):
+        want = expected(rows, cumulative, causal, seqlen_q, seqlen_k)
+        lts, ute = document_vectors(rows, cumulative, causal, seqlen_q, seqlen_k)
+        assert lts.dtype == torch.int32 and want.lts is not None and torch.equal(lts, want.lts)
+        assert (ute is None) == causal and (ute is None or (want.ute is not None and torch.equal(ute, want.ute)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_drawn_documents(cumulative: bool, count: int) -> None:
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(2):
+        batch, dtype = draw.choice((1, 2)), draw.choice((torch.int32, torch.int64))
+        lengths = torch.tensor([draw.choices(LENGTHS, k=count) for _ in range(batch)], dtype=dtype).view(batch, count)
+        seqlen_k = max(1, int(lengths.sum(1).max())) + draw.choice((0, 1, 50))
+        rows = lengths
+        if cumulative:
+            first = torch.full((batch, 1), draw.choice((0, 5)), dtype=dtype)
+            rows = torch.cat([first, lengths], 1).cumsum(1).to(dtype)
+            seqlen_k = max(seqlen_k, int(rows.max()))
+        check(rows, cumulative, max(0, seqlen_k + draw.choice((0, 7, -50))), seqlen_k)
+
+
+def test_documents_of_several_blocks() -> None:
+    check(torch.tensor([[COLUMNS + 44, 10, 2 * COLUMNS, 0, 5]]), False, 900, 900)
+
+
+def test_strided_rows() -> None:
+    check(torch.tensor([[3, 9, 4, 9], [2, 9, 0, 9]], dtype=torch.int32)[:, ::2], False, 10, 10)
+
+
+def test_no_columns() -> None:
+    check(torch.zeros(2, 3, dtype=torch.int64), False, 5, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ends_past_all_keys_are_ends(dtype: torch.dtype) -> None:
+    """Lengths on a device are not looked at: their sums may pass 32 bits, and a document reach past the last key."""
+    rows = torch.tensor([[2, torch.iinfo(dtype).max // 3, 2**30, 2**30, 2**30]], dtype=dtype)
+    lts, ute = document_vectors(rows, False, False, 8, 6)
+    assert ute is not None
+    assert lts.flatten().tolist() == [4] * 2 + [8] * 4 and ute.flatten().tolist() == [2] * 2 + [4] * 4
+
+
+def test_senseless_rows_lead_to_no_row_outside() -> None:
+    for rows in ([[-5, 3, -(2**31), 2**31 - 1]], [[9, 2, -7, 4]]):
+        for cumulative in (False, True):
+            lts, ute = document_vectors(torch.tensor(rows, dtype=torch.int32), cumulative, False, 5, 6)
+            assert ute is not None and all(int(t.min()) >= 0 and int(t.max()) <= 5 for t in (lts, ute))

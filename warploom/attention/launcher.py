@@ -1,0 +1,203 @@
+"""Launchers that are kept: they run further calls of a kind, which differ from earlier ones in contents and addresses alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warploom.attention.bounds import bounds_of
+from warploom.attention.ops import attention_op
+from warploom.attention.problem import AttentionArgs, Kind
+from warploom.masks import ColumnMask, Mask
+from warploom.masks.intervals import ResolvedMask
+from warploom.runtime import dispatch
+from warploom.runtime.arguments import Window, checked
+from warploom.runtime.op import plain, recorded
+
+if TYPE_CHECKING:
+    from warploom.runtime.backend import Backend
+
+Launch = Callable[..., tuple[Tensor, Tensor]]
+
+_NUMBERS = (float, int, type(None))
+_MOST_BACKWARD = 16  # launchers of backward passes that one of a forward pass keeps, by strides
+
+
+class Launcher:
+    """Both passes of one kind of call."""
+
+    def __init__(self, backend: Backend, args: AttentionArgs, forward: Launch) -> None:
+        self._backend, self._forward = backend, forward
+        self._kind = Kind(args)
+        self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return self._forward(*tensors)
+
+    def arguments(self, tensors: Sequence[Tensor | None]) -> AttentionArgs:
+        return self._kind.call(*tensors)
+
+    def backward(
+        self, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        (dout, dlse), (out, lse) = upstream, results
+        if dout is None or torch._C._is_any_autocast_enabled():
+            return attention_op.backward(upstream, results, self.arguments(tensors))
+        q, k, v = tensors[:3]
+        assert q is not None and k is not None and v is not None
+        # Hooks of saved tensors may have brought others back.
+        key = (
+            *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), lse.stride(), q.device),
+            None if dlse is None else dlse.stride(),
+        )
+        launch = self._backward.get(key)
+        if launch is None:
+            launch = self._bind_backward(key, upstream, results, tensors)
+        return launch(dout, dlse, out, lse, *tensors)
+
+    def _bind_backward(
+        self, key: Hashable, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> Callable[..., Sequence[Tensor]]:
+        bound = self._backend.bind_backward(self.arguments(tensors), *upstream, *results)
+
+        def checked_again(
+            dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *tensors: Tensor | None
+        ) -> Sequence[Tensor]:
+            return attention_op.backward((dout, dlse), (out, lse), self.arguments(tensors))
+
+        if len(self._backward) >= _MOST_BACKWARD:
+            self._backward.clear()
+        found = self._backward[key] = bound or checked_again
+        return found
+
+
+def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
+    """What launches further calls of the kind of ``args``, which has run; None: nothing quicker.
+
+    It takes q, k, v and sink, of packed calls the three that say where sequences are, of calls under a column mask its vectors.
+    ``records``: gradients are recorded.
+    """
+    forward = backend.bind(args)
+    if forward is None:
+        return None
+    run: Launch = attention_op.recorded_by(Launcher(backend, args, forward)) if records else forward
+    if args.bounds is None:
+        return run
+    left, right, seqlen_q = args.left, args.right, args.q.shape[1]
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return run(q, k, v, sink, *vectors, bounds_of((*vectors, None), left, right, seqlen_q))
+
+    return launch
+
+
+class Found(NamedTuple):
+    """What is known of a call before its arguments are checked."""
+
+    key: Hashable  # that a launcher is or may be kept under; None: none may
+    launch: Launch | None
+    vectors: tuple[Tensor | None, ...]  # that it takes behind q, k, v and sink
+    resolved: ResolvedMask | None  # the call's mask, where it was asked
+    records: bool
+
+
+_NOTHING = Found(None, None, (), None, False)
+
+
+def find(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask: Mask | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    dropout_seed: Tensor | int | None,
+    deterministic: bool | None,
+    backend: str | None,
+    return_lse: bool,
+    vectors: tuple[Tensor | None, ...] = (),
+    longest: tuple[int | None, ...] = (),
+) -> Found:
+    """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
+
+    The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
+    keyword is not of the plainest type: 1 is equal to True, and would find what True left.
+    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
+    """
+    if (
+        not (type(dropout_p) is float or type(dropout_p) is int)
+        or dropout_p
+        or dropout_seed is not None
+        or torch.compiler.is_compiling()
+        or (vectors and checked())
+    ):
+        return _NOTHING
+    resolved = None
+    try:
+        if (
+            not q.is_cuda
+            or not plain(q, k, v, sink, *vectors)
+            or (torch._C._is_any_autocast_enabled() and not _is_cast(q, k, v))
+            or type(scale) not in _NUMBERS
+            or type(softcap) not in _NUMBERS
+            or not (causal is False or causal is True)
+            or not (return_lse is False or return_lse is True)
+            or not (deterministic is None or deterministic is False or deterministic is True)
+        ):
+            return _NOTHING
+        records = recorded(q, k, v, sink)
+        key: tuple[Any, ...] = (
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
+            *(q.device, k.device, v.device, causal, scale, softcap, deterministic, backend, records),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        if window is not None:
+            key += (type(window), *window, *map(type, window))
+        if sink is not None:
+            key += (sink.shape, sink.stride(), sink.dtype, sink.device)
+        if vectors:
+            key += (
+                longest,
+                *map(type, longest),
+                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors],
+            )
+        elif mask is not None:
+            if not isinstance(mask, Mask) or q.ndim != 4 or k.ndim != 4:
+                return _NOTHING
+            resolved = mask.resolve(q.shape[1], k.shape[1], None if isinstance(mask, ColumnMask) else q.device)
+            of_mask = _described(resolved)
+            if of_mask is None:
+                return Found(None, None, (), resolved, records)
+            key += of_mask
+            vectors = resolved.vectors if len(of_mask) > 2 else ()
+        return Found(key, dispatch.bound(key), vectors, resolved, records)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return _NOTHING  # whatever this is, the checks say it in words
+
+
+def _described(mask: ResolvedMask) -> tuple[Any, ...] | None:
+    """All of a mask but its vectors' contents; None where these are not plain tensors."""
+    left, right, lts, lte, uts, ute = mask
+    some = lts if lts is not None else ute
+    if some is None:
+        return left, right
+    if any([t is not None and type(t) is not Tensor for t in (lts, lte, uts, ute)]):
+        return None
+    # They have one shape, and are contiguous.
+    return left, right, some.shape, some.device, lts is None, lte is None, uts is None, ute is None
+
+
+def _is_cast(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autocast leaves tensors as they are."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return True
+    dtype = torch.get_autocast_dtype(device)
+    return q.dtype == dtype and k.dtype == dtype and v.dtype == dtype
