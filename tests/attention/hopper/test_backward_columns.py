@@ -182,6 +182,21 @@ def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int,
 
 
 @builds
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_turns_across_more_blocks_than_lanes(first: int, built: Built) -> None:
+    """Of 35 key blocks two see anything: the loader looks for the former among the 32 before the latter, then further on."""
+    name, seqlen_q, blocks = "head_dim 128, causal, deterministic", 100, 35
+    seen = (torch.arange(blocks) == first) | (torch.arange(blocks) == blocks - 1)
+    lts = torch.where(seen, seqlen_q, 0).repeat_interleave(128)[None, None].int()
+    mask = masks.ColumnMask(lts, causal=True).resolve(seqlen_q, 128 * blocks)
+    traced, bounds = built.traced(name), fine_and_coarse(mask, seqlen_q, 128 * blocks)
+    launch = backward(traced, COLUMNS[name], seqlen_q, 128 * blocks, 2, bounds=bounds)
+    turns = Turning(traced.kernel, launch, first, 2).run().turns
+    assert len(turns) == 4  # two query tiles of two heads, each by both blocks unless they lie past the diagonal
+    assert {tuple(order) for order in turns.values()} == {(first + 1, blocks)}
+
+
+@builds
 def test_a_block_that_never_comes_is_waited_for(built: Built) -> None:
     """Where the first one is not handed out, the next one that sees a tile of its waits for ever."""
     name = "head_dim 128, causal, deterministic"

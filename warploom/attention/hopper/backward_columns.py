@@ -143,27 +143,25 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def turn_of(self, work, head, m):
         """The last key block before this one that sees a query tile of a head, counted from 1; 0: none does."""
-        row = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
+        mask = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
         found, past, begin = Int32(0), Int32(0) + work.n_block, Int32(0)
         if const_expr(self.config.left):
             begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.tile_n
         while past > begin:
             n_block = past - 1 - cute.arch.lane_idx()
-            found = cute.arch.warp_reduction_max(self.sees(work, n_block, row, m) * (n_block + 1))
+            found = cute.arch.warp_reduction_max(self.sees(work, n_block, mask, m) * (n_block + 1))
             past = choose(found > 0, 0, past - WARP)
         return found
 
     @cute.jit
-    def sees(self, work, n_block, row, m):
-        """1 if a key block of the head, not below 0, sees a query tile by a row of the extrema; a lane asks for its own."""
-        key, row_past = cutlass.max(n_block, 0) * self.tile_n, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
-        key_past, seen = cutlass.min(key + self.tile_n, work.seqlen_k), choose(n_block >= 0, 1, 0)
-        if const_expr(self.config.right):
-            seen = choose(row_past - 1 + work.shift + work.given.right >= key, seen, 0)
-        if const_expr(self.config.left):
-            seen = choose(m * self.tile_m + work.shift - work.given.left < key_past, seen, 0)
-        if hides_all(extrema_of(work.given.columns.bounds, row, key, key_past, self.tile_n), m * self.tile_m, row_past):
-            seen = Int32(0)
+    def sees(self, work, n_block, mask, m):
+        """1 if a key block, not below 0, walks a query tile by a mask's row of the extrema; a lane asks for its own."""
+        given, there, seen = work.given, cutlass.max(n_block, 0), Int32(0)
+        first, _, _, end = self.query_tiles(there, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right)
+        key, row, row_past = there * self.tile_n, m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
+        extrema = extrema_of(given.columns.bounds, mask, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        if n_block >= 0 and m >= first and m < end and not hides_all(extrema, row, row_past):
+            seen = Int32(1)
         return seen
 
     # The order of the last key blocks
