@@ -18,6 +18,7 @@ from warploom.masks.tiles import column_bounds
 SUMS = 7 << 44  # where what blocks hand each other lies
 DROPOUT = "seed least kept first"
 DROPPED = {"seed": ((2,), ()), "least": 1 << 30, "first": 0}
+COUNTERS = 1 << 12
 Tag = tuple[int, ...]
 
 
@@ -76,9 +77,14 @@ def forward(
     return launch(traced, values, names, grid=blocks, words=words, reads=config.columns)
 
 
+def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The extrema of a mask's blocks as the host hands them over."""
+    return torch.cat([column_bounds(mask, seqlen_q, seqlen_k, block, "cpu") for block in (BLOCK, COARSE_BLOCK)], dim=2)
+
+
 def column_mask(names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> tuple[dict[str, Any], dict[int, int]]:
     """The parameters of a column mask, and what its vectors and bounds hold."""
-    bounds = torch.cat([column_bounds(mask, seqlen_q, seqlen_k, block, "cpu") for block in (BLOCK, COARSE_BLOCK)], dim=2)
+    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     given = {"lts": mask.lts, "lte": mask.lte, "uts": mask.uts, "ute": mask.ute}
     values: dict[str, Any] = {
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
@@ -107,11 +113,12 @@ def _packed(names: list[str], seqlen_q: int, seqlen_k: int) -> dict[int, int]:
 
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
-    split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None,
+    split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
 ) -> Launch:  # fmt: skip
     """As ``forward``; ``blocks`` 0: one for each key block.
 
-    ``bounds``: the extrema of a column mask's blocks of 64 columns, whose key blocks go from the last one on.
+    ``bounds``: of a column mask, ``fine_and_coarse``. Its key blocks go from the last one on,
+    but when deterministic in their order; ``handed_out`` of them before the first.
     """
     dim, dim_v = config.head_dim, config.head_dim_v
     span = config.tile_n * (2 if config.pair else 1)
@@ -132,7 +139,7 @@ def backward(
         }  # fmt: skip
     steps = heads * m_blocks
     values |= {
-        "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((1 << 12,), ()),
+        "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((COUNTERS,), ()),
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
         **DROPPED, "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
         "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
@@ -152,21 +159,19 @@ def backward(
         values |= {"bounds": ((1, masks, count), (masks * count * 8, count * 8)), "present": 15}
         start = names.index("bounds") + 1 << 32
         words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
-        order = (names.index("pingpong") + 1 << 32) + 4 * (values["pingpong"][0][0] - 1 - config.ordered)
-        words |= {order + 4 * i: n_blocks - 1 - i for i in range(n_blocks)}
+        counter = (names.index("pingpong") + 1 << 32) + 4 * (COUNTERS - 1)
+        words[counter] = handed_out
+        words |= {counter + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),
     )  # fmt: skip
 
 
-COUNTERS = 1 << 12
-
-
 def before(
     traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int
 ) -> Launch:
-    """The first block of the kernel before a masked backward, of shapes (batch, seqlen, heads); what it counts is watched."""
+    """The first thread block of the kernel before a masked backward, counters watched; ``q``, ``k``: batch, seqlen, heads."""
     m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // config.tile_n)
     rows = {"out": (q, config.head_dim_v), "do": (q, config.head_dim_v), "q": (q, config.head_dim), "k": (k, config.head_dim)}
     values: dict[str, Any] = {name: ((*shape, dim), (1 << 20, 1 << 12, 1 << 8)) for name, (shape, dim) in rows.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose
+from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, fine_and_coarse
 from tests.attention.hopper.test_backward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.plain import plain
@@ -23,7 +24,7 @@ from tests.sm90.core import Run
 from tests.sm90.lanes import LANES, UNKNOWN, Value, lane
 from tests.sm90.machine import Machine
 from tests.sm90.ptx import Instruction
-from tests.sm90.state import Warp
+from tests.sm90.state import HangError, Warp
 from warploom import masks
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import LAST_BLOCKS
@@ -40,6 +41,12 @@ COLUMNS = {
     "head_dim 128, causal": backward_config(Features(BF16, 128, 128, columns=True, right=True), short=False),
     "head_dim 64, causal": backward_config(Features(FP16, 64, 64, columns=True, right=True), short=False),
     "head_dim 96, window": backward_config(Features(FP16, 96, 96, columns=True, right=True, left=True), short=False),
+    "head_dim 128, causal, deterministic": backward_config(
+        Features(BF16, 128, 128, columns=True, right=True, deterministic=True), short=False
+    ),
+    "head_dim 64, window, deterministic": backward_config(
+        Features(FP16, 64, 64, columns=True, right=True, left=True, deterministic=True), short=False
+    ),
     "head_dim 64, causal, softcap": backward_config(
         Features(BF16, 64, 64, columns=True, right=True, softcap=True), short=False
     ),
@@ -93,6 +100,18 @@ class Noting(Machine):
         return store
 
 
+class Turning(Agreeing):
+    """Keeps what counters in global memory come to, one after the other."""
+
+    def __init__(self, *args: Any) -> None:
+        self.turns: dict[int, list[int]] = defaultdict(list)
+        super().__init__(*args)
+
+    def _release(self, warp: Warp, at: int) -> None:
+        super()._release(warp, at)
+        self.turns[at].append(self.words[at])
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     with Built(COLUMNS, "sm_90a", tmp_path_factory) as built:
@@ -106,7 +125,7 @@ def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int
     resolved = mask.resolve(QUERIES, KEYS)
     if config.left:
         resolved = resolved._replace(left=LEFT)
-    return resolved, tiles.column_bounds(resolved, QUERIES, KEYS, 64), {"left": LEFT} if config.left else {}
+    return resolved, fine_and_coarse(resolved, QUERIES, KEYS), {"left": LEFT} if config.left else {}
 
 
 def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
@@ -125,7 +144,7 @@ def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]
 
 
 @builds
-@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1], strict=True)))
+@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1], strict=True)))
 def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
     """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
     seed = random.randrange(2**32)
@@ -140,13 +159,62 @@ def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: B
     assert len(machine.added) == 2 * len({queries for _, queries in expected})
 
 
+DETERMINISTIC = [("head_dim 128, causal, deterministic", 2), ("head_dim 64, window, deterministic", 1)]
+
+
+@builds
+@pytest.mark.parametrize("processors", [1, 3])
+@pytest.mark.parametrize(("name", "heads"), DETERMINISTIC)
+def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int, built: Built) -> None:
+    """At each query tile those that see it, in their order, whoever is first."""
+    seed, config = random.randrange(2**32), COLUMNS[name]
+    print(f"seed {seed}")
+    resolved, bounds, options = masked(name, heads, seed)
+    traced = built.traced(name)
+    launch = backward(traced, config, QUERIES, KEYS, processors, bounds=bounds, **options)
+    machine = Turning(traced.kernel, launch, seed, processors).run()
+    expected = defaultdict(list)
+    for key, (row, head) in visible_steps(name, resolved):
+        tile = head * -(-QUERIES // config.tile_m) + row // config.tile_m
+        expected[tile].append(key // config.tile_n + 1)
+    first = min(machine.turns) // (1 << 32) * (1 << 32)
+    assert {(at - first) // 8: order for at, order in machine.turns.items()} == expected
+
+
+@builds
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_turns_across_more_blocks_than_lanes(first: int, built: Built) -> None:
+    """Of 35 key blocks two see anything: the loader looks for the former among the 32 before the latter, then further on."""
+    name, seqlen_q, blocks = "head_dim 128, causal, deterministic", 100, 35
+    seen = (torch.arange(blocks) == first) | (torch.arange(blocks) == blocks - 1)
+    lts = torch.where(seen, seqlen_q, 0).repeat_interleave(128)[None, None].int()
+    mask = masks.ColumnMask(lts, causal=True).resolve(seqlen_q, 128 * blocks)
+    traced, bounds = built.traced(name), fine_and_coarse(mask, seqlen_q, 128 * blocks)
+    launch = backward(traced, COLUMNS[name], seqlen_q, 128 * blocks, 2, bounds=bounds)
+    turns = Turning(traced.kernel, launch, first, 2).run().turns
+    assert len(turns) == 4  # two query tiles of two heads, each by both blocks unless they lie past the diagonal
+    assert {tuple(order) for order in turns.values()} == {(first + 1, blocks)}
+
+
+@builds
+def test_a_block_that_never_comes_is_waited_for(built: Built) -> None:
+    """Where the first one is not handed out, the next one that sees a tile of its waits for ever."""
+    name = "head_dim 128, causal, deterministic"
+    vectors = [torch.full((1, 1, KEYS), n, dtype=torch.int32) for n in (QUERIES, QUERIES, 0, 0)]
+    bounds = fine_and_coarse(masks.ColumnMask(*vectors).resolve(QUERIES, KEYS), QUERIES, KEYS)
+    traced = built.traced(name)
+    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 2, bounds=bounds, handed_out=1)
+    with pytest.raises(HangError):
+        Agreeing(traced.kernel, launch, 0, 2).run()
+
+
 @builds
 def test_a_mask_that_hides_all(built: Built) -> None:
     """No step; blocks end all the same."""
     name = "head_dim 128, causal"
     mask = masks.ColumnMask(torch.zeros(1, 1, KEYS, dtype=torch.int32), causal=True).resolve(QUERIES, KEYS)
     traced = built.traced(name)
-    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=tiles.column_bounds(mask, QUERIES, KEYS, 64))
+    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=fine_and_coarse(mask, QUERIES, KEYS))
     machine = Agreeing(traced.kernel, launch, 0, 1).run()
     assert not machine.added and not multiplied(machine, "v", "do")
 
@@ -160,7 +228,7 @@ def test_last_blocks_go_longest_first(batch: int, built: Built) -> None:
     print(f"seed {seed}")
     mask = drawn(4, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
-    bounds = tiles.column_bounds(mask, seqlen_q, seqlen_k, 64).contiguous()
+    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section)
     noted = Noting(traced.kernel, launch, seed).run().noted
     total = 70 * heads_kv * batch

@@ -119,10 +119,11 @@ def test_backward(name: str, built_backward: Built) -> None:
 
 def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
     """Else a warpgroup waits for ever: a block of 384 threads starts with 168 each."""
-    from warploom.attention.hopper.backward_base import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARPGROUPS
+    from warploom.attention.hopper.backward_base import CONSUMER_REGISTERS, PRODUCER_REGISTERS, TURNS_REGISTERS, WARPGROUPS
     from warploom.attention.hopper.backward_roles import RolesBackward
 
     there = 3 * (65536 // 384 // 8 * 8)
-    assert there >= WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
+    for consumer, producer in ((CONSUMER_REGISTERS, PRODUCER_REGISTERS), TURNS_REGISTERS):
+        assert there >= WARPGROUPS * consumer + producer
     for variant in (c for c in backward_set() if c.roles):
         assert sum(RolesBackward(variant).registers_each) + PRODUCER_REGISTERS <= there

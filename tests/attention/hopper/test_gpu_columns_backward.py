@@ -70,16 +70,17 @@ def test_mask(name: str, narrow: bool, dim: int) -> None:
     check(masked(name, seed(), "cuda", narrow, dtype=HALVES[narrow], head_dim=dim))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 6])
 @pytest.mark.parametrize("lengths", [(1000, 1000), (333, 1333), (1291, 517), (1, 700), (700, 1)], ids=str)
 @pytest.mark.parametrize("dim", DIMS)
-def test_drawn_vectors(dim: int, lengths: tuple[int, int], heads: int) -> None:
+def test_drawn_vectors(dim: int, lengths: tuple[int, int], heads: int, deterministic: bool) -> None:
     """Four vectors: intervals of blocks of keys that differ a little from key to key, per head and batch; some dead keys."""
     generator = torch.Generator().manual_seed(seed())
     print(f"seed {generator.initial_seed()}")
     for causal in (False, True):
         mask = drawn(heads, *lengths, causal, generator).to("cuda")
-        keywords = {"mask": mask}
+        keywords = {"mask": mask, "deterministic": deterministic}
         check(Call(seed(), 2, *lengths, 6, 2, dim, dtype=torch.bfloat16, device="cuda", keywords=keywords))
 
 
@@ -104,6 +105,35 @@ def test_features(dim: int, changes: dict[str, Any]) -> None:
     mask = masks.Document([300, 37, 400, 263], causal=True).to("cuda")
     keywords["mask"] = mask
     check(Call(seed(), 1, 1000, 1000, 4, 2, dim, dtype=torch.bfloat16, device="cuda", keywords=keywords, **changes))
+
+
+@pytest.mark.parametrize("name", ["documents", "causal documents", "vectors of each head", "window"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_deterministic_gradients_have_equal_bits(dim: int, name: str) -> None:
+    """Of more key blocks than processors, while others compete for them."""
+    seqlen, keywords = 5000, dict[str, Any](deterministic=True)
+    found: dict[str, Mask] = {
+        "documents": masks.Document([300, 1700, 37, 2000, 963]),
+        "causal documents": masks.Document([300, 1700, 37, 2000, 963], causal=True),
+        "vectors of each head": drawn(8, seqlen, seqlen, True, torch.Generator().manual_seed(seed())),
+        "window": masks.Document([2600, 2400], causal=True),
+    }
+    keywords["mask"] = found[name].to("cuda")
+    if name == "window":
+        keywords["window"] = (700, 0)
+    q, k, v, dout = (torch.randn(2, seqlen, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 4, 4, 8))
+    out, lse = warploom.attention(q, k, v, return_lse=True, backend="triton", **keywords)
+    want = gradients(q, k, v, dout, None, out, lse, **keywords)[:3]
+    for a, b in zip(gradients(q, k, v, dout, None, out, lse, **keywords | {"deterministic": False}), want, strict=False):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    other, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    other.wait_stream(torch.cuda.current_stream())
+    for i in range(100):
+        if i % 2:
+            with torch.cuda.stream(other):
+                busy @ busy
+        for a, b in zip(gradients(q, k, v, dout, None, out, lse, **keywords)[:3], want, strict=True):
+            assert torch.equal(a, b), i
 
 
 @pytest.mark.parametrize("poison", [NAN, float("inf")])

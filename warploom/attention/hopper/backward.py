@@ -119,7 +119,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         looked_at = q if const_expr(self.config.columns) else None
-        masked = (bounds, k, n_blocks, section, left, right) if const_expr(self.config.columns) else None
+        masked = (bounds, k, n_blocks, section, left, right) if const_expr(self.config.ordered > 0) else None
         self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip

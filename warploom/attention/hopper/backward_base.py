@@ -26,6 +26,7 @@ from warploom.kernels.cute.tiles import placed
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+TURNS_REGISTERS = 224, 56  # where the loader looks for whose turn comes before its block's
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
 LOADER, WRITERS, SCHEDULER = 0, (1, 2), 3
@@ -147,7 +148,8 @@ class BackwardBase:
         self.columns = self.part // 64
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
-        self.mixed = config.deterministic and config.right  # sections but the last begin with the last key block
+        # Sections but the last begin with the last key block.
+        self.mixed = config.deterministic and config.right and not config.columns
         self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
         self.slots = 2  # tiles of dS
@@ -163,6 +165,8 @@ class BackwardBase:
         # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
         self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
+        if config.columns and config.deterministic:
+            self.consumer_registers, self.producer_registers = TURNS_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
         self.reads_again = config.stream_k or (config.persistent and config.dropout)

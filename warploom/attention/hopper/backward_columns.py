@@ -7,6 +7,10 @@ of every step in shared memory: its query tile, whether elements of it are to be
 warpgroup passes that number on to its writer warp. So one warp alone decides what comes next, and there is no list of tiles
 anywhere.
 
+When deterministic, a tile's counter names the last key block that has added to its dQ, and a block waits for the last one
+before it that sees the tile. Its loader finds that one by the arithmetic of that block's own walk, a lane for each of 32
+blocks; blocks are handed out in their order, so none waits for one that has not begun.
+
 A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
@@ -25,13 +29,22 @@ from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WO
 from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
-from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, hides_some, mask_row, may_hold_dead, sees_none
+from warploom.kernels.cute.columns import (
+    FAR,
+    extrema_by_lanes,
+    extrema_of,
+    hides_all,
+    hides_some,
+    mask_row,
+    may_hold_dead,
+    sees_none,
+)
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
-# in the workspaces; key block), and of each warpgroup's dQ the number of its tile.
-STEP_WORDS = 4
+# in the workspaces; key block; when deterministic the turn), and of each warpgroup's dQ the number of its tile, and its turn.
+STEP_WORDS = 5
 STEPS_AT = 2 * DENSE_WORDS
 RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head, which the loader keeps behind those
 
@@ -111,7 +124,8 @@ class ColumnWalk(BackwardBase):
     def heads_abreast(self, work):
         """How many heads pass a query tile before the next one: those of the group if they have one mask, else one.
 
-        Blocks of neighbouring keys then read one tile at about one time.
+        Blocks of neighbouring keys then read one tile at about one time. Those that come to it together begin with other
+        heads, but not where they take turns.
         """
         first = work.head * work.group_size
         alike = self.mask_of(work, first) == self.mask_of(work, first + work.group_size - 1)
@@ -126,6 +140,30 @@ class ColumnWalk(BackwardBase):
             if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
                 dead = Int32(0)
         return steps, dead
+
+    @cute.jit
+    def turn_of(self, work, head, m):
+        """The last key block before this one that sees a query tile of a head, counted from 1; 0: none does."""
+        mask = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
+        found, past, begin = Int32(0), Int32(0) + work.n_block, Int32(0)
+        if const_expr(self.config.left):
+            begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.tile_n
+        while past > begin:
+            n_block = past - 1 - cute.arch.lane_idx()
+            found = cute.arch.warp_reduction_max(self.sees(work, n_block, mask, m) * (n_block + 1))
+            past = choose(found > 0, 0, past - WARP)
+        return found
+
+    @cute.jit
+    def sees(self, work, n_block, mask, m):
+        """1 if a key block, not below 0, walks a query tile by a mask's row of the extrema; a lane asks for its own."""
+        given, there, seen = work.given, cutlass.max(n_block, 0), Int32(0)
+        first, _, _, end = self.query_tiles(there, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right)
+        key, row, row_past = there * self.tile_n, m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
+        extrema = extrema_of(given.columns.bounds, mask, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        if n_block >= 0 and m >= first and m < end and not hides_all(extrema, row, row_past):
+            seen = Int32(1)
+        return seen
 
     # The order of the last key blocks
 
@@ -187,13 +225,17 @@ class ColumnWalk(BackwardBase):
         """Where the number of the tile of a warpgroup's dQ stands."""
         return STEPS_AT + STEP_WORDS * self.stages + group
 
+    def turn_word(self, group: Any) -> Any:
+        """Where that tile's turn stands."""
+        return self.tile_word(group) + WARPGROUPS
+
     @property
     def runs_at(self) -> int:
         """Where the loader keeps the runs of a head."""
-        return STEPS_AT + STEP_WORDS * self.stages + WARPGROUPS
+        return STEPS_AT + STEP_WORDS * self.stages + 2 * WARPGROUPS
 
     @cute.jit
-    def announce(self, work, stage, m, tested, head, tile, size):
+    def announce(self, work, stage, m, tested, head, tile, turn, size):
         """As ``expect`` for a stage of Q, which will hold this step."""
         words, at = work.shared.words, self.step_word(stage)
         with cute.arch.elect_one():
@@ -201,6 +243,8 @@ class ColumnWalk(BackwardBase):
             words[at + 1] = self.mask_of(work, head)
             words[at + 2] = tile
             words[at + 3] = work.n_block
+            if const_expr(self.config.deterministic):
+                words[at + 4] = turn
             cute.arch.mbarrier_arrive_and_expect_tx(work.shared.q_full + stage, size)
 
     def announced(self, words: Any, stage: Any) -> tuple[Any, Any]:
@@ -210,9 +254,11 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def name_tile(self, words, stage, group):
-        """Leave the number of a step's tile to the warp that writes the warpgroup's dQ."""
+        """Leave the number of a step's tile, and its turn, to the warp that writes the warpgroup's dQ."""
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
             words[self.tile_word(group)] = words[self.step_word(stage) + 2]
+            if const_expr(self.config.deterministic):
+                words[self.turn_word(group)] = words[self.step_word(stage) + 4]
 
     # What a consumer warpgroup hides
 

@@ -20,7 +20,7 @@ from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
-from warploom.kernels.cute.memory import bulk_add, bulk_load, bulk_store, claim, load_acquire, pass_on, wait_for
+from warploom.kernels.cute.memory import bulk_add, bulk_load, bulk_store, claim, count_up, load_acquire, pass_on, wait_for
 from warploom.kernels.cute.packed import sequence_rows
 from warploom.kernels.cute.rings import expect, publish
 from warploom.kernels.cute.tiles import load_tile, tma_views
@@ -76,7 +76,7 @@ class Producer(ColumnWalk):
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
             at = index
-            if const_expr(self.config.columns):
+            if const_expr(self.config.ordered > 0):
                 at = self.last_block(counters, index, total)
             work = self.describe(given, cutlass.min(at, total - 1))
             if const_expr(self.config.columns):
@@ -168,7 +168,9 @@ class Producer(ColumnWalk):
         queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
             abreast, at, beside = self.heads_abreast(work), Int32(0), Int32(0)
-            member, turned = -abreast, work.n_block % abreast  # blocks that come to a tile together begin with other heads
+            member, turned, place = -abreast, Int32(0), Int32(0)
+            if const_expr(not config.deterministic):
+                turned = work.n_block % abreast
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
                 while at == 0:
@@ -176,6 +178,10 @@ class Producer(ColumnWalk):
                     at = self.keep_runs(work, member)
                 runs = self.kept_runs(shared.words)
                 m = self.tile_at(runs, at - 1)
+                tested = self.is_tested(runs, m, work.seqlen_q)
+                if const_expr(config.deterministic):  # noqa: SIM102
+                    if beside == 0:  # heads that go abreast have one mask
+                        place = self.turn_of(work, work.head * work.group_size + member, m)
                 other = beside + turned
                 head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
                 beside = choose(beside + 1 == abreast, 0, beside + 1)
@@ -190,9 +196,7 @@ class Producer(ColumnWalk):
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
             if const_expr(config.columns):
-                self.announce(
-                    work, stage, m, self.is_tested(runs, m, work.seqlen_q), head, tile, queries_bytes + stats_bytes
-                )
+                self.announce(work, stage, m, tested, head, tile, place, queries_bytes + stats_bytes)
             else:
                 expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)
@@ -306,9 +310,10 @@ class Producer(ColumnWalk):
     def write_in_order(self, work, sums, counters, parity, left, right):
         """As ``write_part`` when deterministic: key blocks add to a tile in their order.
 
-        The next one finds their number in ``counters``. They start in that order, so a block never waits for one that waits
-        for a processor. One warp has the even steps, one the odd ones, of both warpgroups: from waiting for a turn to passing
-        it on takes longer than a step, most of it until the adds have arrived.
+        The next one finds their number in ``counters``, or under a column mask that of the last one. They start in that
+        order, so a block never waits for one that waits for a processor. One warp has the even steps, one the odd ones, of
+        both warpgroups: from waiting for a turn to passing it on takes longer than a step, most of it until the adds have
+        arrived.
         """
         shared = work.shared
         steps, ahead = self.steps_of(work), (work.base + parity) & 1
@@ -316,12 +321,18 @@ class Producer(ColumnWalk):
             for group in cutlass.range_constexpr(WARPGROUPS):
                 arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
         for j in cutlass.range(ahead, steps, 2, unroll=1):
-            _, m, tile = self.place(work, j)
-            counter = counters.iterator + Int64(tile) * WARPGROUPS
+            m, tile, turn = Int32(0), Int32(0), Int32(0)
+            if const_expr(not self.config.columns):
+                _, m, tile = self.place(work, j)
             for group in cutlass.range_constexpr(WARPGROUPS):
                 wait(BackwardBarrier.DQ_FULL, DQ_THREADS, DQ_ODD * parity + group)
+                if const_expr(self.config.columns and group == 0):
+                    tile, turn = shared.words[self.tile_word(group)], shared.words[self.turn_word(group)]
+                counter = counters.iterator + Int64(tile) * WARPGROUPS
                 if cute.arch.lane_idx() == 0:
-                    if const_expr(group == 0):
+                    if const_expr(group == 0 and self.config.columns):
+                        wait_for(counter, turn)
+                    elif const_expr(group == 0):
                         wait_for(counter, self.rank(work, m, left, right))
                     target = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
                     bulk_add(target, shared.dq + group * self.part, 4 * self.part)
@@ -334,7 +345,12 @@ class Producer(ColumnWalk):
                     arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-                pass_on(counter)
+                if const_expr(self.config.columns):
+                    cute.arch.fence_proxy("async.global")
+                    cute.arch.fence_acq_rel_gpu()
+                    count_up(counter, work.n_block + 1 - turn)
+                else:
+                    pass_on(counter)
             cute.arch.sync_warp()
 
     @cute.jit

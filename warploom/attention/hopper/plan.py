@@ -184,8 +184,9 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 def takes_columns(features: Features) -> bool:
     """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
     small = features.head_dim <= 128 and features.head_dim_v <= 128
-    full = (features.softcap or features.dropout) and max(features.head_dim, features.head_dim_v) > 96  # of registers
-    return small and not (full or features.varlen or features.used or features.deterministic)
+    wide = max(features.head_dim, features.head_dim_v) > 96
+    full = wide and (features.softcap or features.dropout) or (features.dropout and features.deterministic)  # of registers
+    return small and not (full or features.varlen or features.used)
 
 
 def takes_dropout(features: Features) -> bool:
@@ -275,7 +276,8 @@ def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: b
 def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
-    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks.
+    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
+    deterministic or not.
 
     Others are compiled when first called for.
     """
@@ -290,8 +292,8 @@ def backward_set() -> list[BackwardConfig]:
         backward_config(Features(dtype, *dims, **band | extra), short): None
         for (extra, short), dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
     }
-    for dims, band, dtype in product(BACKWARD_TILES, BANDS, DTYPES):
-        features = Features(dtype, *dims, columns=True, **band)
+    for deterministic, dims, band, dtype in product((False, True), BACKWARD_TILES, BANDS, DTYPES):
+        features = Features(dtype, *dims, columns=True, deterministic=deterministic, **band)
         if takes_columns(features):
             found[backward_config(features, False)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}

@@ -63,17 +63,6 @@ def extrema_of(bounds, row, key, past, keys):
 
 
 @cute.jit
-def block_extrema(bounds, row, block):
-    """Of one block in a row of ``bounds``."""
-    eight = cute.make_rmem_tensor(8, Int32)
-    source = bounds.iterator + (Int64(row) * bounds.shape[2] + block) * 8
-    for half in cutlass.range_constexpr(2):
-        four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
-        cute.autovec_copy(four, cute.make_tensor(eight.iterator + 4 * half, cute.make_layout(4)))
-    return tuple([eight[n] for n in range(8)])
-
-
-@cute.jit
 def extrema_by_lanes(bounds, row, key, past, keys):
     """As ``extrema_of``, for all lanes of a warp the same: each reads one of the eight numbers."""
     first, last, lane = key // BLOCK, (past - 1) // BLOCK, cute.arch.lane_idx()
@@ -85,6 +74,17 @@ def extrema_by_lanes(bounds, row, key, past, keys):
         both = choose(lane % 2 == 1, cutlass.max(own, number), cutlass.min(own, number))
         own = both if const_expr(i > 0) else number
     return tuple([cute.arch.shuffle_sync(own, n) for n in range(8)])
+
+
+@cute.jit
+def block_extrema(bounds, row, block):
+    """Of one block in a row of ``bounds``."""
+    eight = cute.make_rmem_tensor(8, Int32)
+    source = bounds.iterator + (Int64(row) * bounds.shape[2] + block) * 8
+    for half in cutlass.range_constexpr(2):
+        four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
+        cute.autovec_copy(four, cute.make_tensor(eight.iterator + 4 * half, cute.make_layout(4)))
+    return tuple([eight[n] for n in range(8)])
 
 
 @cute.jit
