@@ -185,7 +185,7 @@ def takes_columns(features: Features) -> bool:
     """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
     small = features.head_dim <= 128 and features.head_dim_v <= 128
     wide = max(features.head_dim, features.head_dim_v) > 96
-    full = wide and (features.softcap or features.dropout) or (features.dropout and features.deterministic)  # of registers
+    full = (wide and (features.softcap or features.dropout)) or (features.dropout and features.deterministic)  # of registers
     return small and not (full or features.varlen or features.used)
 
 
