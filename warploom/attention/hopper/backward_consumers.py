@@ -368,7 +368,8 @@ class Consumers(ColumnWalk, DropoutSteps):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
-        late = const_expr(config.softcap or config.dropout or (config.columns and masked))
+        spare = const_expr(not (config.softcap or config.dropout))
+        late = const_expr(not spare or (config.columns and masked))
         if const_expr(not late):
             level = self.statistics(r, stage, 0)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
@@ -383,14 +384,14 @@ class Consumers(ColumnWalk, DropoutSteps):
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
         delta = None
-        if const_expr(not late and not self.fold):
+        if const_expr(spare and not self.fold):
             delta = self.statistics(r, stage, 1)
         for i in cutlass.range_constexpr(self.held):
             hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
-        if const_expr(late):
+        if const_expr(not spare):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
         pack(r.acc_dp, r.ds, self.dtype)
