@@ -86,13 +86,13 @@ class Walk:
 
     def set_limits(self, *_: Any) -> None: ...
 
-    start = keep_scale = rescale = epilogue = set_limits
+    start = keep_scale = rescale = epilogue = drop = set_limits
 
 
 def walked(config: Any, row: int, seqlen_q: int, seqlen_k: int, left: int, right: int, first: int, end: int) -> Walk:
     walk = Walk(config, row, seqlen_q, seqlen_k, first, end)
     lse, keys = SimpleNamespace(shape=(1, 1, seqlen_q)), (seqlen_k, 64, 1, 1)
-    walk.compute(NOTHING, lse, None, None, keys, 0, NOTHING, NOTHING, NOTHING, 1.0, 1.0, left, right)
+    walk.compute(NOTHING, lse, None, None, keys, 0, None, NOTHING, NOTHING, NOTHING, 1.0, 1.0, left, right)
     return walk
 
 
