@@ -35,11 +35,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 
 
 def multiplied(machine: Machine, left: str, right: str) -> list[tuple[int, tuple[int, ...]]]:
-    """First key and (row, head) of each product of a tile of ``left`` by one of ``right``: by who has the tile's first rows."""
+    """First key and (row, head) of each product of a tile of ``left`` by one of ``right``: by who has the tile's first rows.
+
+    Of keys by queries, or of queries by keys.
+    """
     found = []
     for products in tags(machine, MAPS, min(machine.launch.boxes)):
-        for (one, keys), (other, queries) in pairwise(products):
+        for (one, rows), (other, columns) in pairwise(products):
             if (one, other) == (left, right):
+                keys, queries = (rows, columns) if left in ("k", "v") else (columns, rows)
                 found.append((keys[0], queries[:2]))
     return found
 
@@ -76,10 +80,11 @@ def test_no_hang_and_no_race(name: str, processors: int, built: Built) -> None:
     machine = played(name, built, seed, processors, *sizes, blocks, **options)
     if not config.varlen:
         expected = steps(name, *sizes)
+        scores, gradients = (("q", "k"), ("do", "v")) if config.roles else (("k", "q"), ("v", "do"))
         # A pair's warpgroup begins a product that nobody looks at after the last step.
-        assert set(multiplied(machine, "k", "q")) == set(expected) == set(multiplied(machine, "v", "do"))
+        assert set(multiplied(machine, *scores)) == set(expected) == set(multiplied(machine, *gradients))
         if not config.pair:
-            assert sorted(multiplied(machine, "v", "do")) == expected
+            assert sorted(multiplied(machine, *gradients)) == expected
             assert sum(map(len, machine.added.values())) == 2 * len(expected)
             assert len(machine.added) == 2 * len({queries for _, queries in expected})
 
