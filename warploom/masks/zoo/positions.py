@@ -48,7 +48,8 @@ def locate(bounds: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     """
     count = bounds.shape[1] - 1
     position = columns(seqlen_k, bounds.device).expand(bounds.shape[0], seqlen_k).contiguous()
-    index = torch.searchsorted(bounds[:, 1:].contiguous(), position, right=True)
+    # A copy: of a view, which a single row's is, torch.compile knows no strides.
+    index = torch.searchsorted(bounds[:, 1:].clone(), position, right=True)
     start = bounds.gather(1, index)
     end = bounds.gather(1, (index + 1).clamp(max=count))
     return index, (index < count) & (position >= bounds[:, :1]), start, end
