@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,11 @@ from warploom.attention import hopper
 from warploom.attention.hopper import plan, run_backward, schedule
 
 MISSING = hopper.BACKEND.available()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("here", "poisoned_gpu_memory"),
+    pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}"),
+]
 
 HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")
@@ -32,19 +35,6 @@ BANDS: dict[str, dict[str, Any]] = {
     "behind": {"window": (90, None)},
 }
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-
-
-@pytest.fixture(autouse=True)
-def here_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty hands out NaN, and nothing goes to another implementation."""
-
-    def elsewhere(*_: object, **__: object) -> None:
-        raise AssertionError("went to another implementation")
-
-    monkeypatch.setattr(hopper, "_next", elsewhere)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def seed() -> int:
