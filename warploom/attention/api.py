@@ -196,13 +196,13 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
-    key, launch, records = None, None, False
-    vectors = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if mask is None and block_table is None:
+    key, launch, resolved, records = None, None, None, False
+    sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if block_table is None:
         longest = (max_seqlen_q, max_seqlen_k)
-        key, launch, _, _, records = launcher.find(
-            q, k, v, sink, None, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
-            vectors, longest,
+        key, launch, vectors, resolved, records = launcher.find(
+            q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
+            sequences, longest,
         )
     if launch is not None:
         out, lse = launch(q, k, v, sink, *vectors)
@@ -226,9 +226,10 @@ def attention_varlen(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not _are((q, k, v, *vectors), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
+    if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         key = None
     out, lse = _run(args, backend, key, records)
     return (out, lse) if return_lse else out

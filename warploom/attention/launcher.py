@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warploom.attention.bounds import bounds_of
+from warploom.attention.arguments import PACKED_MASKS
+from warploom.attention.bounds import bounds_of, packed_bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.masks import ColumnMask, Mask
@@ -77,19 +78,33 @@ class Launcher:
 def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     """What launches further calls of the kind of ``args``, which has run; None: nothing quicker.
 
-    It takes q, k, v and sink, of packed calls the three that say where sequences are, of calls under a column mask its vectors.
+    It takes q, k, v and sink, of packed calls the three that say where sequences are, then of calls under a column mask its
+    vectors.
     ``records``: gradients are recorded.
     """
     forward = backend.bind(args)
     if forward is None:
         return None
     run: Launch = attention_op.recorded_by(Launcher(backend, args, forward)) if records else forward
-    if args.bounds is None:
+    if args.lts is None and args.ute is None:
         return run
-    left, right, seqlen_q = args.left, args.right, args.q.shape[1]
+    left, right = args.left, args.right
+    if args.cu_seqlens_q is not None:
+        return _packed_launch(run, left, right, args.bounds is not None)
+    seqlen_q = args.q.shape[1]
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
         return run(q, k, v, sink, *vectors, bounds_of((*vectors, None), left, right, seqlen_q))
+
+    return launch
+
+
+def _packed_launch(run: Launch, left: int | None, right: int | None, with_bounds: bool) -> Launch:
+    """What gives ``run`` the bounds of packed vectors too, or None in their place where no bounds were prepared."""
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        bounds = packed_bounds_of(tensors[3:], tensors[:3], left, right, q.shape[0]) if with_bounds else None
+        return run(q, k, v, sink, *tensors, bounds)
 
     return launch
 
@@ -129,7 +144,8 @@ def find(
 
     The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
     keyword is not of the plainest type: 1 is equal to True, and would find what True left.
-    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
+    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths. The vectors of a mask
+    come behind them.
     """
     if (
         not (type(dropout_p) is float or type(dropout_p) is int)
@@ -162,21 +178,24 @@ def find(
             key += (type(window), *window, *map(type, window))
         if sink is not None:
             key += (sink.shape, sink.stride(), sink.dtype, sink.device)
+        rank, length = 4, 1  # of q and k, and where their lengths stand
         if vectors:
             key += (
                 longest,
                 *map(type, longest),
                 *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors],
             )
-        elif mask is not None:
-            if not isinstance(mask, Mask) or q.ndim != 4 or k.ndim != 4:
+            rank, length = 3, 0
+        if mask is not None:
+            if not isinstance(mask, PACKED_MASKS if vectors else Mask) or q.ndim != rank or k.ndim != rank:
                 return _NOTHING
-            resolved = mask.resolve(q.shape[1], k.shape[1], None if isinstance(mask, ColumnMask) else q.device)
+            resolved = mask.resolve(q.shape[length], k.shape[length], None if isinstance(mask, ColumnMask) else q.device)
             of_mask = _described(resolved)
             if of_mask is None:
                 return Found(None, None, (), resolved, records)
             key += of_mask
-            vectors = resolved.vectors if len(of_mask) > 2 else ()
+            if len(of_mask) > 2:
+                vectors += resolved.vectors
         return Found(key, dispatch.bound(key), vectors, resolved, records)
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return _NOTHING  # whatever this is, the checks say it in words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ def _packed_mask(
     bounds, written = packed_bounds(mask, starts_q, starts_k, used if with_used else None)
     values, words = column_mask(names, mask, bounds)
     heads, total = next(t.shape[1:] for t in mask.vectors if t is not None)
-    each = used if with_used else [b - a for a, b in zip(starts_k, starts_k[1:], strict=False)]
+    each = used if with_used else [b - a for a, b in pairwise(starts_k)]
     counts = {first + i for first, keys in zip(starts_k, each, strict=False) for i in range(keys)}
     for name, places, width in (
         *((name, [i for i in range(total) if i not in counts], 1) for name in ("lts", "lte", "uts", "ute")),

@@ -1,8 +1,9 @@
 """The forward under a column mask: lists of visible key tiles, and the bits of those that are partly visible.
 
 The scheduler warp classifies 32 key tiles at a time by the bounds of their columns and hands the visible ones out as the bits
-of a word: no list in memory, however long the keys are. Two more warps of the producer's make the bits of partial tiles from
-the vectors, a word for each row and lane of a quad, while the tensor cores work on tiles before; consumers only apply them.
+of a word (``forward_lists``): no list in memory, however long the keys are. Two more warps of the producer's make the bits of
+partial tiles from the vectors, a word for each row and lane of a quad, while the tensor cores work on tiles before; consumers
+only apply them.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -31,20 +32,13 @@ from warploom.attention.hopper.forward_base import (
 )
 from warploom.attention.hopper.forward_consumers import Consumers
 from warploom.attention.hopper.forward_producer import Producer
-from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.columns import (
-    BLOCK,
-    COARSE_BLOCK,
     band_rows,
-    block_extrema,
     dense_blocks,
-    hides_all,
-    hides_some,
     intervals,
     limits_in_tile,
     mask_row,
-    may_hold_dead,
     sees_none,
     shown_rows,
     turned,
@@ -53,7 +47,7 @@ from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import hidden as unknown
 from warploom.kernels.cute.instructions import highest_bit, shifted
 from warploom.kernels.cute.packed import sequence_rows
-from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_ring, publish, release
+from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_ring, release
 from warploom.kernels.cute.tiles import load_tile
 from warploom.kernels.cute.wgmma import gemm, pack
 
@@ -77,9 +71,7 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def schedule_lists(self, seqlen_k, lse_shape, shared, columns, counter, left, right, section):
-        """Hand out query tiles in the order in which blocks ask for them, those with the most keys under a causal band first.
-
-        """
+        """Hand out query tiles in the order in which blocks ask for them, under a causal band those with the most keys first."""
         queries = self.config.queries
         batch_size, heads, seqlen_q = lse_shape
         m_blocks = cute.ceil_div(seqlen_q, queries)
@@ -97,77 +89,6 @@ class ColumnProducer(Producer):
             place = (m_block, head, batch, Int32(0), seqlen_q, Int32(0), seqlen_k)
             blocks = dense_blocks(columns.bounds, seqlen_k)
             stage, phase = self.hand_out_lists(place, heads, blocks, shared, columns.bounds, stage, phase, left, right)
-
-    @cute.jit
-    def hand_out_lists(self, place, heads, blocks, shared, bounds, stage, phase, left, right):
-        """The lists of a query tile, whose ``place`` is: query tile, head, batch, and starts and lengths of queries and keys.
-
-        A list waits until the next one is found, or none: so every list but a tile's only one is not empty.
-        """
-        m_block, head, batch, q_start, seqlen_q, k_start, seqlen_k = place
-        queries = self.config.queries
-        lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
-        of_sequence = (q_start, seqlen_q, k_start, seqlen_k) if const_expr(self.config.varlen) else ()
-        base, visible, whole, edge = Int32(0), Int32(0), Int32(0), Int32(0)
-        if head >= 0:
-            top = m_block * queries
-            past = cutlass.min(top + queries, seqlen_q)
-            mask = mask_row(batch, head, heads, bounds)
-            first, end = key_tiles(self.config, top, past, seqlen_q, seqlen_k, shift, left, right)
-            whole_first, whole_end = whole_tiles(self.config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
-            lists = (end + 31) // 32
-            left_over = cutlass.max(lists - first // 32, 0)
-            while left_over > 0:
-                # The lists whose columns do not all hide all rows: of 32 at one look.
-                some = first // 32 + cutlass.max(left_over - 32, 0)
-                own = cutlass.min(some + lane, lists - 1)
-                seeing = (lane < left_over) & ~self.list_hidden(bounds, mask, own, blocks, top, past)
-                seeing = cute.arch.vote_ballot_sync(seeing)
-                left_over -= 32
-                while seeing != 0:
-                    bit = highest_bit(seeing)
-                    seeing = seeing ^ (Int32(1) << bit)
-                    start = (some + bit) * 32
-                    n = start + lane
-                    hidden, touched, dead = self.classes(bounds, mask, n, blocks, top, past, seqlen_q)
-                    inside = (n >= first) & (n < end)
-                    seen = cute.arch.vote_ballot_sync(inside & ~hidden)
-                    plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
-                    plain = cute.arch.vote_ballot_sync(plain)
-                    dead = cute.arch.vote_ballot_sync(dead)
-                    if seen != 0:
-                        if visible != 0:
-                            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1), *of_sequence)
-                            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-                            stage, phase = advance(stage, phase, self.tile_stages)
-                        base, visible, whole, edge = start, seen, plain, dead
-        cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-        words = (m_block, head, batch, base, visible, whole, edge, Int32(0), *of_sequence)
-        publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-        return advance(stage, phase, self.tile_stages)
-
-    @cute.jit
-    def list_hidden(self, bounds, mask, number, blocks, top, past):
-        """Whether the columns of 32 key tiles hide all rows, by their coarse blocks."""
-        each = 32 * self.tile_n // COARSE_BLOCK
-        hidden = True
-        for i in cutlass.range_constexpr(each):
-            block = cutlass.min(blocks.first_coarse + number * each + i, blocks.last_coarse)
-            hidden = hides_all(block_extrema(bounds, mask, block), top, past) & hidden
-        return hidden
-
-    @cute.jit
-    def classes(self, bounds, mask, n, blocks, top, past, seqlen_q):
-        """Of key tile ``n``: whether its columns hide all rows, hide some, may hold one that no row sees."""
-        each = self.tile_n // BLOCK
-        hidden, touched, dead = True, False, False
-        for i in cutlass.range_constexpr(each):
-            extrema = block_extrema(bounds, mask, cutlass.min(blocks.first + n * each + i, blocks.last))
-            hidden = hides_all(extrema, top, past) & hidden
-            touched = hides_some(extrema, top, past) | touched
-            dead = may_hold_dead(extrema, seqlen_q) | dead
-        return hidden, touched, dead
 
     # The loader warp
 

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.forward_base import ForwardBase
+from warploom.attention.hopper.forward_lists import Lists
 from warploom.kernels.cute.band import key_tiles
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import sequence_blocks
@@ -31,7 +31,7 @@ class KeyRing(Fields):
     bytes: int  # of a tile
 
 
-class Producer(ForwardBase):
+class Producer(Lists):
     """The roles of the producer's warps: ``schedule``, or ``schedule_packed`` for packed sequences, and ``load``."""
 
     # The scheduler warp

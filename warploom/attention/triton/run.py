@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, strides_in
+from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, read_bounds, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
 from warploom.kernels.triton.widths import tile_widths
@@ -25,7 +25,7 @@ from warploom.runtime.triton_launch import Launch
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     call = Call.of(args)
-    return _forward(args, call)(args.q, args.k, args.v, args.sink, (*call.vectors, args.bounds), call.sequences)
+    return _forward(args, call)(args.q, args.k, args.v, args.sink, (*call.vectors, read_bounds(args)), call.sequences)
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -77,7 +77,7 @@ def backward(
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
     dout, dlse, out, lse = _readable(dout, dlse, out, lse)
     call = Call.of(args, dout, out, dlse is not None)
-    mask = (*call.vectors, args.bounds)
+    mask = (*call.vectors, read_bounds(args))
     return _backward(args, dout, call)(dout, dlse, out, lse, args.q, args.k, args.v, args.sink, mask, call.sequences)
 
 
@@ -173,7 +173,8 @@ _NO_COLUMNS, _NO_SEQUENCES = (None,) * 5, (None,) * 4
 def _parted(call: Call, others: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """The mask's vectors and bounds, and what says where sequences are, of what a kept launch is given behind sink."""
     if call.packed:
-        return _NO_COLUMNS, (*others, None)
+        mask = (*others[3:7], None) if len(others) > 3 else _NO_COLUMNS
+        return mask, (*others[:3], None)
     return others or _NO_COLUMNS, _NO_SEQUENCES
 
 

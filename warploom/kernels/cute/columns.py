@@ -59,7 +59,7 @@ def dense_blocks(bounds: Any, seqlen_k: Any) -> Blocks:
 
 
 def sequence_blocks(sequence: Any, sequences: Any, start: Any, length: Any, total: Any) -> Blocks:
-    """Of ``length`` keys of a packed sequence that begins at key ``start`` of ``total``: `warploom.attention.bounds` says where.
+    """Of ``length`` keys of a packed sequence from key ``start`` of ``total`` on, as `warploom.attention.bounds` places them.
 
     Where there are no keys, there are no blocks: the last comes before the first.
     """
