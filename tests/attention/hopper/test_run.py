@@ -191,7 +191,7 @@ def test_packed(name: str) -> None:
     if call.used is not None:
         options["seqused_k"] = torch.tensor(call.used, dtype=torch.int32)
     if call.columns:
-        options["mask"] = ColumnMask(*call.columns)
+        options["mask"] = call._mask(call.columns)
     want = warploom.attention_varlen(call.q, call.k, call.v, *starts, return_lse=True, backend="reference", **options)
     args = varlen_args(call.q, call.k, call.v, *starts, **options)
     assert_same(run.forward(prepared(args) if call.columns else args), want)
@@ -201,7 +201,8 @@ def prepared(args: AttentionArgs) -> AttentionArgs:
     """With the bounds of a packed mask."""
     assert args.cu_seqlens_q is not None
     starts = args.cu_seqlens_q if args.cu_seqlens_k is None else args.cu_seqlens_k
-    return args._replace(bounds=packed_bounds(args.mask, args.cu_seqlens_q.tolist(), starts.tolist())[0])
+    used = None if args.seqused_k is None else args.seqused_k.tolist()
+    return args._replace(bounds=packed_bounds(args.mask, args.cu_seqlens_q.tolist(), starts.tolist(), used)[0])
 
 
 def test_a_launcher_serves_other_packed_masks() -> None:

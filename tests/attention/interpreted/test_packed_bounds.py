@@ -139,3 +139,24 @@ def test_compiles_whole() -> None:
     want, written = packed_bounds(mask, cu_q.tolist(), cu_k.tolist())
     found = compiled(mask.lts, mask.ute, cu_q, cu_k)
     assert torch.equal(found[:, :, written], 2 * want[:, :, written])
+
+
+def test_triton_reads_none_of_them() -> None:
+    """Of a call whose forward another implementation ran, say, also by launchers that are kept."""
+    mask, total_q = drawn("odd", "lts, ute", 2, None, None)
+    q, (k, v) = torch.randn(total_q, 2, 16), (torch.randn(202, 1, 16) for _ in range(2))
+    cu = starts([70, 3, 129])
+    args = varlen_args(q, k, v, cu, cu.clone(), mask=ColumnMask(mask.lts, ute=mask.ute), causal=True)
+    given = args._replace(bounds=torch.full((1, 2, 9, 8), -1, dtype=torch.int32))
+    out, lse = BACKEND.forward(args)
+    dout = torch.randn_like(out)
+    gradients = BACKEND.backward(args, dout, None, out, lse)
+    bound, bound_backward = BACKEND.bind(given), BACKEND.bind_backward(given, dout, None, out, lse)
+    assert bound is not None and bound_backward is not None
+    for found in (BACKEND.forward(given), bound(*given.tensors()), bound(*args.tensors())):
+        for a, b in zip(found, (out, lse), strict=True):
+            assert torch.equal(a, b)
+    launched = bound_backward(dout, None, out, lse, *given.tensors())
+    for found in (BACKEND.backward(given, dout, None, out, lse), launched):
+        for a, b in zip(found, gradients, strict=True):
+            assert torch.equal(a, b)

@@ -71,7 +71,7 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def schedule_lists(self, seqlen_k, lse_shape, shared, columns, counter, left, right, section):
-        """Hand out query tiles in the order in which blocks ask for them, under a causal band those with the most keys first."""
+        """Hand out query tiles in the order in which blocks ask for them, of a causal band those with the most keys first."""
         queries = self.config.queries
         batch_size, heads, seqlen_q = lse_shape
         m_blocks = cute.ceil_div(seqlen_q, queries)
@@ -263,9 +263,9 @@ class ColumnConsumers(Consumers):
             self.pass_ping_pong(group)  # the first one begins
         q_phase = Int32(0)
         k_stage, k_phase = Int32(0), Int32(0)
-        stage, phase = Int32(0), Int32(0)
+        lists = Int32(0)
         m_block, head, batch, base, visible, whole, _, more, q_start, seqlen_q, _, _ = self.next_list(
-            shared, stage, phase, dense_seqlen_q
+            shared, 0, 0, dense_seqlen_q
         )
         while head >= 0:
             local = group * 64 + row_in_group
@@ -299,10 +299,9 @@ class ColumnConsumers(Consumers):
                         k_stage, k_phase = self.step(work, visible | more, 0, k_stage, k_phase, True)
                 going = more
                 if more != 0:
-                    stage, phase = advance(stage, phase, self.tile_stages)
-                    m_block, head, batch, base, visible, whole, _, more, q_start, seqlen_q, _, _ = self.next_list(
-                        shared, stage, phase, dense_seqlen_q
-                    )
+                    lists = next_in_ring(lists, self.tile_stages)
+                    stage, phase = place_in_ring(lists, self.tile_stages)
+                    _, _, _, base, visible, whole, _, more, _, _, _, _ = self.next_list(shared, stage, phase, dense_seqlen_q)
             if begun != 0:
                 self.rescale(work)
                 cute.arch.mbarrier_wait(shared.v_full + k_stage, k_phase)
@@ -311,7 +310,8 @@ class ColumnConsumers(Consumers):
                 release(shared.v_empty + k_stage)
                 k_stage, k_phase = advance(k_stage, k_phase, self.stages)
             self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
-            stage, phase = advance(stage, phase, self.tile_stages)
+            lists = next_in_ring(lists, self.tile_stages)
+            stage, phase = place_in_ring(lists, self.tile_stages)
             m_block, head, batch, base, visible, whole, _, more, q_start, seqlen_q, _, _ = self.next_list(
                 shared, stage, phase, dense_seqlen_q
             )
