@@ -73,7 +73,7 @@ class Words(Core):
         return store
 
     def _atom_global(self, x: Instruction) -> Run:
-        swaps = "cas" in x.parts
+        swaps, both = "cas" in x.parts, "acq_rel" in x.parts
 
         def atom(warp: Warp, mask: int) -> bool:
             where = self.address(warp, str(x.operands[1]))
@@ -82,11 +82,15 @@ class Words(Core):
             for i in range(LANES):
                 if mask >> i & 1:
                     at = lane(where, i)
-                    old[i] = self._acquire(warp, at) if "acquire" in x.parts else self.words.get(at, 0)
-                    if not swaps:
+                    old[i] = self._acquire(warp, at) if both or "acquire" in x.parts else self.words.get(at, 0)
+                    if "max" in x.parts:
+                        self.words[at] = max(old[i], lane(given[0], i))
+                    elif not swaps:
                         self.words[at] = old[i] + lane(given[0], i)
                     elif old[i] == lane(given[0], i):
                         self.words[at] = lane(given[1], i)
+                    if both:
+                        self._release(warp, at)
             self.set(warp, str(x.operands[0]), old, mask)
             return True
 

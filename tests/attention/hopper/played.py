@@ -13,7 +13,7 @@ from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
-from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.hopper.config import CUTS, TABLE, BackwardConfig, ForwardConfig
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
 
@@ -21,6 +21,7 @@ SUMS = 7 << 44  # where what blocks hand each other lies
 DROPOUT = "seed least kept first"
 DROPPED = {"seed": ((2,), ()), "least": 1 << 30, "first": 0}
 COUNTERS = 1 << 12
+NO_CUT = -(1 << 30)
 Tag = tuple[int, ...]
 
 
@@ -168,12 +169,12 @@ def backward_names(config: BackwardConfig) -> list[str]:
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
-    sequences: Sequences | None = None,
+    sequences: Sequences | None = None, cuts: dict[int, int] | None = None,
 ) -> Launch:  # fmt: skip
     """As ``forward``; ``blocks`` 0: one for each key block.
 
-    ``bounds``: of a column mask, ``fine_and_coarse``. Its key blocks go from the last one on,
-    but when deterministic in their order; ``handed_out`` of them before the first.
+    ``bounds``: of a column mask, ``fine_and_coarse``; ``handed_out`` of its key blocks before the first, ``cuts``: pieces of
+    those that are cut.
     """
     dim, dim_v = config.head_dim, config.head_dim_v
     span = config.tile_n * (2 if config.pair else 1)
@@ -213,16 +214,27 @@ def backward(
         words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
         counter = (names.index("pingpong") + 1 << 32) + 4 * (COUNTERS - 1)
         words[counter] = handed_out
-        words |= {counter + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
+        if config.dealt:
+            words |= {counter + 4 * (i - TABLE): number for i, number in enumerate(cut_table(cuts or {}))}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
-        cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),
+        cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split or cuts else range(0),
     )  # fmt: skip
 
 
+def cut_table(cuts: dict[int, int]) -> list[int]:
+    """What the kernel before leaves of key blocks that are cut, in so many pieces each."""
+    found, more = [], 0
+    for block in sorted(cuts, reverse=True):
+        more += cuts[block] - 1
+        found += [block - more, block, cuts[block]]
+    return [more, *found, *[NO_CUT, 0, 0] * (CUTS - len(cuts))]
+
+
 def before(
-    traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int
-) -> Launch:
+    traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int,
+    processors: int, slots: int,
+) -> Launch:  # fmt: skip
     """The first thread block of the kernel before a masked backward, counters watched; ``q``, ``k``: batch, seqlen, heads."""
     m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // config.tile_n)
     rows = {"out": (q, config.head_dim_v), "do": (q, config.head_dim_v), "q": (q, config.head_dim), "k": (k, config.head_dim)}
@@ -232,8 +244,9 @@ def before(
         "lse": ((q[0], q[2], q[1]), (q[1] * q[2], q[1])), "counters": ((COUNTERS,), (), SUMS),
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
         "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
+        "blocks": processors, "slots": slots,
     }  # fmt: skip
-    names = names_of("out do lse sums stats counters q bounds k n_blocks section left right m_blocks", True)
+    names = names_of("out do lse sums stats counters q bounds k n_blocks section left right blocks slots m_blocks", True)
     start = names.index("bounds") + 1 << 32
     words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
     return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, fine_and_coarse
+from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, cut_table, fine_and_coarse
 from tests.attention.hopper.test_backward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.plain import plain
@@ -27,9 +27,9 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import HangError, Warp
 from warploom import masks
 from warploom.attention.features import Features
-from warploom.attention.hopper.config import LAST_BLOCKS
+from warploom.attention.hopper.config import TABLE
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.schedule import sections
+from warploom.attention.hopper.schedule import guided_pieces, sections
 from warploom.masks import Mask, tiles
 from warploom.runtime import modules
 
@@ -220,30 +220,56 @@ def test_a_mask_that_hides_all(built: Built) -> None:
 
 
 @builds
-@pytest.mark.parametrize("batch", [1, 2])
-def test_last_blocks_go_longest_first(batch: int, built: Built) -> None:
-    """Each once, by eighths of the most query tiles, otherwise in their order; of 280 blocks the last ones, or all of 140."""
-    name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 700, 70 * 128, 2, 2
+@pytest.mark.parametrize(
+    ("name", "heads"), [("head_dim 128, causal", 1), ("head_dim 64, causal", 2), ("head_dim 96, window", 1)]
+)
+def test_pieces_of_cut_blocks_add_up(name: str, heads: int, built: Built) -> None:
+    """Each step once, whoever has it; sums are read after they were handed over. Some pieces are of no step."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    resolved, bounds, options = masked(name, heads, seed)
+    traced, processors = built.traced(name), 1 + seed % 3
+    launch = backward(
+        traced, COLUMNS[name], QUERIES, KEYS, processors, bounds=bounds, split=2, cuts={0: 2 + seed % 2, 2: 7}, **options
+    )
+    machine = Agreeing(traced.kernel, launch, seed, processors).run()
+    assert sorted(multiplied(machine, "v", "do")) == visible_steps(name, resolved)
+    assert machine.handed
+
+
+@builds
+@pytest.mark.parametrize(("batch", "processors", "slots"), [(1, 40, 1000), (2, 132, 1000), (2, 132, 9)])
+def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Built) -> None:
+    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones."""
+    name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 9000, 70 * 128, 2, 2
     seed, config = random.randrange(2**32), COLUMNS[name]
     print(f"seed {seed}")
     mask = drawn(4, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
     bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
-    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section)
-    noted = Noting(traced.kernel, launch, seed).run().noted
-    total = 70 * heads_kv * batch
-    count = min(total, LAST_BLOCKS)
-    start = SUMS + 4 * (COUNTERS - 1 - LAST_BLOCKS)
-    order = [noted[start + 4 * i] for i in range(count)]
+    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, processors, slots)
+    machine = Noting(traced.kernel, launch, seed).run()
     edges, wide = tiles.block_edges(seqlen_k, 128), tiles.column_bounds(mask, seqlen_q, seqlen_k, 128)
     seen = torch.zeros(4, 70, dtype=torch.int64)
     for m in range(0, seqlen_q, config.tile_m):
         stop = min(m + config.tile_m, seqlen_q)
         classes = tiles.classify_row_block(wide, edges, m, stop, mask.left, mask.right, seqlen_q, seqlen_k)[0]
         seen += torch.as_tensor(classes != tiles.HIDDEN)
-    blocks = {i: sections(i, 70, heads_kv * batch, section, choose) for i in range(total - count, total)}
-    length = {i: int(seen[slice_ % heads_kv * 2, n]) for i, (n, slice_) in blocks.items()}
-    assert order == sorted(blocks, key=lambda i: (-(length[i] * 8 // max(length.values())), i))
+    total = 70 * heads_kv * batch
+    blocks = [sections(i, 70, heads_kv * batch, section, choose) for i in range(total)]
+    steps = [2 * int(seen[slice_ % heads_kv * 2, n_block]) for n_block, slice_ in blocks]
+    cuts: dict[int, int] = {}
+    for i in reversed(range(total)):
+        pieces = guided_pieces(steps[i], sum(steps[i:]), sum(steps) // total, processors, choose)
+        if pieces > 1 and sum(cuts.values()) + pieces <= slots:
+            cuts[i] = pieces
+    assert cuts
+    start = SUMS + 4 * (COUNTERS - 1 - TABLE)
+    expected = [number % 2**32 for number in cut_table(cuts)]
+    table = [lane(machine.noted.get(start + 4 * i, 0), 0) % 2**32 for i in range(len(expected))]
+    kept = 1 + 3 * len(cuts)
+    assert machine.words[start] == expected[0]
+    assert table[1:kept] == expected[1:kept] and table[kept::3] == expected[kept::3]
 
 
 @builds

@@ -8,7 +8,18 @@ from itertools import pairwise, product
 
 import pytest
 
-from warploom.attention.hopper.schedule import L2_BYTES, PIECES, handed_out, in_waves, section, sections, stream_k, waves
+from warploom.attention.hopper.schedule import (
+    FEWEST_STEPS,
+    L2_BYTES,
+    PIECES,
+    guided_pieces,
+    handed_out,
+    in_waves,
+    section,
+    sections,
+    stream_k,
+    waves,
+)
 
 
 def choose(condition: bool, a: int, b: int) -> int:
@@ -86,6 +97,33 @@ def test_shares_of_the_last_round_end_together(blocks: int, steps: int) -> None:
     even = blocks * (steps + 2) / 132
     assert makespan(split, each) <= makespan(0, 1)
     assert makespan(split, each) - even <= 14 or blocks < 132
+
+
+def test_one_long_block_does_not_outlast_the_others() -> None:
+    """A column that all queries see, first in its head: whole it took longer than all else shared out."""
+    blocks = [4096, *[120] * 255] * 8
+
+    def makespan(cut: bool) -> float:
+        left, pieces, mean = 0, [], sum(blocks) // len(blocks)
+        for steps in reversed(blocks):
+            left += steps
+            pieces.append(guided_pieces(steps, left, mean, 132, choose) if cut else 1)
+        free = [(0.0, p) for p in range(132)]
+        for steps, count in zip(blocks, reversed(pieces), strict=True):
+            done = 0.0
+            for _ in range(count):
+                now, processor = heapq.heappop(free)
+                done = max(now + 2.5 + steps / count, done) + 2 * (count > 1)
+                heapq.heappush(free, (done, processor))
+        return max(free)[0]
+
+    even = sum(blocks) / 132
+    assert makespan(cut=False) > 1.5 * even and makespan(cut=True) < 1.15 * even
+
+
+@pytest.mark.parametrize("left", [1, 100, 10**6, 2**31 - 1])
+def test_short_blocks_stay_whole(left: int) -> None:
+    assert guided_pieces(FEWEST_STEPS, left, 1, 132, choose) == guided_pieces(0, left, 0, 132, choose) == 1
 
 
 # Key heads and blocks of each: sections and waves.

@@ -98,7 +98,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         right: Int32,
         section: Int32,  # key heads whose blocks are in flight together; or how many sections there are
         blocks: Int32,  # persistent ones
-        split: Int32,  # key blocks at the end of the call whose steps are dealt out,
+        split: Int32,  # key blocks at the end of the call whose steps are dealt out, or that may be cut;
         each: Int32,  # so many a share; or waves of a section
         stream: Any,
     ):
@@ -119,7 +119,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         looked_at = q if const_expr(self.config.columns) else None
-        masked = (bounds, k, n_blocks, section, left, right) if const_expr(self.config.ordered > 0) else None
+        masked = (bounds, k, n_blocks, section, left, right, blocks, split) if const_expr(self.config.dealt) else None
         self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
@@ -173,11 +173,14 @@ class HopperBackward(RowKernels, Producer, Consumers):
             items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
         if const_expr(config.waves):
             deal = (total, Int32(0), each, Int32(1))
+        grid = cutlass.min(blocks, items) if const_expr(config.persistent) else items
+        if const_expr(config.dealt):
+            grid = blocks  # there may be more pieces than blocks
         self.kernel(
             tq, tk, tv, tdo, *buffers, tma_q, tma_k, tma_v, tma_do, *products,
             *layouts, *sizes, *columns, dropout, *band, items, *deal,
         ).launch(
-            grid=[cutlass.min(blocks, items) if const_expr(config.persistent) else items, 1, 1],
+            grid=[grid, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -190,7 +193,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse. And int32 (tiles, 2) flat: key blocks that have
         added to a part of dQ, or whether it is there (0: no, 1: on its way, 2: yes); where blocks are persistent one more, or
         only one: key blocks handed out; before it (split, 8), of the last key blocks, whose steps are shared out: steps in the
-        sums of their warps, or under a column mask the last key blocks in their order. Sums follow in dq: fp32 (split,
+        sums of their warps, and under a column mask the table of ``Dealer``. Sums follow in dq: fp32 (split,
         (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
         """
         config, tiles = self.config, Int64(rows)

@@ -105,7 +105,8 @@ class Work(Fields):
     first_tile: Any
     rising: Any  # 1 if it walks its query tiles from the first one on
     slot: Any  # of a block whose steps are shared out
-    # Its query tiles: first, whole_first, whole_end, end. Under a column mask 0, 1 if keys may be dead, 0, how many steps.
+    # Its query tiles: first, whole_first, whole_end, end. Under a column mask in steps, those before the piece, 1 if keys may
+    # be dead, those of the block, those to the piece's end.
     bounds: Any
     whole: Any  # keys of the sequence, and how many of them no query sees, where the block is described
     hidden: Any

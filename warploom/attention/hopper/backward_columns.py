@@ -26,7 +26,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, SEED_WORDS, WARPGROUPS, BackwardBase
-from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.columns import (
@@ -178,56 +177,6 @@ class ColumnWalk(BackwardBase):
         if n_block >= 0 and m >= first and m < end and not hides_all(extrema, row, row_past):
             seen = Int32(1)
         return seen
-
-    # The order of the last key blocks
-
-    @cute.jit
-    def order_last(self, given, counters):
-        """Numbers of a call's last key blocks, those that see the most query tiles first, for ``last_block``.
-
-        By eighths of the most; within one they keep their order, in which neighbours read the same tiles. The first head of a
-        group stands for all. Each thread of a block ranks one.
-        """
-
-        @cute.struct
-        class Storage:
-            tiles: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
-
-        seen = cutlass.utils.SmemAllocator().allocate(Storage).tiles.get_tensor(cute.make_layout(LAST_BLOCKS))
-        thread = cute.arch.thread_idx()[0]
-        total = given.n_blocks * given.slices
-        count = cutlass.min(total, LAST_BLOCKS)
-        tiles, most, rank = Int32(0), Int32(1), Int32(0)
-        if thread < count:
-            work = self.describe(given, total - count + thread)
-            bounds = given.columns.bounds
-            row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
-            extrema = extrema_of(bounds, row, *self.columns_of(work, work.n_block), self.tile_n)
-            tiles = self.tiles_of(self.runs_of(work, extrema))
-        seen[thread] = tiles
-        cute.arch.sync_threads()
-        for i in cutlass.range(LAST_BLOCKS, unroll=16):
-            most = cutlass.max(most, seen[i])
-        cute.arch.sync_threads()
-        own = tiles * 8 // most * LAST_BLOCKS - thread  # no two alike
-        seen[thread] = own
-        cute.arch.sync_threads()
-        for i in cutlass.range(LAST_BLOCKS, unroll=16):
-            rank += choose(seen[i] > own, 1, 0)
-        if thread < count:
-            counters[self.order_at(counters) + rank] = total - count + thread
-
-    def order_at(self, counters: Any) -> Any:
-        """Where the order of the last key blocks begins."""
-        return counters.shape[0] - 1 - LAST_BLOCKS
-
-    @cute.jit
-    def last_block(self, counters, index, total):
-        """The number of the key block that is the ``index``-th to be handed out."""
-        ordered = index - cutlass.max(total - LAST_BLOCKS, 0)
-        if ordered >= 0 and index < total:
-            index = counters[self.order_at(counters) + ordered]
-        return index
 
     # What a step's loads and its warps tell each other
 

@@ -23,7 +23,7 @@ from warploom.attention.hopper.backward_base import (
     WARPGROUPS,
     Operands,
 )
-from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_deal import Dealer
 from warploom.attention.hopper.backward_dropout import DropoutSteps
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
@@ -61,7 +61,16 @@ class StepOperands(Operands):
     past: Any  # the step past a block's last
 
 
-class Consumers(ColumnWalk, DropoutSteps):
+@cute.jit
+def add(four, source):
+    """Add four fp32 in memory."""
+    found = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(source, found)
+    for n in cutlass.range_constexpr(4):
+        four[n] += found[n]
+
+
+class Consumers(Dealer, DropoutSteps):
     """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
 
     # A block
@@ -189,38 +198,66 @@ class Consumers(ColumnWalk, DropoutSteps):
 
     @cute.jit
     def finish(self, r, work, dk, dv, scale):
-        """Store dK and dV; of a block's piece only if it is the last, which has the sums of those before."""
+        """Store dK and dV; of a block's piece only if it is the last, which has the sums of the others."""
         warpgroup.wait_group(0)
+        first, _, steps, end = work.bounds
         if const_expr(self.config.stream_k):
-            first, _, _, end = work.bounds
             if first > 0:
                 self.take_sums(r, work, first)
             if end < work.group_size * work.m_blocks:
                 self.pass_sums(r, work, end - first)
             else:
                 self.store_gradients(r, work, dk, dv, scale)
+        elif const_expr(self.config.dealt):
+            last = Int32(1)
+            if end - first < steps:
+                last = self.add_up(r, work)
+            if last == 1:
+                self.store_gradients(r, work, dk, dv, scale)
         else:
             self.store_gradients(r, work, dk, dv, scale)
 
     @cute.jit
+    def add_up(self, r, work):
+        """Leave the sums of a cut block's piece; 1 for the warp whose piece ends last, which then has those of all.
+
+        In order of their ends each would wait for the one before: steps take longer where no other block is near.
+        """
+        first, _, steps, _ = work.bounds
+        entry, start, pieces = self.cut_of(work)
+        piece = (first * pieces + steps - 1) // steps
+        for i, four in self.sums(r):
+            cute.autovec_copy(four, self.sums_of(work, start + piece, i))
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        found, last = Int32(0), Int32(0)
+        if cute.arch.lane_idx() == 0:
+            found = cute.arch.atomic_add(self.sums_count(work, entry), Int32(1), sem="acq_rel", scope="gpu")
+        if cute.arch.shuffle_sync(found, 0) == pieces - 1:
+            last = Int32(1)
+            cute.arch.fence_acq_rel_gpu()
+            for other in cutlass.range(pieces, unroll=1):
+                if other != piece:
+                    for i, four in self.sums(r):
+                        add(four, self.sums_of(work, start + other, i))
+        return last
+
+    @cute.jit
     def take_sums(self, r, work, steps):
         """Add what the pieces before have summed up, once that is all ``steps`` before this one."""
-        wait_until(self.sums_count(work), steps)
+        wait_until(self.sums_count(work, work.slot), steps)
         for i, four in self.sums(r):
-            found = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(self.sums_of(work, i), found)
-            for n in cutlass.range_constexpr(4):
-                four[n] += found[n]
+            add(four, self.sums_of(work, work.slot, i))
 
     @cute.jit
     def pass_sums(self, r, work, steps):
         """Leave the sums to the next piece; they hold so many steps more."""
         for i, four in self.sums(r):
-            cute.autovec_copy(four, self.sums_of(work, i))
+            cute.autovec_copy(four, self.sums_of(work, work.slot, i))
         cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            count_up(self.sums_count(work), steps)
+            count_up(self.sums_count(work, work.slot), steps)
 
     def sums(self, r: Any) -> list[tuple[int, Any]]:
         """A thread's part of dV and dK by fours, numbered."""
@@ -231,15 +268,15 @@ class Consumers(ColumnWalk, DropoutSteps):
         ]
         return list(enumerate(fours))
 
-    def sums_of(self, work: Any, index: int) -> Any:
+    def sums_of(self, work: Any, slot: Any, index: int) -> Any:
         """Where four numbers of a thread lie: those of a warp next to each other."""
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        start = work.slot * (self.tile_n * sum(self.dims)) + (index * WARPGROUPS * WARPGROUP + thread) * 4
+        start = slot * (self.tile_n * sum(self.dims)) + (index * WARPGROUPS * WARPGROUP + thread) * 4
         return cute.make_tensor((work.given.partial.iterator + start).align(16), cute.make_layout(4))
 
-    def sums_count(self, work: Any) -> Any:
-        """How many steps are in a warp's sums."""
-        return work.given.counters.iterator + (work.slot * (4 * WARPGROUPS) + cute.arch.warp_idx() - 4)
+    def sums_count(self, work: Any, slot: Any) -> Any:
+        """How many steps are in a warp's sums, or how many pieces have left theirs."""
+        return work.given.counters.iterator + (slot * (4 * WARPGROUPS) + cute.arch.warp_idx() - 4)
 
     @cute.jit
     def store_gradients(self, r, work, dk, dv, scale):

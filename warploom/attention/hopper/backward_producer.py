@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS
-from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_deal import Dealer
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
@@ -26,7 +26,7 @@ from warploom.kernels.cute.rings import expect, publish
 from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
-class Producer(ColumnWalk):
+class Producer(Dealer):
     """The roles of the producer's warps; ``hand_out``, ``load_blocks`` and ``write_blocks`` are those of persistent blocks."""
 
     # The order of query tiles
@@ -69,24 +69,33 @@ class Producer(ColumnWalk):
         shared, varlen = given.shared, const_expr(self.config.varlen)
         counter = counters.iterator + (counters.shape[0] - 1)
         total = given.n_blocks * given.slices
+        items = total
+        if const_expr(self.config.dealt):
+            items += counters[self.table_at(counters)]
         turn, index = Int32(0), Int32(0)
-        while index < total:
+        while index < items:
             cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
-            at = index
-            if const_expr(self.config.ordered > 0):
-                at = self.last_block(counters, index, total)
+            at, piece, pieces, last = index, Int32(0), Int32(1), Int32(0)
+            if const_expr(self.config.dealt):
+                at, piece, pieces, entry, slot = self.item(counters, index)
             work = self.describe(given, cutlass.min(at, total - 1))
             if const_expr(self.config.columns):
                 steps, dead = self.count_steps(work)
-                work = work.but(bounds=(Int32(0), dead, Int32(0), steps))
-            n_block = choose(index < total, work.n_block, -1)
-            words = [n_block, work.head, work.sequence if self.numbered else work.batch, *work.bounds, work.rising]
+                pieces = cutlass.min(pieces, cutlass.max(steps, 1))
+                first, end = steps * piece // pieces, steps * (piece + 1) // pieces
+                work = work.but(bounds=(first, dead, steps, end))
+                if const_expr(self.config.dealt):
+                    last = self.cut(entry, slot, pieces)
+            n_block = choose(index < items, work.n_block, -1)
+            if const_expr(not self.config.dealt):
+                last = work.rising
+            words = [n_block, work.head, work.sequence if self.numbered else work.batch, *work.bounds, last]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
-            if n_block * self.tile_n < work.seqlen_k:
+            if n_block * self.tile_n < work.seqlen_k and piece < pieces:
                 publish(shared.words, self.words_at(turn), words, shared.block_full)
                 turn += 1
             if const_expr(varlen):  # noqa: SIM102
@@ -171,6 +180,15 @@ class Producer(ColumnWalk):
             member, turned, place = -abreast, Int32(0), Int32(0)
             if const_expr(not config.deterministic):
                 turned = work.n_block % abreast
+            if const_expr(config.dealt):
+                rest, _, _, _ = work.bounds  # steps of the pieces before
+                while rest > 0:
+                    member += abreast
+                    tiles = self.keep_runs(work, member)
+                    if rest < tiles * abreast:
+                        at = tiles - rest // abreast
+                        beside = rest % abreast
+                    rest -= tiles * abreast
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
                 while at == 0:

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper.backward_base import FAR_LEVEL, ROW_THREADS, Call
-from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_deal import Dealer
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
 from warploom.kernels.cute.columns import Columns
 from warploom.kernels.cute.epilogue import quad_words, store_words
@@ -22,7 +22,7 @@ from warploom.kernels.cute.instructions import pack16, store_matrices
 from warploom.kernels.cute.packed import bounds, locate
 
 
-class RowKernels(ColumnWalk):
+class RowKernels(Dealer):
     """What runs over rows of Q rather than blocks of keys."""
 
     @cute.kernel
@@ -47,7 +47,7 @@ class RowKernels(ColumnWalk):
 
         A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0. Under a column mask
         a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the consumers then clear; and the
-        first thread block orders the last key blocks, for which ``masked`` is what ``key_blocks`` takes.
+        first thread block deals out the last key blocks, for which ``masked`` is what ``key_blocks`` and ``deal`` take.
         """
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -66,12 +66,14 @@ class RowKernels(ColumnWalk):
         if const_expr(self.config.persistent):  # noqa: SIM102
             if index == 0:
                 past = counters.shape[0]  # type: ignore[union-attr]
-                first = thread if const_expr(self.config.stream_k) else past - 1 + thread
+                shares = const_expr(self.config.stream_k or self.config.dealt)
+                first = thread if const_expr(shares) else past - 1 + thread
                 for i in cutlass.range(first, past, ROW_THREADS, unroll=1):
                     counters[i] = Int32(0)  # type: ignore[index]
         if const_expr(masked is not None):  # noqa: SIM102
             if index == 0:
-                self.order_last(self.key_blocks(out, m_blocks, masked), counters)
+                *sizes, processors, slots = masked  # type: ignore[misc]
+                self.deal(self.key_blocks(out, m_blocks, sizes), counters, processors, slots)
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
                 counters[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]

@@ -21,7 +21,7 @@ _COMMON = (
 _FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "consumers", "columns", "merge")))
 SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "columns", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
@@ -30,10 +30,10 @@ BACKWARD_SOURCES = (
 )
 
 
-# Of a masked call, key blocks that go longest first, one for each thread of the kernel before: two for each processor. In a
-# simulation of causal documents, 32768 keys, processors then wait for the last one for 2 % of the time, otherwise 7. Three for
-# each processor lost 2 % of shared questions and prefixes: heads that go side by side have less of their tiles in L2.
-LAST_BLOCKS = 256
+# Of a masked call, key blocks that are handed out in pieces at the most, and words of the table that says which.
+CUTS = 512
+MOST_SLOTS = 4096  # pieces of all blocks
+TABLE = 1 + 3 * CUTS
 
 
 def box_columns(span: int) -> int:
@@ -182,14 +182,14 @@ class BackwardConfig:
     def counters(self, tiles: int, split: int = 0) -> int:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks.
 
-        Before the last one the order of a masked call's last key blocks.
+        Before the last one the table of a masked call's cut key blocks.
         """
-        return tiles * self.states + 8 * split + self.ordered + int(self.persistent)
+        return tiles * self.states + 8 * split + TABLE * self.dealt + int(self.persistent)
 
     @property
-    def ordered(self) -> int:
-        """How many key blocks at the end of a call go by how many query tiles they see, most first."""
-        return LAST_BLOCKS * (self.columns and not (self.deterministic or self.varlen))
+    def dealt(self) -> bool:
+        """Whether key blocks may be handed out in pieces, as a column mask has it."""
+        return self.columns and self.tile_n == 128 and not (self.deterministic or self.varlen)
 
     def most_split(self, tiles: int, elements: int) -> int:
         """Of how many split key blocks dq, of so many 16-bit elements, can hold the sums until it is written."""

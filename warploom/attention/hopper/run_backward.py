@@ -11,7 +11,7 @@ from warploom.attention.band import reach, seen
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.config import BackwardConfig
+from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import column_mask, dropped, filled, processors
 from warploom.attention.problem import AttentionArgs
@@ -109,6 +109,8 @@ def _bind_dense(
         split, each = schedule.stream_k(
             blocks, heads // heads_kv * m_blocks, processors(q.get_device()), variant.most_split(tiles, q.numel())
         )
+    if variant.dealt:
+        split = min(MOST_SLOTS, variant.most_split(tiles, q.numel()))
     return _launcher(function, variant, args, tiles, band, together, split, each, first), variant, tiles
 
 

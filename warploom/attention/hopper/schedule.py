@@ -227,6 +227,26 @@ def handed_out(index: Any, i: Any, whole: Any, split: Any, each: Any, steps: Any
     return choose(all_steps, share, slot), choose(all_steps, 0, choose(first < 0, 0, first)), choose(all_steps, last, end)
 
 
+# Blocks of about one length walk the same query tiles and find them in L2, which pieces of them do less. So they are cut where
+# they are longer than LATE shares of a processor in what is left; others, OUTLIER times as long as the mean, where they are
+# longer than one. No piece has fewer steps than handing its sums over is worth. 32768 keys, 8 key heads of 8 query heads:
+# bidirectional spans 591 TFLOP/s, all cut at one share 566.
+LATE, OUTLIER, FEWEST_STEPS = 3, 3, 32
+MOST_PIECES = 511  # of a block
+
+
+def guided_pieces(steps: Any, left: Any, mean: Any, processors: Any, choose: Any) -> Any:
+    """In how many pieces to hand out a masked backward block of so many steps, of ``left`` from its first to the call's last.
+
+    Guided self-scheduling: a piece is a processor's share of what is left. ``mean``: steps of a block of the call.
+    """
+    part = left // processors
+    part = choose(part < FEWEST_STEPS, FEWEST_STEPS, part)
+    most = choose(steps > OUTLIER * mean, part + part // 4, LATE * part)
+    pieces = choose(steps > most, (steps + part - 1) // part, 1)
+    return choose(pieces > MOST_PIECES, MOST_PIECES, pieces)
+
+
 # In steps of a backward block: what a piece costs besides its steps, and what handing its sums over does on either side.
 PIECE_COST, SUMS_COST = 2.5, 1.0
 FEWEST_SAVED = 6.0  # steps, for which sharing out is worth its while: measured, of the last 3 to 5 of 1024 keys nothing is left

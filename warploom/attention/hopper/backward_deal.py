@@ -1,0 +1,142 @@
+"""How the key blocks of a masked call are handed out: long ones in pieces, so that processors end together.
+
+What a block sees is known on the device alone. The kernel before counts the steps of the call's last MOST_BLOCKS blocks and
+cuts those that are longer than processors' shares of all steps from there on into pieces as long (guided self-scheduling,
+Polychronopoulos and Kuck 1987). So a block that all queries see does not outlast the others, and what is handed out last is
+small. The pieces of a block follow each other. Each leaves its sums of dK and dV, and the one that ends last adds them up.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warploom.attention.hopper import schedule
+from warploom.attention.hopper.backward_base import ROW_THREADS
+from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.config import CUTS, TABLE
+from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.columns import extrema_of, mask_row
+
+MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
+NO_CUT = -(1 << 30)
+COUNTED = schedule.MOST_PIECES + 1
+HALF = 1 << 16  # two counts share a word: of cut blocks and of the items that they add
+
+
+class Dealer(ColumnWalk):
+    """The table of cut blocks, and who finds an item in it.
+
+    The table stands in ``counters`` before the last one: how many items there are beyond one a block; then of each of CUTS
+    cut blocks, the call's last one first, its first item without those beyond one of blocks up to it, its number, its pieces.
+
+    The sums of a block's pieces lie behind those of all before it in the table.
+    """
+
+    @cute.jit
+    def deal(self, given, counters, processors, slots):
+        """Fill the table; ``slots``: pieces that have room for their sums. Each thread of a block looks at some."""
+
+        @cute.struct
+        class Storage:
+            steps: cute.struct.Align[cute.struct.MemRange[Int32, MOST_BLOCKS], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Int32, ROW_THREADS], 16]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        steps = storage.steps.get_tensor(cute.make_layout(MOST_BLOCKS))
+        sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
+        table, thread = self.table_at(counters), cute.arch.thread_idx()[0]
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, MOST_BLOCKS)
+        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
+            steps[i] = self.steps_seen(given, total - count + i)
+        cute.arch.sync_threads()
+        # A thread's blocks, counted from the last one of the call.
+        each = cute.ceil_div(count, ROW_THREADS)
+        first, past = cutlass.min(thread * each, count), cutlass.min(thread * each + each, count)
+        own = Int32(0)
+        for i in cutlass.range(first, past, unroll=1):
+            own += steps[count - 1 - i]
+        rest, all_steps = self.sums_before(sums, thread, own)
+        mean = all_steps // cutlass.max(count, 1)
+        left, cuts = rest, Int32(0)
+        for i in cutlass.range(first, past, unroll=1):
+            left += steps[count - 1 - i]
+            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, choose)
+            cuts += choose(pieces > 1, HALF, 0) + pieces - 1
+        for i in cutlass.range(thread, CUTS, ROW_THREADS, unroll=1):
+            counters[table + 1 + 3 * i] = Int32(NO_CUT)
+        if thread == 0:
+            counters[table] = Int32(0)
+        before, _ = self.sums_before(sums, thread, cuts)
+        number, more, left = before // HALF, before % HALF, rest
+        for i in cutlass.range(first, past, unroll=1):
+            left += steps[count - 1 - i]
+            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, choose)
+            if pieces > 1:
+                more += pieces - 1
+                number += 1
+                if number <= CUTS and more + number <= slots:
+                    block, at = total - 1 - i, table + 3 * number - 2
+                    counters[at], counters[at + 1], counters[at + 2] = block - more, block, pieces
+                    cute.arch.atomic_max(counters.iterator + table, more)
+
+    @cute.jit
+    def sums_before(self, sums, thread, own):
+        """The sum of what the threads before this one have, and of what all have."""
+        cute.arch.sync_threads()
+        sums[thread] = own
+        cute.arch.sync_threads()
+        before, total = Int32(0), Int32(0)
+        for i in cutlass.range(ROW_THREADS, unroll=16):
+            total += sums[i]
+            before += choose(i < thread, sums[i], 0)
+        return before, total
+
+    @cute.jit
+    def steps_seen(self, given, index):
+        """Steps of a block, whose heads the first one of the group stands for."""
+        work = self.describe(given, index)
+        bounds = given.columns.bounds
+        row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
+        extrema = extrema_of(bounds, row, *self.columns_of(work, work.n_block), self.tile_n)
+        return work.group_size * self.tiles_of(self.runs_of(work, extrema))
+
+    def table_at(self, counters: Any) -> Any:
+        """Where the table begins."""
+        return counters.shape[0] - 1 - TABLE
+
+    @cute.jit
+    def item(self, counters, index):
+        """Block, piece of it, its pieces and its place in the table, of an item; lanes of a warp search together."""
+        table, lane = self.table_at(counters), cute.arch.lane_idx()
+        more, apart = counters[table], CUTS // 32
+        later = cute.arch.popc(cute.arch.vote_ballot_sync(counters[table + 1 + 3 * apart * lane] + more > index))
+        start = cutlass.max(later - 1, 0) * apart
+        own = counters[table + 1 + 3 * (start + lane % apart)] + more > index
+        entry = start + cute.arch.popc(cute.arch.vote_ballot_sync(own & (lane < apart)))
+        block, piece, pieces, slot = index, Int32(0), Int32(1), Int32(0)
+        if entry < CUTS:
+            at = table + 1 + 3 * entry
+            begin = counters[at]
+            if begin != NO_CUT:
+                block, pieces, piece = counters[at + 1], counters[at + 2], index - begin - more
+                slot = block - begin - pieces + 1 + entry
+                if piece >= pieces:  # of a whole block behind it
+                    block += 1 + piece - pieces
+                    piece, pieces = Int32(0), Int32(1)
+        return block, piece, pieces, entry, slot
+
+    def cut(self, entry: Any, slot: Any, pieces: Any) -> Any:
+        """A word of a cut block's place in the table, where its sums begin and how many pieces it has."""
+        return (slot * COUNTED + pieces) * CUTS + entry
+
+    def cut_of(self, work: Any) -> tuple[Any, Any, Any]:
+        """Those three of a block that was read."""
+        word = work.slot
+        return word % CUTS, word // CUTS // COUNTED, word // CUTS % COUNTED
