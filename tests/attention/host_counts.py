@@ -17,6 +17,7 @@ from warploom.attention import api
 
 SEQLEN = 256
 PREPARING = ["document_kernel", "bounds_kernel"]
+PREPARING_IDS = ["run_kernel", "bounds_kernel"]
 
 
 def launched(recorder: Recorder, call: Callable[[], Any]) -> list[str]:
@@ -60,6 +61,9 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
                     for _ in range(2):  # a graph prepares at every replay
                         assert launched(recorder, partial(call, mask)) == PREPARING + forward
+                ids = torch.arange(SEQLEN) % 100
+                for mask in (masks.Document.from_position_ids(ids), masks.Document.from_segment_ids(ids // 30)):
+                    assert launched(recorder, partial(call, mask)) == PREPARING_IDS + forward, recorder.launches
 
 
 if __name__ == "__main__":

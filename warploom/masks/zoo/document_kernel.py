@@ -89,18 +89,13 @@ def document_vectors(
     blocks = -(-seqlen_k // COLUMNS)
     if lts.numel():
         with on_device(rows):
-            _launch(rows.dtype, cumulative, causal)(
+            document_launch(rows.dtype, cumulative, causal)(
                 (batch * blocks, 1), rows, lts, ute, count - cumulative, blocks, seqlen_q, seqlen_k
             )
     return lts, ute
 
 
-def ready(dtype: torch.dtype, cumulative: bool, causal: bool) -> bool:
-    """Whether the kernel is loaded on the current device."""
-    return _launch(dtype, cumulative, causal).raw() is not None
-
-
 @cache
-def _launch(dtype: torch.dtype, cumulative: bool, causal: bool) -> Launch:
+def document_launch(dtype: torch.dtype, cumulative: bool, causal: bool) -> Launch:
     constants = {"CUMULATIVE": cumulative, "COLUMNS": COLUMNS, "DOCUMENTS": DOCUMENTS, "num_warps": 4}
     return Launch(document_kernel, constants, direct=True)

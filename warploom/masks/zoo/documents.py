@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from warploom.masks.arguments import boolean, check_values, describe, per_batch_
 from warploom.masks.base import rebuild
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.launched import loads, may_launch
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
-from warploom.runtime.op import plain
 
-_HAS_TRITON = find_spec("triton") is not None
 _LENGTHS = "document lengths: ints (n,), or one list or row per batch entry"
 
 
@@ -82,21 +81,19 @@ class Document(Mask):
         return int(last.max())
 
     def _bounds(self, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        self._check_fits(seqlen_k)
         if self.ids is not None:
-            self._check_length(self.kind, self.ids.shape[1], seqlen_k)
             return _runs(self.ids.to(device), self.kind == "segment_ids")
         assert self.bounds is not None
-        self._check_end(seqlen_k)
         rows = self.bounds.to(device)
         bounds = cumulative(rows) if self.kind == "lengths" else saturated(rows)
         _, inside, start, end = locate(bounds, seqlen_k)
         return inside, start, end
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        if self.bounds is not None and device.type == "cuda":
-            vectors = self._launched(seqlen_q, seqlen_k, device)
-            if vectors is not None:
-                return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1])
+        vectors = self._launched(seqlen_q, seqlen_k, device)
+        if vectors is not None:
+            return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1])
         inside, start, end = self._bounds(seqlen_k, device)
         lts = rows_of(end, seqlen_q, seqlen_k).where(inside.unsqueeze(1), 0)
         if self.causal:
@@ -105,21 +102,26 @@ class Document(Mask):
         return ResolvedMask(None, None, lts, None, None, ute)
 
     def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor | None] | None:
-        """lts and ute by one kernel; None where something would have to see torch's operations, or there is no such kernel."""
-        rows = self.bounds
+        """lts and ute by one kernel, or None."""
+        rows = self.bounds if self.ids is None else self.ids
         assert rows is not None
-        if not _HAS_TRITON or rows.dtype not in (torch.int32, torch.int64) or torch.compiler.is_compiling() or not plain(rows):
+        if not may_launch(device, rows):
             return None
-        from warploom.masks.zoo.document_kernel import document_vectors, ready
+        from warploom.masks.zoo.document_kernel import document_launch, document_vectors
+        from warploom.masks.zoo.run_kernel import run_launch, run_vectors
 
-        kind = rows.dtype, self.kind == "cu_seqlens", self.causal
-        if torch.cuda.is_current_stream_capturing() and not ready(*kind):  # a capturing stream cannot load it
+        launch, vectors = (document_launch, document_vectors) if self.ids is None else (run_launch, run_vectors)
+        other = self.kind in ("cu_seqlens", "segment_ids")
+        if not loads(partial(launch, rows.dtype, other, self.causal)):
             return None
-        self._check_end(seqlen_k)
-        return document_vectors(rows if rows.device == device else rows.to(device), *kind[1:], seqlen_q, seqlen_k)
+        self._check_fits(seqlen_k)
+        return vectors(rows if rows.device == device else rows.to(device), other, self.causal, seqlen_q, seqlen_k)
 
-    def _check_end(self, seqlen_k: int) -> None:
-        """ValueError if documents end past the keys, where contents may be read."""
+    def _check_fits(self, seqlen_k: int) -> None:
+        """ValueError if ids are not those of the keys, or documents end past them, where contents may be read."""
+        if self.ids is not None:
+            self._check_length(self.kind, self.ids.shape[1], seqlen_k)
+            return
         assert self.bounds is not None
         if self.kind == "lengths":
             check_total("lengths", self.bounds, seqlen_k)
