@@ -35,11 +35,11 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
         q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
         upstream = torch.ones_like(q)
 
-        def call(mask: masks.Mask) -> Tensor:
-            return warploom.attention(q, k, v, mask=mask, backend=backend)
+        def call(mask: masks.Mask, dropout_p: float = 0.0) -> Tensor:
+            return warploom.attention(q, k, v, mask=mask, dropout_p=dropout_p, backend=backend)
 
-        def step(mask: masks.Mask) -> None:
-            out = call(mask)
+        def step(mask: masks.Mask, dropout_p: float = 0.0) -> None:
+            out = call(mask, dropout_p)
             torch.autograd.grad(out, (q, k, v), upstream)
 
         def document(first: int) -> masks.Document:
@@ -47,6 +47,7 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
 
         for n in range(2):
             step(document(n))
+            step(document(n), 0.1)
             with torch.no_grad():
                 call(document(n))
         with patch.object(api, "dense_args", side_effect=AssertionError("checked again")):
@@ -54,6 +55,7 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 mask = document(n)
                 assert launched(recorder, partial(step, mask)) == PREPARING + forward + backward, recorder.launches
                 assert launched(recorder, partial(step, mask)) == forward + backward, recorder.launches
+                assert launched(recorder, partial(step, mask, 0.1)) == forward + backward, recorder.launches
             with torch.no_grad():
                 mask = document(7)
                 assert launched(recorder, partial(call, mask)) == PREPARING + forward, recorder.launches

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from warploom.attention.arguments import seed_of
 from warploom.attention.bounds import bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
@@ -77,8 +78,8 @@ class Launcher:
 def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     """What launches further calls of the kind of ``args``, which has run; None: nothing quicker.
 
-    It takes q, k, v and sink, of packed calls the three that say where sequences are, of calls under a column mask its vectors.
-    ``records``: gradients are recorded.
+    It takes q, k, v and sink, of packed calls the three that say where sequences are, of calls under a column mask its vectors,
+    and the seed of those that drop. ``records``: gradients are recorded.
     """
     forward = backend.bind(args)
     if forward is None:
@@ -88,8 +89,12 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
         return run
     left, right, seqlen_q = args.left, args.right, args.q.shape[1]
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return run(q, k, v, sink, *vectors, bounds_of((*vectors, None), left, right, seqlen_q))
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None, *seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        bounds = bounds_of((lts, lte, uts, ute, None), left, right, seqlen_q)
+        return run(q, k, v, sink, lts, lte, uts, ute, bounds, *seed)
 
     return launch
 
@@ -99,12 +104,12 @@ class Found(NamedTuple):
 
     key: Hashable  # that a launcher is or may be kept under; None: none may
     launch: Launch | None
-    vectors: tuple[Tensor | None, ...]  # that it takes behind q, k, v and sink
+    others: tuple[Tensor | None, ...]  # that it takes behind q, k, v and sink
     resolved: ResolvedMask | None  # the call's mask, where it was asked
     records: bool
 
 
-_NOTHING = Found(None, None, (), None, False)
+NOTHING = Found(None, None, (), None, False)
 
 
 def find(
@@ -133,17 +138,15 @@ def find(
     """
     if (
         not (type(dropout_p) is float or type(dropout_p) is int)
-        or dropout_p
-        or dropout_seed is not None
         or torch.compiler.is_compiling()
         or (vectors and checked())
     ):
-        return _NOTHING
+        return NOTHING
     resolved = None
     try:
         if (
             not q.is_cuda
-            or not plain(q, k, v, sink, *vectors)
+            or not plain(q, k, v, sink, dropout_seed, *vectors)
             or (torch._C._is_any_autocast_enabled() and not _is_cast(q, k, v))
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
@@ -151,12 +154,12 @@ def find(
             or not (return_lse is False or return_lse is True)
             or not (deterministic is None or deterministic is False or deterministic is True)
         ):
-            return _NOTHING
+            return NOTHING
         records = recorded(q, k, v, sink)
         key: tuple[Any, ...] = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
             *(q.device, k.device, v.device, causal, scale, softcap, deterministic, backend, records),
-            torch.are_deterministic_algorithms_enabled(),
+            *(torch.are_deterministic_algorithms_enabled(), dropout_p),
         )
         if window is not None:
             key += (type(window), *window, *map(type, window))
@@ -170,16 +173,20 @@ def find(
             )
         elif mask is not None:
             if not isinstance(mask, Mask) or q.ndim != 4 or k.ndim != 4:
-                return _NOTHING
+                return NOTHING
             resolved = mask.resolve(q.shape[1], k.shape[1], None if isinstance(mask, ColumnMask) else q.device)
             of_mask = _described(resolved)
             if of_mask is None:
                 return Found(None, None, (), resolved, records)
             key += of_mask
             vectors = resolved.vectors if len(of_mask) > 2 else ()
-        return Found(key, dispatch.bound(key), vectors, resolved, records)
+        launch = dispatch.bound(key)
+        if launch is not None and (dropout_p or dropout_seed is not None):
+            seed = seed_of(dropout_p, dropout_seed, q)  # drawn here only where the checks, which draw too, are left out
+            vectors = (*vectors, seed) if dropout_p else vectors
+        return Found(key, launch, vectors, resolved, records)
     except (AttributeError, TypeError, RuntimeError, ValueError):
-        return _NOTHING  # whatever this is, the checks say it in words
+        return NOTHING  # whatever this is, the checks say it in words
 
 
 def _described(mask: ResolvedMask) -> tuple[Any, ...] | None:

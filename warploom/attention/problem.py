@@ -16,7 +16,7 @@ from warploom.runtime.qkv import check_starts
 MOST_OFFSET = 1 << 29
 
 
-_ALWAYS = ("q", "k", "v", "sink")
+_ALWAYS: tuple[str, ...] = ("q", "k", "v", "sink")
 
 
 class AttentionArgs(NamedTuple):
@@ -75,12 +75,13 @@ class AttentionArgs(NamedTuple):
 
     @property
     def launched(self) -> tuple[str, ...]:
-        """Names of the tensors that launchers take, in their order: of a call that is neither paged nor drops."""
+        """Names of the tensors that launchers take, in their order: of a call that is not paged."""
+        names = _ALWAYS
         if self.cu_seqlens_q is not None:
-            return (*_ALWAYS, "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        if self.lts is not None or self.ute is not None:
-            return (*_ALWAYS, "lts", "lte", "uts", "ute", "bounds")
-        return _ALWAYS
+            names += ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        elif self.lts is not None or self.ute is not None:
+            names += ("lts", "lte", "uts", "ute", "bounds")
+        return (*names, "dropout_seed") if self.dropout_p else names
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those of ``launched``."""
