@@ -41,8 +41,10 @@ def check(ids: Tensor, segments: bool, seqlen_q: int) -> None:
     seqlen_k = ids.shape[1]
     for causal in (False, True):
         want = build(ids, causal)._resolve(seqlen_q, seqlen_k, CPU)
-        lts, ute = run_vectors(ids, segments, causal, seqlen_q, seqlen_k)
-        assert lts.dtype == torch.int32 and want.lts is not None and torch.equal(lts, want.lts)
+        found = run_vectors(ids, segments, causal, seqlen_q, seqlen_k)
+        assert found is not None
+        lts, ute = found
+        assert lts is not None and lts.dtype == torch.int32 and want.lts is not None and torch.equal(lts, want.lts)
         assert (ute is None) == causal and (ute is None or (want.ute is not None and torch.equal(ute, want.ute)))
 
 

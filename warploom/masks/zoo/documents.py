@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from warploom.masks.arguments import boolean, check_values, describe, per_batch_
 from warploom.masks.base import rebuild
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
-from warploom.masks.zoo.launched import loads, may_launch
+from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
 
 _LENGTHS = "document lengths: ints (n,), or one list or row per batch entry"
@@ -101,20 +100,18 @@ class Document(Mask):
         ute = rows_of(start, seqlen_q, seqlen_k).where(inside.unsqueeze(1), seqlen_q)
         return ResolvedMask(None, None, lts, None, None, ute)
 
-    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor | None] | None:
+    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor | None, ...] | None:
         """lts and ute by one kernel, or None."""
         rows = self.bounds if self.ids is None else self.ids
         assert rows is not None
         if not may_launch(device, rows):
             return None
-        from warploom.masks.zoo.document_kernel import document_launch, document_vectors
-        from warploom.masks.zoo.run_kernel import run_launch, run_vectors
+        from warploom.masks.zoo.document_kernel import document_vectors
+        from warploom.masks.zoo.run_kernel import run_vectors
 
-        launch, vectors = (document_launch, document_vectors) if self.ids is None else (run_launch, run_vectors)
-        other = self.kind in ("cu_seqlens", "segment_ids")
-        if not loads(partial(launch, rows.dtype, other, self.causal)):
-            return None
         self._check_fits(seqlen_k)
+        vectors = document_vectors if self.ids is None else run_vectors
+        other = self.kind in ("cu_seqlens", "segment_ids")
         return vectors(rows if rows.device == device else rows.to(device), other, self.causal, seqlen_q, seqlen_k)
 
     def _check_fits(self, seqlen_k: int) -> None:
@@ -160,6 +157,13 @@ class PrefixDocument(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("lengths", self.lengths, seqlen_k)
+        if may_launch(device, self.lengths, self.prefixes):
+            from warploom.masks.zoo.document_kernel import part_vectors
+
+            rows, wanted = self.lengths.to(device), (True, True, False)
+            vectors = part_vectors("prefixes", rows, wanted, seqlen_q, seqlen_k, self.prefixes.to(device))
+            if vectors is not None:
+                return ResolvedMask(None, None, vectors[0], None, None, vectors[1])
         lengths, prefixes = saturated(self.lengths.to(device)), saturated(self.prefixes.to(device)).clamp(max=seqlen_k)
         batch = max(lengths.shape[0], prefixes.shape[0])
         lengths, prefixes = lengths.expand(batch, -1), prefixes.expand(batch, -1)

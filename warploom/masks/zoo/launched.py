@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,6 @@ def may_launch(device: torch.device, *tensors: Tensor) -> bool:
     )
 
 
-def loads(launch: Callable[[], Launch]) -> bool:
-    """Whether the kernel can be launched now: a capturing stream cannot load it."""
-    return not torch.cuda.is_current_stream_capturing() or launch().raw() is not None
+def loads(t: Tensor, launch: Launch) -> bool:
+    """Whether a kernel can be launched now on the tensor's device: a capturing stream cannot load it."""
+    return not t.is_cuda or not torch.cuda.is_current_stream_capturing() or launch.raw() is not None

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from warploom.masks.zoo.launched import loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -97,22 +98,22 @@ def _sooner(a, b):
     return tl.minimum(a, b)
 
 
-def run_vectors(ids: Tensor, segments: bool, causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor | None]:
-    """lts and, of documents that are not causal, ute: int32 (batch, 1, seqlen_k).
+def run_vectors(ids: Tensor, segments: bool, causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[Tensor | None, ...] | None:
+    """lts and, of documents that are not causal, ute: int32 (batch, 1, seqlen_k); None where it cannot be launched now.
 
     Args:
         ids: integers (batch, seqlen_k) of any strides.
         segments: they are segment ids, not position ids.
     """
-    batch = ids.shape[0]
+    launch, batch = run_launch(ids.dtype, segments, causal), ids.shape[0]
+    if not loads(ids, launch):
+        return None
     lts = ids.new_empty((batch, 1, seqlen_k), dtype=torch.int32)
     ute = None if causal else torch.empty_like(lts)
     blocks = -(-seqlen_k // COLUMNS)
     if lts.numel():
         with on_device(ids):
-            run_launch(ids.dtype, segments, causal)(
-                (batch * blocks, 1), ids, *ids.stride(), lts, ute, blocks, seqlen_q, seqlen_k
-            )
+            launch((batch * blocks, 1), ids, *ids.stride(), lts, ute, blocks, seqlen_q, seqlen_k)
     return lts, ute
 
 
