@@ -66,14 +66,15 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 ids = torch.arange(SEQLEN) % 100
                 for mask in (masks.Document.from_position_ids(ids), masks.Document.from_segment_ids(ids // 30)):
                     assert launched(recorder, partial(call, mask)) == PREPARING_IDS + forward, recorder.launches
-                parts = torch.tensor([[100, 50]])
-                for made in (
-                    masks.PrefixDocument(parts, parts // 2),
-                    masks.SharedQuestion(9, parts),
-                    masks.SharedQuestion(parts[:, 0], parts),
-                    masks.CausalBlockwise(parts),
-                ):
-                    assert launched(recorder, partial(call, made)) == PREPARING + forward, recorder.launches
+        parts = torch.tensor([[100, 50]])
+        for made in (
+            masks.PrefixDocument(parts, parts // 2),
+            masks.SharedQuestion(9, parts),
+            masks.SharedQuestion(parts[:, 0], parts),
+            masks.CausalBlockwise(parts),
+        ):
+            with torch.no_grad():
+                assert launched(recorder, partial(call, made)) == PREPARING + forward, recorder.launches
 
 
 if __name__ == "__main__":
