@@ -75,9 +75,13 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
         ):
             with torch.no_grad():
                 assert launched(recorder, partial(call, made)) == PREPARING + forward, recorder.launches
-        spans = masks.BidirectionalSpans(parts, parts // 2)
-        with torch.no_grad():
-            assert launched(recorder, partial(call, spans)) == ["span_kernel", "bounds_kernel", *forward], recorder.launches
+        others = {
+            "span_kernel": masks.BidirectionalSpans(parts, parts // 2),
+            "tree_kernel": masks.Tree(torch.arange(SEQLEN) - 1),
+        }
+        for kernel, made in others.items():
+            with torch.no_grad():
+                assert launched(recorder, partial(call, made)) == [kernel, "bounds_kernel", *forward], recorder.launches
 
 
 if __name__ == "__main__":

@@ -76,6 +76,17 @@ def ids_of(lengths, segments):
     return torch.cat([torch.arange(n) for n in lengths])
 
 
+def parents_of(lengths):
+    """Chains, each of which hangs on the middle of the path that ends before it."""
+    path, found = [], []
+    for n in lengths:
+        del path[len(path) // 2 :]
+        for _ in range(n):
+            found.append(path[-1] if path else -1)
+            path.append(len(found) - 1)
+    return torch.tensor(found)
+
+
 def parts_of(length):
     """Lengths that sum to it, long and short ones and none."""
     rng = random.Random(length)
@@ -96,6 +107,7 @@ LAUNCHED = {  # a mask from lengths, made of a tensor on the device; and of how 
     "prefix documents": (lambda t: masks.PrefixDocument(t, t // 3), 2),
     "shared question": (lambda t: masks.SharedQuestion(t[:1], t[1:]), 1),
     "blocks": (masks.CausalBlockwise, 3),
+    "a tree": (lambda t: masks.Tree(parents_of(t.tolist()).to(t.device)), 1),
     "spans": (lambda t: masks.BidirectionalSpans(t.cumsum(0) - t, t // 2), 1),
 }
 

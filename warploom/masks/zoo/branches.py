@@ -133,6 +133,12 @@ class Tree(Mask):
         batch, count = self.parents.shape
         if count > seqlen_k:
             raise ValueError(f"parents holds {count} nodes, but there are only {seqlen_k} keys")
+        if may_launch(device, self.parents):
+            from warploom.masks.zoo.tree_kernel import tree_vector
+
+            lts = tree_vector(self.parents.to(device), seqlen_q, seqlen_k)
+            if lts is not None:
+                return ResolvedMask(None, 0, lts, None, None, None)
         parents = self.parents.to(device=device, dtype=torch.int64)
         node = torch.arange(count, device=device).unsqueeze(0)
         # Pointer doubling: after t rounds `last` covers descendants less than 2^t generations below, `up`
