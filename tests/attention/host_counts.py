@@ -78,8 +78,13 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
         others = {
             "span_kernel": masks.BidirectionalSpans(parts, parts // 2),
             "tree_kernel": masks.Tree(torch.arange(SEQLEN) - 1),
+            "position_kernel": masks.PrefixLM(parts[:, 0]),
+            "position_kernel of chunks": masks.Chunked(40),
+            "position_kernel of tokens": masks.GlobalWindow(parts[:, 0], 9, 3),
+            "position_kernel of halves": masks.BlockDiffusion(SEQLEN // 2, 16),
         }
-        for kernel, made in others.items():
+        for name, made in others.items():
+            kernel = name.partition(" ")[0]
             with torch.no_grad():
                 assert launched(recorder, partial(call, made)) == [kernel, "bounds_kernel", *forward], recorder.launches
 

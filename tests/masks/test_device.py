@@ -108,6 +108,9 @@ LAUNCHED = {  # a mask from lengths, made of a tensor on the device; and of how 
     "shared question": (lambda t: masks.SharedQuestion(t[:1], t[1:]), 1),
     "blocks": (masks.CausalBlockwise, 3),
     "a tree": (lambda t: masks.Tree(parents_of(t.tolist()).to(t.device)), 1),
+    "prefix": (lambda t: masks.PrefixLM(t[:1]), 1),
+    "chunks": (lambda t: masks.Chunked(1 + max(t.tolist()) // 3), 1),
+    "window": (lambda t: masks.GlobalWindow(t[:1], 30, 7), 3),
     "spans": (lambda t: masks.BidirectionalSpans(t.cumsum(0) - t, t // 2), 1),
 }
 

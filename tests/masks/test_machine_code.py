@@ -12,10 +12,11 @@ triton = pytest.importorskip("triton")
 
 from tools.kernel_resources import Recorded, compile_launch  # noqa: E402
 from warploom.attention import bounds  # noqa: E402
-from warploom.masks.zoo import document_kernel, run_kernel, span_kernel, tree_kernel  # noqa: E402
+from warploom.masks.zoo import document_kernel, position_kernel, run_kernel, span_kernel, tree_kernel  # noqa: E402
 from warploom.runtime import triton_launch  # noqa: E402
 
 ROWS = torch.tensor([[3, 4]])
+CPU = torch.device("cpu")
 VECTOR = torch.zeros(1, 1, 7, dtype=torch.int32)
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "documents": lambda: document_kernel.document_vectors(ROWS, False, False, 7, 7),
@@ -28,6 +29,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "causal position ids, 32 bits": lambda: run_kernel.run_vectors(ROWS.int(), False, True, 2, 2),
     "spans": lambda: span_kernel.span_vector(ROWS, ROWS, 7, 7),
     "a tree": lambda: tree_kernel.tree_vector(ROWS, 7, 7),
+    "diffusion": lambda: position_kernel.position_vectors("diffusion", 4, (True, True, False, True), 8, 8, CPU, 2),
+    "global tokens": lambda: position_kernel.position_vectors(
+        "global", ROWS[:, :1], (True, False, True, True), 8, 8, CPU, 2, 3
+    ),
     "bounds": lambda: bounds._column_bounds(VECTOR, VECTOR, VECTOR, VECTOR, 3, 0, 7),
     "bounds of one": lambda: bounds._column_bounds(VECTOR, None, None, None, None, 0, 7),
 }
@@ -45,8 +50,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
         def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
             found.append(Recorded(self.kernel, self.constants, arguments))
 
-    caches = document_kernel._launch, run_kernel.run_launch, span_kernel._launch, tree_kernel._launch, bounds._launch
-    for module in (document_kernel, run_kernel, span_kernel, tree_kernel, triton_launch):
+    caches = (
+        document_kernel._launch,
+        run_kernel.run_launch,
+        span_kernel._launch,
+        tree_kernel._launch,
+        bounds._launch,
+        position_kernel._launch,
+    )
+    for module in (document_kernel, position_kernel, run_kernel, span_kernel, tree_kernel, triton_launch):
         monkeypatch.setattr(module, "Launch", Recorder)
     for cached in caches:
         cached.cache_clear()

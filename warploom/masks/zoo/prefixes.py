@@ -28,6 +28,12 @@ class PrefixLM(Mask):
         self.prefix = per_batch_value("prefix", prefix)
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        if may_launch(device, *([self.prefix] if isinstance(self.prefix, Tensor) else [])):
+            from warploom.masks.zoo.position_kernel import position_vectors
+
+            vectors = position_vectors("prefix", self.prefix, (False, False, False, True), seqlen_q, seqlen_k, device)
+            if vectors is not None:
+                return ResolvedMask(None, None, *vectors)
         column = columns(seqlen_k, device)
         in_prefix = column < scalar_or_column(self.prefix, device)
         ute = rows_of(column, seqlen_q, seqlen_k).masked_fill(in_prefix.unsqueeze(1), 0)

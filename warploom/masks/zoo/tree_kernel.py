@@ -28,9 +28,9 @@ def tree_kernel(
 ):  # fmt: skip
     """The first row after the subtree of each column of a block of one batch entry.
 
-    In preorder that is the row of the first node behind the column whose parent lies before it. Columns whose subtrees go on behind the block lie on one path. The program walks on until the last of these has ended, CHUNK
-    nodes at once, and stops once at each node where some end: a tree of n nodes takes n / CHUNK such steps, and one more for
-    each branch of that path.
+    In preorder that is the row of the first node behind the column whose parent lies before it. Columns whose subtrees go on
+    behind the block lie on one path. The program walks on until the last of these has ended, CHUNK nodes at once, and stops
+    once at each node where some end: n nodes take at most n / CHUNK such steps, and one more for each branch of that path.
     """
     pid = tl.program_id(0)
     batch = (pid // blocks).to(tl.int64)
