@@ -14,6 +14,7 @@ import warploom
 from tools.frozen.pretend import Recorder, hopper
 from warploom import masks
 from warploom.attention import api
+from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
 
 SEQLEN = 256
 PREPARING = ["document_kernel", "bounds_kernel"]
@@ -89,7 +90,40 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 assert launched(recorder, partial(call, made)) == [kernel, "bounds_kernel", *forward], recorder.launches
 
 
+def check_memory() -> None:
+    """Preparing a mask allocates its vectors and 8 numbers a block of 64 or 2048 columns: 4 (n S + 8 blocks) bytes."""
+    made: list[Tensor] = []
+
+    def noted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make(*arguments: Any, **named: Any) -> Tensor:
+            made.append(function(*arguments, **named))
+            return made[-1]
+
+        return make
+
+    lengths, seqlen = torch.tensor([[3000, 1001]]), 4001
+    blocks = -(-seqlen // BLOCK) + -(-seqlen // COARSE_BLOCK)
+    with hopper(Recorder()) as fresh:
+        fresh()
+        for mask, count in (
+            (masks.Document(lengths), 1),
+            (masks.Document.from_position_ids(torch.arange(seqlen), causal=False), 2),
+            (masks.SharedQuestion(9, lengths), 1),
+            (masks.CausalBlockwise(lengths), 3),
+        ):
+            with (
+                patch.object(Tensor, "new_empty", noted(Tensor.new_empty)),
+                patch.object(torch, "empty_like", noted(torch.empty_like)),
+                patch.object(torch, "empty", noted(torch.empty)),
+            ):
+                prepared_bounds(mask.resolve(seqlen, seqlen, torch.device("cuda", 0)), seqlen, seqlen)
+            taken = sum(t.numel() * t.element_size() for t in made)
+            assert taken == 4 * (count * seqlen + 8 * blocks), (mask, taken)
+            made.clear()
+
+
 if __name__ == "__main__":
     check("hopper", ["attn_fwd"], ["attn_bwd"])
     check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
+    check_memory()
     print("as few as can be")

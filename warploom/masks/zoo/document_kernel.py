@@ -136,21 +136,28 @@ def part_vectors(
         others: integers (batch|1, n) of prefixes, or (batch|1, 1) of questions.
         question: the question's length where others do not say it.
     """
-    other = rows if others is None else others
     launch = _launch(kind, rows.dtype, None if others is None else others.dtype, wanted)
     if not loads(rows, launch):
         return None
-    batch = max(rows.shape[0], other.shape[0])
-    found = tuple([rows.new_empty((batch, 1, seqlen_k), dtype=torch.int32) if want else None for want in wanted])
+    batch, count = rows.shape
+    step_batch, step = rows.stride()
+    other_batch, other_step = 0, 0
+    if others is not None:
+        other_batch, other_step = others.stride()
+        if others.shape[0] == 1:
+            other_batch = 0
+        elif batch == 1:
+            batch, step_batch = others.shape[0], 0
+    one, at = rows.new_empty((batch, 1, seqlen_k), dtype=torch.int32), wanted.index(True)
+    found = tuple([None if not want else one if i == at else torch.empty_like(one) for i, want in enumerate(wanted)])
     blocks = -(-seqlen_k // COLUMNS)
     if batch and blocks:
-        steps = [(t.stride(0) if t.shape[0] > 1 else 0, t.stride(1)) for t in (rows, other)]
+        count -= kind == "cu_seqlens"
         with on_device(rows):
             launch(
-                (batch * blocks, 1),
-                *(rows, *steps[0], others, *steps[1], *found),
-                *(rows.shape[1] - (kind == "cu_seqlens"), min(question, 2**30), blocks, seqlen_q, seqlen_k),
-            )
+                (batch * blocks, 1), rows, step_batch, step, others, other_batch, other_step, *found,
+                count, min(question, 2**30), blocks, seqlen_q, seqlen_k,
+            )  # fmt: skip
     return found
 
 

@@ -106,13 +106,15 @@ class Document(Mask):
         assert rows is not None
         if not may_launch(device, rows):
             return None
-        from warploom.masks.zoo.document_kernel import document_vectors
+        self._check_fits(seqlen_k)
+        rows = rows if rows.device == device else rows.to(device)
+        if self.ids is None:
+            from warploom.masks.zoo.document_kernel import document_vectors
+
+            return document_vectors(rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
         from warploom.masks.zoo.run_kernel import run_vectors
 
-        self._check_fits(seqlen_k)
-        vectors = document_vectors if self.ids is None else run_vectors
-        other = self.kind in ("cu_seqlens", "segment_ids")
-        return vectors(rows if rows.device == device else rows.to(device), other, self.causal, seqlen_q, seqlen_k)
+        return run_vectors(rows, self.kind == "segment_ids", self.causal, seqlen_q, seqlen_k)
 
     def _check_fits(self, seqlen_k: int) -> None:
         """ValueError if ids are not those of the keys, or documents end past them, where contents may be read."""
