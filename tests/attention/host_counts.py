@@ -122,7 +122,35 @@ def check_memory() -> None:
             made.clear()
 
 
+def check_packed(backend: str, preparing: list[str], forward: list[str]) -> None:
+    """As ``check``, of forward passes of packed sequences whose starts and mask are new."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh, torch.no_grad():
+        fresh()
+        q, k, v = (torch.randn(SEQLEN, heads, 64).bfloat16() for heads in (4, 2, 2))
+
+        def call(starts: Tensor, mask: masks.Mask) -> Tensor:
+            return warploom.attention_varlen(q, k, v, starts, mask=mask, causal=True, backend=backend)
+
+        def drawn(first: int) -> tuple[Tensor, masks.Mask]:
+            rows = torch.full((1, 1, SEQLEN), first, dtype=torch.int32)
+            return torch.tensor([0, first, SEQLEN], dtype=torch.int32), masks.ColumnMask(rows)
+
+        for n in range(2):
+            call(*drawn(n))
+        with patch.object(api, "varlen_args", side_effect=AssertionError("checked again")):
+            for n in range(2, 6):
+                new = partial(call, *drawn(n))
+                assert launched(recorder, new) == preparing + forward, recorder.launches
+                assert launched(recorder, new) == forward, recorder.launches
+            with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+                for _ in range(2):
+                    assert launched(recorder, new) == preparing + forward
+
+
 if __name__ == "__main__":
+    check_packed("hopper", ["packed_bounds_kernel"], ["attn_fwd"])
+    check_packed("triton", [], ["forward_kernel"])
     check("hopper", ["attn_fwd"], ["attn_bwd"])
     check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
     check_memory()

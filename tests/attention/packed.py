@@ -16,13 +16,19 @@ from warploom.masks import ColumnMask
 
 @dataclass
 class Packed:
-    """Sequences of given lengths and some tokens past them. `used` shortens keys; `vectors` are a mask's, per key."""
+    """Sequences of given lengths and some tokens past them. `used` shortens keys; `vectors` are a mask's, per key.
+
+    Under `hostile` whoever is judged finds NaN in keys and values that no query sees and in all tokens past the last sequence.
+    """
 
     seed: int
     lengths_q: list[int]
     lengths_k: list[int] | None = None
     used: list[int] | None = None
     vectors: int = 0
+    names: tuple[str, ...] = ("lts", "lte", "uts", "ute")  # of the vectors
+    mask_heads: int | None = None  # None: heads_kv
+    hostile: bool = False
     page_size: int | None = None
     heads_q: int = 2
     heads_kv: int = 1
@@ -50,7 +56,7 @@ class Packed:
         self.dlse = draw(self.heads_q, total_q, dtype=torch.float32) * self.lse_gradient
         self.sinks = draw(self.heads_q, dtype=torch.float32) if self.sink else None
         high = max(self.lengths_q, default=0) + 5
-        shape = (1, self.heads_kv, total_k)
+        shape = (1, self.mask_heads or self.heads_kv, total_k)
         drawn = [torch.randint(-5, high, shape, generator=generator, dtype=torch.int32) for _ in range(self.vectors)]
         self.columns = [t.to(self.device) for t in drawn]
         if self.page_size is not None:
@@ -82,6 +88,8 @@ class Packed:
         """out, lse and, but for pages, gradients."""
         paged = self.page_size is not None and dtype is None
         source = (self.q, self.k_pages, self.v_pages) if paged else (self.q, self.k, self.v)
+        if self.hostile and dtype is None:
+            source = self._poisoned()
         leaves = [t.detach().to(dtype or self.dtype).requires_grad_(not paged) for t in source]
         keywords = dict(self.keywords)
         if self.sinks is not None:
@@ -89,7 +97,7 @@ class Packed:
                 not paged
             )
         if self.columns:
-            keywords["mask"] = ColumnMask(*self.columns)
+            keywords["mask"] = self._mask(self.columns)
         if paged:
             keywords["block_table"] = self.table
             used: list[int] | None = self.seen
@@ -108,6 +116,35 @@ class Packed:
             total = (out * self.dout.to(out)).sum() + (lse * self.dlse.to(lse)).masked_fill(torch.isinf(lse), 0.0).sum()
             found |= dict(zip(("dq", "dk", "dv", "dsink"), torch.autograd.grad(total, leaves), strict=False))
         return found
+
+    def _mask(self, columns: list[Tensor]) -> ColumnMask:
+        named = dict(zip(self.names, columns, strict=False))
+        return ColumnMask(named.pop("lts", None), **named)
+
+    def _poisoned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with NaN where nothing depends on them."""
+        hidden = torch.ones(self.k.shape[:2], dtype=torch.bool, device=self.device)
+        first_q, first_k = 0, 0
+        for length, stored, used in zip(self.lengths_q, self.keys, self.seen, strict=True):
+            seen = self._visible(length, slice(first_k, first_k + used)).expand(1, self.heads_q, -1, -1)
+            hidden[first_k : first_k + used] = ~seen[0].any(1).unflatten(0, (self.heads_kv, -1)).any(1).T
+            first_q, first_k = first_q + length, first_k + stored
+        q, k, v = (t.clone() for t in (self.q, self.k, self.v))
+        q[first_q:] = float("nan")
+        for t in (k, v):
+            t[hidden] = float("nan")
+        return q, k, v
+
+    def _visible(self, length: int, cols: slice) -> Tensor:
+        """bool (1, heads_q|1, queries, keys) of a sequence of so many queries, whose keys are ``cols``."""
+        used = cols.stop - cols.start
+        whole = self._mask([t[..., cols].contiguous() for t in self.columns]) if self.columns else warploom.masks.Full()
+        seen = whole.dense(length, used).to(self.device)
+        if seen.shape[1] != 1:
+            seen = seen.repeat_interleave(self.heads_q // seen.shape[1], dim=1)
+        left, right = self.keywords.get("window", (None, None))
+        band = warploom.masks.SlidingWindow(left, 0 if self.keywords.get("causal") else right)
+        return seen & band.dense(length, used).to(self.device)
 
     def model(self) -> dict[str, Tensor]:
         """The low-precision model, zeros where no sequence is."""
@@ -135,15 +172,7 @@ class Packed:
     def _sequence(self, n: int, rows: slice, cols: slice) -> tuple[Any, Tensor | None]:
         q, k, v, dout = self.q[None, rows], self.k[None, cols], self.v[None, cols], self.dout[None, rows]
         length, used = q.shape[1], k.shape[1]
-        keywords = {name: x for name, x in self.keywords.items() if name in ("causal", "window")}
-        whole = ColumnMask(*[t[..., cols].contiguous() for t in self.columns]) if self.columns else warploom.masks.Full()
-        seen = whole.dense(length, used).to(self.device)
-        if seen.shape[1] != 1:
-            seen = seen.repeat_interleave(self.heads_q // seen.shape[1], dim=1)
-        left, right = keywords.get("window", (None, None))
-        right = 0 if keywords.get("causal") else right
-        band = warploom.masks.SlidingWindow(left, right)
-        seen = seen & band.dense(length, used).to(self.device)
+        seen = self._visible(length, cols)
         keep = None
         p = self.keywords.get("dropout_p", 0.0)
         device = self.device
@@ -184,6 +213,30 @@ PACKED: dict[str, dict[str, Any]] = {
     "dropout": {"lengths_q": [70, 3, 40], "keywords": {"dropout_p": 0.4, "dropout_seed": 99}},
     "column mask": {"lengths_q": [100, 40], "vectors": 1, "keywords": {"causal": True}},
     "four vectors": {"lengths_q": [100, 40], "lengths_k": [150, 40], "vectors": 4, "heads_q": 4, "heads_kv": 2},
+    "column masks of query heads": {
+        "lengths_q": [100, 0, 40, 3],
+        "lengths_k": [150, 5, 170, 0],
+        "vectors": 2,
+        "names": ("lts", "ute"),
+        "heads_q": 4,
+        "heads_kv": 2,
+        "mask_heads": 4,
+        "hostile": True,
+        "sink": True,
+        "keywords": {"window": (90, 20)},
+    },
+    "used keys under a column mask": {
+        "lengths_q": [5, 0, 70, 4],
+        "lengths_k": [9, 4, 130, 6],
+        "used": [4, 4, 65, 0],
+        "vectors": 1,
+        "names": ("ute",),
+        "mask_heads": 1,
+        "heads_q": 7,
+        "hostile": True,
+        "lse_gradient": True,
+        "keywords": {"softcap": 3.0},
+    },
     "group of 7": {"lengths_q": [40, 65], "heads_q": 7, "head_dim": 72, "head_dim_v": 72, "keywords": {"causal": True}},
     "many short ones": {"lengths_q": [3, 1, 0, 2] * 80, "keywords": {"causal": True}},
     "pages of 1": {"lengths_q": [5, 3, 0, 1], "lengths_k": [21, 3, 7, 0], "page_size": 1, "keywords": {"causal": True}},

@@ -9,7 +9,10 @@ from tests.interpreter import run_interpreted
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.parametrize("file", ["test_cases.py", "test_behaviour.py", "test_chunks.py", "test_edges.py", "test_explain.py"])
+FILES = ["test_cases.py", "test_behaviour.py", "test_chunks.py", "test_edges.py", "test_explain.py", "test_packed_bounds.py"]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_under_the_interpreter(file: str) -> None:
     output = run_interpreted(FOLDER / file)
     assert " passed" in output and "skipped" not in output

@@ -164,6 +164,72 @@ def test_vectors_changed_in_place_are_prepared_anew(
     assert kernel.ways() == ["checked"] * 2 + ["bound"] * 6  # both are a vector under the same band
 
 
+def packed(q: Tensor, cu: Tensor, mask: masks.Mask, **keywords: Any) -> Any:
+    return warploom.attention_varlen(q, q, q, cu, mask=mask, backend="hopper", **keywords)
+
+
+@pytest.fixture
+def packed_bounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What bounds of packed masks are computed of, and themselves, last."""
+    found: list[tuple[Any, ...]] = []
+
+    def made(*given: Any) -> Tensor:
+        found.append((*given, torch.zeros(1, 1, 1, 8, dtype=torch.int32)))
+        return found[-1][-1]
+
+    monkeypatch.setattr(bounds, "_packed_bounds", made)
+    return found
+
+
+def test_a_new_packed_mask_in_every_step_only_launches(
+    kernel: Kernel, given: list[tuple[Tensor | None, ...]], packed_bounds: list[tuple[Any, ...]]
+) -> None:
+    """Behind what says where sequences are come its own vectors and their bounds, made once for all layers of a step."""
+    q = plain()[0]
+    for step in range(4):
+        cu, used = lengths(0, 1 + step % 2, 3), lengths(1, 1)
+        mask = masks.ColumnMask(torch.full((1, 1, 3), step, dtype=torch.int32), causal=True)
+        for _ in range(3):
+            packed(q, cu, mask, seqused_k=used)
+        assert len(packed_bounds) == step + 1
+        if step:
+            starts, starts_k, counted, lts, *others, found = given[-1]
+            assert starts is cu and starts_k is None and counted is used and others == [None] * 3
+            assert lts is not None and lts.flatten().tolist() == [step] * 3 and found is packed_bounds[-1][-1]
+            assert packed_bounds[-1][1:7] == (None, None, None, None, 0, 3) and packed_bounds[-1][0] is lts
+            assert packed_bounds[-1][7] is cu and packed_bounds[-1][8] is None and packed_bounds[-1][9] is used
+    assert kernel.ways() == ["checked"] * 2 + ["bound"] * 10
+    packed(q, cu, masks.ColumnMask(None, ute=lengths(1, 1, 1)[None, None]), seqused_k=used)
+    packed(q, cu, masks.Causal(), seqused_k=used)
+    assert kernel.ways() == ["checked"] * 2
+    with pytest.raises(ValueError, match="takes a band"):
+        packed(q, cu, masks.Document(lengths(1, 2)))
+
+
+def test_packed_starts_changed_in_place_are_prepared_anew(kernel: Kernel, packed_bounds: list[tuple[Any, ...]]) -> None:
+    q, cu, mask = plain()[0], lengths(0, 1, 3), masks.ColumnMask(torch.ones(1, 1, 3, dtype=torch.int32))
+    for _ in range(4):
+        packed(q, cu, mask)
+    assert len(packed_bounds) == 1
+    cu.copy_(lengths(0, 2, 3))
+    packed(q, cu, mask)
+    packed(q, cu, mask)
+    assert len(packed_bounds) == 2 and kernel.ways() == ["checked"] * 2 + ["bound"] * 4
+
+
+def test_packed_masked_calls_with_gradients_only_launch_too(
+    kernel: Kernel, backward: Backward, packed_bounds: list[tuple[Any, ...]]
+) -> None:
+    q, cu = plain()[0].requires_grad_(), lengths(0, 1, 3)
+    for way in ("checked", "checked", "bound", "bound"):
+        mask = masks.ColumnMask(torch.ones(1, 1, 3, dtype=torch.int32))
+        out = packed(q, cu, mask, deterministic=False)
+        assert kernel.ways() == [way]
+        (found,) = torch.autograd.grad(out.sum(), q)
+        assert torch.equal(found, plain()[0] / 4)
+    assert backward.bound == 1 and len(backward.given[-1]) == 12 and backward.given[-1][11] is packed_bounds[-1][-1]
+
+
 def test_bounds_of_inference_serve_training(prepared: Prepared) -> None:
     resolved = masks.ColumnMask(torch.full((1, 1, 3), 2, dtype=torch.int32)).resolve(3, 3)
     with torch.inference_mode():
@@ -237,13 +303,22 @@ def test_a_wrong_seed_is_named_as_before(kernel: Kernel) -> None:
     assert kernel.ways() == ["checked", "checked", "bound"] * 2
 
 
-def test_packed_calls_that_drop_only_launch_too(kernel: Kernel, given: list[tuple[Tensor | None, ...]]) -> None:
+def test_packed_calls_that_drop_only_launch_too(
+    kernel: Kernel, given: list[tuple[Tensor | None, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "_packed_bounds", lambda *_: torch.zeros(1))
     q, starts = plain()[0], lengths(0, 1, 3)
     for _ in range(3):
         warploom.attention_varlen(q, q, q, starts, backend="hopper", dropout_p=0.5, dropout_seed=6)
     assert kernel.ways() == ["checked", "checked", "bound"]
     first, keys, used, seed = given[-1]
     assert first is starts and keys is used is None and seed is not None and int(seed) == 6
+    mask = masks.ColumnMask(torch.ones(1, 1, 3, dtype=torch.int32))
+    for _ in range(3):
+        warploom.attention_varlen(q, q, q, starts, mask=mask, backend="hopper", dropout_p=0.5, dropout_seed=7)
+    assert kernel.ways() == ["checked", "checked", "bound"]
+    first, _, _, lts, _, _, _, found, seed = given[-1]
+    assert first is starts and lts is mask.lts and found is not None and seed is not None and int(seed) == 7
 
 
 def test_gradients_of_calls_that_drop_have_their_seeds(

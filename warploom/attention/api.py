@@ -197,12 +197,12 @@ def attention_varlen(
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
     found = launcher.NOTHING
-    vectors = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if mask is None and block_table is None:
+    sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if block_table is None:
         longest = (max_seqlen_q, max_seqlen_k)
         found = launcher.find(
-            q, k, v, sink, None, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
-            vectors, longest,
+            q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
+            sequences, longest,
         )
     if found.launch is not None:
         out, lse = found.launch(q, k, v, sink, *found.others)
@@ -226,9 +226,10 @@ def attention_varlen(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        resolved=found.resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not _are((q, k, v, *vectors), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
+    if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         found = launcher.NOTHING
     out, lse = _run(args, backend, found.key, found.records)
     return (out, lse) if return_lse else out

@@ -14,6 +14,8 @@ from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
 from warploom.runtime.qkv import autocast_inputs, check_sink, check_tensors, last_contiguous, scalars
 
+PACKED_MASKS = Full, Causal, SlidingWindow, ColumnMask  # that packed sequences may have
+
 _warned_layout = False
 
 
@@ -64,8 +66,9 @@ def varlen_args(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
     deterministic: bool | None = None,
+    resolved: ResolvedMask | None = None,
 ) -> AttentionArgs:
-    """The arguments of attention_varlen()."""
+    """The arguments of attention_varlen(); ``resolved``: the mask for all packed tokens, if it was asked already."""
     q, k, v = autocast_inputs(q, k, v)
     paged = block_table is not None
     check_tensors(q, k, v, 3, "(total_tokens, heads, head_dim)", kv_rank=4 if paged else 3)
@@ -73,13 +76,13 @@ def varlen_args(
     max_seqlen_q, max_seqlen_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
 
     _check_mask(mask)
-    if mask is not None and not isinstance(mask, (Full, Causal, SlidingWindow, ColumnMask)):
+    if mask is not None and not isinstance(mask, PACKED_MASKS):
         raise ValueError(
             "attention_varlen takes a band (Full, Causal, SlidingWindow) or a ColumnMask with packed columns as mask, "
             f"got {type(mask).__name__}; call attention(), or build the columns of each sequence"
         )
     total_k = k.shape[0] * k.shape[1] if paged else k.shape[0]
-    resolved = resolve(mask, causal, window, q.shape[0], total_k, q)
+    resolved = resolve(mask, causal, window, q.shape[0], total_k, q, resolved)
     if paged and any(vector is not None for vector in resolved.vectors):
         raise ValueError("mask: column vectors together with block_table are not supported; use a band")
     check_columns(resolved, 1, q.shape[1], k.shape[-2], total_k, q)

@@ -2,6 +2,18 @@
 
 Outside of torch.compile and CUDA graph capture the result is kept while the vectors live unchanged. A compiler sees the
 same op with the same inputs in every layer and keeps one of them; a captured graph computes it anew at every replay.
+
+Of a dense call they are int32 (batch|1, heads|1, blocks, 8): blocks of BLOCK columns, and behind them those of COARSE_BLOCK.
+
+Of packed sequences they are int32 (1, heads|1, blocks, 8). Each sequence's vectors are normalised by its own rows, keys and
+shift, keys past its ``seqused_k`` cut off. Blocks count from a sequence's first key, so that no two sequences share one, and
+where they stand needs no scan of the lengths: with ``start`` the first key of sequence s, within the call's tokens,
+
+- its i-th block of 64 columns is number start // 64 + s + i, of total_k // 64 + sequences;
+- its i-th block of 2048 is number start // 2048 + s + i behind those, of total_k // 2048 + sequences.
+
+`warploom.kernels.cute.packed.first_tile` is the same formula. Only blocks with a key that counts are written: what
+stands in others is undefined, and nobody may read it.
 """
 
 from __future__ import annotations
@@ -32,11 +44,16 @@ _FAR = 2**30  # beyond it a limit of the band changes nothing
 _kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = OrderedDict()
 
 
-def with_bounds(args: AttentionArgs) -> AttentionArgs:
-    """A dense call with the bounds of its column mask, if it has one."""
-    if args.bounds is not None or args.cu_seqlens_q is not None or (args.lts is None and args.ute is None):
+def with_bounds(args: AttentionArgs, packed: bool = False) -> AttentionArgs:
+    """A call with the bounds of its column mask, if it has one; ``packed``: packed sequences too, not dense calls alone."""
+    if args.bounds is not None or (args.lts is None and args.ute is None):
         return args
-    return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1], args.q_offset))
+    if args.cu_seqlens_q is None:
+        return args._replace(bounds=prepared_bounds(args.mask, args.q.shape[1], args.k.shape[1], args.q_offset))
+    if not packed:
+        return args
+    sequences = args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    return args._replace(bounds=packed_bounds_of(args.mask.vectors, sequences, args.left, args.right, args.q.shape[0]))
 
 
 def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: Tensor | None = None) -> Tensor:
@@ -54,9 +71,38 @@ def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: 
 
 def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
     """As ``prepared_bounds``, of lts, lte, uts, ute and the offsets."""
-    key = _key(vectors, left, right, seqlen_q)
+    return _kept_or_made(False, vectors, left, right, seqlen_q)
+
+
+def packed_bounds_of(
+    vectors: tuple[Tensor | None, ...],
+    sequences: tuple[Tensor | None, ...],
+    left: int | None,
+    right: int | None,
+    total_q: int,
+) -> Tensor:
+    """Bounds of a packed mask, as the module has them, in one launch, or kept from before.
+
+    Args:
+        vectors: lts, lte, uts, ute, int32 (1, heads|1, total_k) or None; at least one interval.
+        sequences: cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,), and seqused_k, int32 (sequences,); without the second
+            the first, without the third all keys count.
+        left, right: the band.
+        total_q: packed queries.
+
+    Returns:
+        int32 (1, heads|1, total_k // 64 + total_k // 2048 + 2 · sequences, 8).
+    """
+    return _kept_or_made(True, (*vectors, *sequences), left, right, total_q)
+
+
+def _kept_or_made(
+    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int
+) -> Tensor:
+    """Bounds by the vectors and, behind them, the offsets or what says where sequences are."""
+    key = _key(tensors, left, right, queries)
     if key is None:
-        return _computed(vectors, left, right, seqlen_q)
+        return _made(packed, tensors, left, right, queries)
     entry = _kept.get(key)
     if entry is not None:
         for ref in entry[0]:
@@ -66,29 +112,31 @@ def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int |
             return entry[1]
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # autograd may save them later
-            bounds = _computed(vectors, left, right, seqlen_q)
+            bounds = _made(packed, tensors, left, right, queries)
     else:
-        bounds = _computed(vectors, left, right, seqlen_q)
-    _kept[key] = [weakref.ref(t) for t in vectors if t is not None], bounds
+        bounds = _made(packed, tensors, left, right, queries)
+    _kept[key] = [weakref.ref(t) for t in tensors if t is not None], bounds
     if len(_kept) > _KEPT:
         _kept.popitem(last=False)
     return bounds
 
 
-def _computed(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
-    lts, lte, uts, ute, q_offset = vectors
-    straight = not torch.compiler.is_compiling() and plain(*vectors)
-    run = _column_bounds if straight else torch.ops.warploom.column_bounds
-    return run(lts, lte, uts, ute, left, right, seqlen_q, q_offset)
+def _made(packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int) -> Tensor:
+    straight = not torch.compiler.is_compiling() and plain(*tensors)
+    run: Any
+    if packed:
+        run = _packed_bounds if straight else torch.ops.warploom.packed_column_bounds
+    else:
+        run = _column_bounds if straight else torch.ops.warploom.column_bounds
+    found: Tensor = run(*tensors[:4], left, right, queries, *tensors[4:])
+    return found
 
 
-def _key(
-    vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int
-) -> tuple[Any, ...] | None:
+def _key(tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int) -> tuple[Any, ...] | None:
     """What the kept bounds depend on; None where nothing may be kept: while compiling or capturing, of tensors of inference."""
-    if torch.compiler.is_compiling() or any([t is not None and type(t) is not Tensor for t in vectors]):
+    if torch.compiler.is_compiling() or any([t is not None and type(t) is not Tensor for t in tensors]):
         return None
-    some = vectors[0] if vectors[0] is not None else vectors[3]
+    some = tensors[0] if tensors[0] is not None else tensors[3]
     assert some is not None
     stream = None
     if some.is_cuda:
@@ -96,10 +144,10 @@ def _key(
             return None
         stream = torch._C._cuda_getCurrentRawStream(some.device.index)
     try:
-        versions = tuple([None if t is None else (t._version, t.data_ptr()) for t in vectors])
+        versions = tuple([None if t is None else (t._version, t.data_ptr()) for t in tensors])
     except RuntimeError:
         return None
-    return *map(id, vectors), versions, left, right, seqlen_q, stream
+    return *map(id, tensors), versions, left, right, queries, stream
 
 
 def _column_bounds(
@@ -117,7 +165,7 @@ def _column_bounds(
     assert some is not None
     bounds = some.new_empty(_shape(some, q_offset))
     blocks, groups = _blocks(some)
-    left, right = [None if x is None else max(min(x, _FAR), -_FAR) for x in (left, right)]
+    left, right = _near(left), _near(right)
     if bounds.numel():
         with on_device(some):
             _launch(*[x is None for x in (*vectors, left, right, q_offset)])(
@@ -128,13 +176,47 @@ def _column_bounds(
     return bounds
 
 
+def _packed_bounds(
+    lts: Tensor | None,
+    lte: Tensor | None,
+    uts: Tensor | None,
+    ute: Tensor | None,
+    left: int | None,
+    right: int | None,
+    total_q: int,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    used: Tensor | None,
+) -> Tensor:
+    vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
+    some = vectors[0] if vectors[0] is not None else vectors[3]
+    assert some is not None
+    total_k, sequences = some.shape[2], cu_q.shape[0] - 1
+    bounds = some.new_empty(_packed_shape(some, cu_q))
+    left, right = _near(left), _near(right)
+    cu_q = cu_q.contiguous()
+    cu_k = cu_q if cu_k is None else cu_k.contiguous()
+    used = None if used is None else used.contiguous()
+    if sequences and some.numel():
+        with on_device(some):
+            _launch(*[x is None for x in (*vectors, left, right, used)], packed=True)(
+                (some.shape[1] * (total_k // COARSE_BLOCK + sequences), 1),
+                *(*vectors, bounds, cu_q, cu_k, used, sequences, total_q, total_k, left, right),
+            )
+    return bounds
+
+
+def _near(limit: int | None) -> int | None:
+    return None if limit is None else max(min(limit, _FAR), -_FAR)
+
+
 @cache
-def _launch(*absent: bool) -> Launch:
-    """Of the kernel, for calls with the same arguments absent."""
-    from warploom.kernels.triton.bounds import bounds_kernel
+def _launch(*absent: bool, packed: bool = False) -> Launch:
+    """Of a kernel, for calls with the same arguments absent."""
+    from warploom.kernels.triton.bounds import bounds_kernel, packed_bounds_kernel
     from warploom.runtime.triton_launch import Launch
 
-    return Launch(bounds_kernel, {"num_warps": 4}, direct=True)
+    return Launch(packed_bounds_kernel if packed else bounds_kernel, {"num_warps": 4}, direct=True)
 
 
 def _column_bounds_fake(
@@ -149,6 +231,27 @@ def _column_bounds_fake(
 ) -> Tensor:
     some = next(t for t in (lts, lte, uts, ute) if t is not None)
     return some.new_empty(_shape(some, q_offset))
+
+
+def _packed_bounds_fake(
+    lts: Tensor | None,
+    lte: Tensor | None,
+    uts: Tensor | None,
+    ute: Tensor | None,
+    left: int | None,
+    right: int | None,
+    total_q: int,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    used: Tensor | None,
+) -> Tensor:
+    some = next(t for t in (lts, lte, uts, ute) if t is not None)
+    return some.new_empty(_packed_shape(some, cu_q))
+
+
+def _packed_shape(vector: Tensor, cu_q: Tensor) -> tuple[int, ...]:
+    _, heads, total_k = vector.shape
+    return (1, heads, total_k // BLOCK + total_k // COARSE_BLOCK + 2 * (cu_q.shape[0] - 1), 8)
 
 
 def _shape(vector: Tensor, q_offset: Tensor | None) -> tuple[int, ...]:
@@ -167,6 +270,12 @@ _library.define(
     "column_bounds(Tensor? lts, Tensor? lte, Tensor? uts, Tensor? ute, SymInt? left, SymInt? right, SymInt seqlen_q, "
     "Tensor? q_offset=None) -> Tensor"
 )
+_library.define(
+    "packed_column_bounds(Tensor? lts, Tensor? lte, Tensor? uts, Tensor? ute, SymInt? left, SymInt? right, SymInt total_q, "
+    "Tensor cu_q, Tensor? cu_k, Tensor? used) -> Tensor"
+)
 for _dispatch_key in ("CPU", "CUDA"):
     _library.impl("column_bounds", _column_bounds, _dispatch_key)
+    _library.impl("packed_column_bounds", _packed_bounds, _dispatch_key)
 torch.library.register_fake("warploom::column_bounds", _column_bounds_fake, lib=_library)
+torch.library.register_fake("warploom::packed_column_bounds", _packed_bounds_fake, lib=_library)

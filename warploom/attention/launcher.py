@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warploom.attention.arguments import seed_of
-from warploom.attention.bounds import bounds_of
+from warploom.attention.arguments import PACKED_MASKS, seed_of
+from warploom.attention.bounds import bounds_of, packed_bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.masks import ColumnMask, Mask
@@ -78,16 +78,20 @@ class Launcher:
 def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     """What launches further calls of the kind of ``args``, which has run; None: nothing quicker.
 
-    It takes q, k, v and sink, of packed calls the three that say where sequences are, of calls under a column mask its vectors,
-    and the seed of those that drop. ``records``: gradients are recorded.
+    It takes q, k, v and sink, of packed calls the three that say where sequences are, then of calls under a column mask its
+    vectors, and last the seed of those that drop.
+    ``records``: gradients are recorded.
     """
     forward = backend.bind(args)
     if forward is None:
         return None
     run: Launch = attention_op.recorded_by(Launcher(backend, args, forward)) if records else forward
-    if args.bounds is None:
+    if args.lts is None and args.ute is None:
         return run
-    left, right, seqlen_q = args.left, args.right, args.q.shape[1]
+    left, right = args.left, args.right
+    if args.cu_seqlens_q is not None:
+        return _packed_launch(run, left, right, args.bounds is not None)
+    seqlen_q = args.q.shape[1]
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
@@ -95,6 +99,16 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         bounds = bounds_of((lts, lte, uts, ute, None), left, right, seqlen_q)
         return run(q, k, v, sink, lts, lte, uts, ute, bounds, *seed)
+
+    return launch
+
+
+def _packed_launch(run: Launch, left: int | None, right: int | None, with_bounds: bool) -> Launch:
+    """What gives ``run`` the bounds of packed vectors too, or None in their place where no bounds were prepared."""
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        bounds = packed_bounds_of(tensors[3:7], tensors[:3], left, right, q.shape[0]) if with_bounds else None
+        return run(q, k, v, sink, *tensors[:7], bounds, *tensors[7:])
 
     return launch
 
@@ -134,7 +148,8 @@ def find(
 
     The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
     keyword is not of the plainest type: 1 is equal to True, and would find what True left.
-    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths.
+    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths. The vectors of a mask
+    come behind them.
     """
     if (
         not (type(dropout_p) is float or type(dropout_p) is int)
@@ -165,21 +180,24 @@ def find(
             key += (type(window), *window, *map(type, window))
         if sink is not None:
             key += (sink.shape, sink.stride(), sink.dtype, sink.device)
+        rank, length = 4, 1  # of q and k, and where their lengths stand
         if vectors:
             key += (
                 longest,
                 *map(type, longest),
                 *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in vectors],
             )
-        elif mask is not None:
-            if not isinstance(mask, Mask) or q.ndim != 4 or k.ndim != 4:
+            rank, length = 3, 0
+        if mask is not None:
+            if not isinstance(mask, PACKED_MASKS if vectors else Mask) or q.ndim != rank or k.ndim != rank:
                 return NOTHING
-            resolved = mask.resolve(q.shape[1], k.shape[1], None if isinstance(mask, ColumnMask) else q.device)
+            resolved = mask.resolve(q.shape[length], k.shape[length], None if isinstance(mask, ColumnMask) else q.device)
             of_mask = _described(resolved)
             if of_mask is None:
                 return Found(None, None, (), resolved, records)
             key += of_mask
-            vectors = resolved.vectors if len(of_mask) > 2 else ()
+            if len(of_mask) > 2:
+                vectors += resolved.vectors
         launch = dispatch.bound(key)
         if launch is not None and (dropout_p or dropout_seed is not None):
             seed = seed_of(dropout_p, dropout_seed, q)  # drawn here only where the checks, which draw too, are left out

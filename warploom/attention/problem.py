@@ -16,7 +16,9 @@ from warploom.runtime.qkv import check_starts
 MOST_OFFSET = 1 << 29
 
 
-_ALWAYS: tuple[str, ...] = ("q", "k", "v", "sink")
+_ALWAYS = ("q", "k", "v", "sink")
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_COLUMNS = ("lts", "lte", "uts", "ute", "bounds")
 
 
 class AttentionArgs(NamedTuple):
@@ -25,8 +27,8 @@ class AttentionArgs(NamedTuple):
     Dense calls have q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ·); packed calls
     have q (total_q, heads_q, head_dim) and ``cu_seqlens_q``; paged ones k and v (pages, page_size, heads_kv, ·)
     and ``block_table``. ``lts … ute`` are int32 (batch|1, heads|1, seqlen_k) with rows local to each sequence.
-    ``bounds`` is a slot for prepared per-tile extrema of those four. left and right are the band
-    -right <= p - j <= left with p = i + seqlen_k - seqlen_q; None is unlimited.
+    ``bounds`` is a slot for prepared per-tile extrema of those four, as `warploom.attention.bounds` has them. left and right
+    are the band -right <= p - j <= left with p = i + seqlen_k - seqlen_q; None is unlimited.
 
     With ``q_offset``, int32 (batch,) on the device, none negative, queries are chunks of longer sequences and keys are
     whole: row i of batch entry b (in packed calls: of sequence b) stands for row r = i + q_offset[b]. Then
@@ -76,12 +78,12 @@ class AttentionArgs(NamedTuple):
     @property
     def launched(self) -> tuple[str, ...]:
         """Names of the tensors that launchers take, in their order: of a call that is not paged."""
-        names = _ALWAYS
+        found: tuple[str, ...] = _ALWAYS
         if self.cu_seqlens_q is not None:
-            names += ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        elif self.lts is not None or self.ute is not None:
-            names += ("lts", "lte", "uts", "ute", "bounds")
-        return (*names, "dropout_seed") if self.dropout_p else names
+            found = (*found, *_SEQUENCES)
+        if self.lts is not None or self.ute is not None:
+            found = (*found, *_COLUMNS)
+        return (*found, "dropout_seed") if self.dropout_p else found
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those of ``launched``."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tests.attention.packed_bounds import packed_bounds
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
@@ -20,6 +22,20 @@ DROPOUT = "seed least kept first"
 DROPPED = {"seed": ((2,), ()), "least": 1 << 30, "first": 0}
 COUNTERS = 1 << 12
 Tag = tuple[int, ...]
+
+
+class Sequences(NamedTuple):
+    """Of a packed call what its cu_seqlens and seqused_k hold."""
+
+    starts_q: list[int]
+    starts_k: list[int]
+    used: list[int]
+
+    @classmethod
+    def thirds(cls, seqlen_q: int, seqlen_k: int) -> Sequences:
+        """Two, the first with a third of the tokens."""
+        used = [seqlen_k // 3, seqlen_k - seqlen_k // 3 - 5]
+        return cls([0, seqlen_q // 3, seqlen_q], [0, seqlen_k // 3, seqlen_k], used)
 
 
 def choose(condition: bool, a: int, b: int) -> int:
@@ -41,8 +57,10 @@ def forward(
     split: int = 0,
     left: int = 0,
     mask: ResolvedMask | None = None,
+    sequences: Sequences | None = None,
+    watched: range = range(0),
 ) -> Launch:
-    """One batch, one key head; of packed calls two sequences, the first with a third of the tokens."""
+    """One batch, one key head; of packed calls two sequences, the first with a third of the tokens, unless they are given."""
     dim, dim_v = config.head_dim, config.head_dim_v
     names = names_of(
         "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter",
@@ -68,13 +86,19 @@ def forward(
             "v": ((1 << 24, dim_v, 1, seqlen_k + 1), ()),
             "out": ((seqlen_q, heads, dim_v), (heads * dim_v, dim_v)),
             "lse": ((heads, seqlen_q), (seqlen_q,)),
-            "cu_q": ((3,), ()), "cu_k": ((3,), ()), "used": ((2,), ()), "counter": ((1,), ()),
+            "counter": ((1,), ()),
         }  # fmt: skip
-        words = _packed(names, seqlen_q, seqlen_k)
+        sequences = sequences or Sequences.thirds(seqlen_q, seqlen_k)
+        packed_values, words = _packed(names, sequences)
+        values |= packed_values
     if mask is not None:
-        column_values, words = column_mask(names, mask, seqlen_q, seqlen_k)
+        if sequences is None:
+            column_values, column_words = column_mask(names, mask, fine_and_coarse(mask, seqlen_q, seqlen_k))
+        else:
+            column_values, column_words = _packed_mask(names, mask, sequences, config.used)
         values |= column_values | {"counter": ((1,), ()), "pair_heads": heads}
-    return launch(traced, values, names, grid=blocks, words=words, reads=config.columns)
+        words |= column_words
+    return launch(traced, values, names, grid=blocks, words=words, reads=config.columns, watched=watched)
 
 
 def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -82,9 +106,8 @@ def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
     return torch.cat([column_bounds(mask, seqlen_q, seqlen_k, block, "cpu") for block in (BLOCK, COARSE_BLOCK)], dim=2)
 
 
-def column_mask(names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> tuple[dict[str, Any], dict[int, int]]:
+def column_mask(names: list[str], mask: ResolvedMask, bounds: Tensor) -> tuple[dict[str, Any], dict[int, int]]:
     """The parameters of a column mask, and what its vectors and bounds hold."""
-    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     given = {"lts": mask.lts, "lte": mask.lte, "uts": mask.uts, "ute": mask.ute}
     values: dict[str, Any] = {
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
@@ -99,16 +122,35 @@ def column_mask(names: list[str], mask: ResolvedMask, seqlen_q: int, seqlen_k: i
     return values, words
 
 
-def _packed(names: list[str], seqlen_q: int, seqlen_k: int) -> dict[int, int]:
-    """The starts of two sequences and what is used of them."""
-    found = {}
-    for name, total in (("cu_q", seqlen_q), ("cu_k", seqlen_k)):
-        start = names.index(name) + 1 << 32
-        found |= {start: 0, start + 4: total // 3, start + 8: total}
-    if "used" in names:
-        start = names.index("used") + 1 << 32
-        found |= {start: seqlen_k // 3, start + 4: seqlen_k - seqlen_k // 3 - 5}
-    return found
+def _packed(names: list[str], sequences: Sequences) -> tuple[dict[str, Any], dict[int, int]]:
+    """The parameters that say where sequences are, and what they hold."""
+    values, found = {}, {}
+    for name, numbers in zip(("cu_q", "cu_k", "used"), sequences, strict=True):
+        values[name] = ((len(numbers),), ())
+        if name in names:
+            start = names.index(name) + 1 << 32
+            found |= {start + 4 * i: x for i, x in enumerate(numbers)}
+    return values, found
+
+
+def _packed_mask(
+    names: list[str], mask: ResolvedMask, sequences: Sequences, with_used: bool
+) -> tuple[dict[str, Any], dict[int, int]]:
+    """As ``column_mask``; nobody knows what stands where no key counts: a branch on it is noticed."""
+    starts_q, starts_k, used = sequences
+    bounds, written = packed_bounds(mask, starts_q, starts_k, used if with_used else None)
+    values, words = column_mask(names, mask, bounds)
+    heads, total = next(t.shape[1:] for t in mask.vectors if t is not None)
+    each = used if with_used else [b - a for a, b in pairwise(starts_k)]
+    counts = {first + i for first, keys in zip(starts_k, each, strict=False) for i in range(keys)}
+    for name, places, width in (
+        *((name, [i for i in range(total) if i not in counts], 1) for name in ("lts", "lte", "uts", "ute")),
+        ("bounds", (~written).nonzero().flatten().tolist(), 8),
+    ):
+        start, row = names.index(name) + 1 << 32, width * (total if width == 1 else bounds.shape[2])
+        for at in (start + 4 * (h * row + width * i + n) for h in range(heads) for i in places for n in range(width)):
+            words.pop(at, None)
+    return values, words
 
 
 def backward(
@@ -135,7 +177,6 @@ def backward(
             "q": ((1 << 24, dim, heads, seqlen_q + 1), ()), "do": ((1 << 24, dim_v, heads, seqlen_q + 1), ()),
             "k": ((1 << 24, dim, 1, seqlen_k + 1), ()), "v": ((1 << 24, dim_v, 1, seqlen_k + 1), ()),
             "dk": ((seqlen_k, 1, dim), (dim, dim)), "dv": ((seqlen_k, 1, dim_v), (dim_v, dim_v)),
-            "cu_q": ((3,), ()), "cu_k": ((3,), ()), "used": ((2,), ()),
         }  # fmt: skip
     steps = heads * m_blocks
     values |= {
@@ -152,7 +193,10 @@ def backward(
         DROPOUT, config.dropout, "scale softcap left right section", True,
         "items whole split each steps", not config.pair,
     )  # fmt: skip
-    words = _packed(names, seqlen_q, seqlen_k) if config.varlen else {}
+    words: dict[int, int] = {}
+    if config.varlen:
+        packed_values, words = _packed(names, Sequences.thirds(seqlen_q, seqlen_k))
+        values |= packed_values
     if bounds is not None:
         masks, count = bounds.shape[1:3]
         values |= {name: ((1, masks, seqlen_k), (masks * seqlen_k, seqlen_k)) for name in ("lts", "lte", "uts", "ute")}

@@ -46,7 +46,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 372
+    assert len({c.name for c in found}) == len(found) <= 396
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -84,6 +84,9 @@ def test_a_named_set_serves_plain_calls() -> None:
         for left, right in ((None, None), (None, 0), (100, 0)):
             for seqlen_k in (100, 100_000):
                 assert config_for(problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k)).name in names
+                packed_window = layout == "varlen" and left is not None
+                under_mask = problem(layout=layout, left=left, right=right, seqlen_k=seqlen_k, columns=("lts",))
+                assert (config_for(under_mask).name in names) != packed_window
     for right, head_dim, seqlen_k in product((None, 0), (64, 128, 256), (500, 5000)):
         few = problem(seqlen_q=1, heads_q=8, right=right, head_dim=head_dim, head_dim_v=head_dim, seqlen_k=seqlen_k)
         assert config_for(few).pack_gqa and config_for(few).name in names
@@ -106,7 +109,6 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
         ({"head_dim": 100}, "steps of 8"),
         ({"head_dim_v": 264}, "8 to 256"),
         ({"layout": "paged"}, "pages"),
-        ({"columns": ("lts",), "layout": "varlen"}, "column mask of packed sequences"),
     ],
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:

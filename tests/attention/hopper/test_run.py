@@ -15,6 +15,7 @@ from torch import Tensor
 import warploom
 from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
 from tests.attention.packed import PACKED, Packed
+from tests.attention.packed_bounds import packed_bounds
 from tests.plain import parameters
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
@@ -23,13 +24,13 @@ from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.problem import AttentionArgs
-from warploom.masks import ColumnMask, ResolvedMask
+from warploom.masks import ColumnMask, Full, Mask, ResolvedMask
 from warploom.masks.tiles import column_bounds
 from warploom.runtime import dispatch, modules
 from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if "scale" not in name]
-VARLEN = [name for name in PACKED if not any(word in name for word in ("pages", "column", "vectors"))]
+VARLEN = [name for name in PACKED if "pages" not in name]
 NAN = float("nan")
 PROCESSORS = 5  # few, so that small calls have more tiles than blocks
 
@@ -70,7 +71,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         }
         if mask is not None:
             assert counter is not None and not counter.any()
-            options["mask"] = column_mask(mask, q.shape[1])
+            options["mask"] = column_mask(mask, None if cu_k is None else cu_k.shape[0] - 1)
         assert (dropout is not None) == variant["dropout"] and not (dropout and config.pack_gqa)
         if dropout is not None:
             options["dropout_seed"], options["dropout_p"], first = told(dropout)
@@ -100,14 +101,16 @@ def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
     return words.view(torch.int64), dropout_p, 4 * fours
 
 
-def column_mask(given: tuple[Any, ...], seqlen_q: int) -> ColumnMask:
+def column_mask(given: tuple[Any, ...], sequences: int | None) -> Mask:
     """The mask that a module is handed, flat vectors with the batch entries and heads of their bounds."""
     *vectors, bounds, present = given
     assert bounds.dtype == torch.int32 and bounds.is_contiguous()
     found = [t.view(*bounds.shape[:2], -1) if present >> i & 1 else None for i, t in enumerate(vectors)]
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in vectors)
-    assert bounds.shape[2:] == (-(-vectors[0].numel() // bounds[..., 0, 0].numel() // 64), 8)
-    return ColumnMask(*found)
+    keys = vectors[0].numel() // bounds[..., 0, 0].numel()
+    blocks = -(-keys // 64) if sequences is None else keys // 64 + keys // 2048 + 2 * sequences
+    assert bounds.shape[2:] == (blocks, 8) and vectors[0].shape[:2] == bounds.shape[:2]
+    return ColumnMask(*found) if present else Full()  # the first launch's has none
 
 
 @pytest.fixture(autouse=True)
@@ -218,8 +221,31 @@ def test_packed(name: str) -> None:
     options = dict(call.keywords, sink=call.sinks)
     if call.used is not None:
         options["seqused_k"] = torch.tensor(call.used, dtype=torch.int32)
+    if call.columns:
+        options["mask"] = call._mask(call.columns)
     want = warploom.attention_varlen(call.q, call.k, call.v, *starts, return_lse=True, backend="reference", **options)
-    assert_same(run.forward(varlen_args(call.q, call.k, call.v, *starts, **options)), want)
+    args = varlen_args(call.q, call.k, call.v, *starts, **options)
+    assert_same(run.forward(prepared(args) if call.columns else args), want)
+
+
+def prepared(args: AttentionArgs) -> AttentionArgs:
+    """With the bounds of a packed mask."""
+    assert args.cu_seqlens_q is not None
+    starts = args.cu_seqlens_q if args.cu_seqlens_k is None else args.cu_seqlens_k
+    used = None if args.seqused_k is None else args.seqused_k.tolist()
+    return args._replace(bounds=packed_bounds(args.mask, args.cu_seqlens_q.tolist(), starts.tolist(), used)[0])
+
+
+def test_a_launcher_serves_other_packed_masks() -> None:
+    call = Packed(**{"seed": 3, "dtype": torch.float16, **PACKED["four vectors"]})
+    starts = call._starts(call.lengths_q), call._starts(call.keys)
+    args = prepared(varlen_args(call.q, call.k, call.v, *starts, mask=ColumnMask(*call.columns), causal=True))
+    launch = run.bind(args)
+    vectors = [t.flip(2).contiguous() for t in call.columns]
+    other = prepared(args._replace(bounds=None, **dict(zip(("lts", "lte", "uts", "ute"), vectors, strict=True))))
+    options: dict[str, Any] = {"mask": ColumnMask(*vectors), "causal": True, "return_lse": True, "backend": "reference"}
+    want = warploom.attention_varlen(call.q, call.k, call.v, *starts, **options)
+    assert_same(launch(*other.tensors()), want)
 
 
 @pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, -7), (-3, 40), (0, 0)])
@@ -303,10 +329,12 @@ def test_warm_makes_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
     cu = torch.tensor([0, 5, 20], dtype=torch.int32)
     dense, packed = dense_args(q, q, q, causal=True), varlen_args(q[0], q[0], q[0], cu, softcap=2.0)
-    for args in (dense, packed):
+    mask = ColumnMask(torch.full((1, 1, 20), 3, dtype=torch.int32))
+    under_mask = prepared(varlen_args(q[0], q[0], q[0], cu, seqused_k=cu[1:] - cu[:-1], mask=mask))
+    for args in (dense, packed, under_mask._replace(bounds=None)):
         run.warm(args)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for args in (dense, packed):
+    for args in (dense, packed, under_mask):
         run.forward(args)
 
 

@@ -40,7 +40,7 @@ class Limits:
 
 LIMITS = {
     "triton": Limits(dims=(16, 256, 8)),
-    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), columns=("dense",), paged=False),
+    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), paged=False),
     "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=(), dropout=False, packed=False, paged=False),
     "cpu": Limits(),
     "reference": Limits(dtypes=("float16", "bfloat16", "float32", "float64")),
@@ -301,7 +301,7 @@ def modules(
     from warploom.attention.hopper.plan import backward_config_for, config_for, takes_columns
 
     ways = [described]
-    if p.mask is not None and layout == "dense":  # it may be a band
+    if p.mask is not None and layout != "paged":  # it may be a band
         ways.append(replace(described, columns=("lts",)))
     found = [config_for(way).spec for way in ways]
     for way in ways:

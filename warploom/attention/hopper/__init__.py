@@ -108,7 +108,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Backend):
-    """Dense and packed calls in 16 bits, up to 256 dims a head; column masks of dense ones."""
+    """Dense and packed calls in 16 bits, up to 256 dims a head, under any mask."""
 
     name = NAME
 
@@ -125,8 +125,6 @@ class Hopper(Backend):
             return refused
         if problem.layout == "paged":
             return "takes no pages"
-        if problem.columns and problem.layout != "dense":
-            return "takes no column mask of packed sequences"
         if problem.q_offset:
             return "has no query offsets yet"
         if problem.backward and dispatch.following(NAME, problem) is None:
@@ -140,7 +138,7 @@ class Hopper(Backend):
 
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
-        return with_bounds(args)
+        return with_bounds(args, packed=True)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         variant = _variant(AttentionProblem.from_args(args, False))
@@ -189,8 +187,8 @@ class Hopper(Backend):
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
 
-        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k), under a column mask its vectors and their bounds
-        behind sink; with dropout the seed comes last.
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k); under a column mask its vectors and their bounds
+        behind those; with dropout the seed comes last.
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
             return None

@@ -18,7 +18,7 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "producer", "consumers", "columns", "merge")))
+_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "consumers", "columns", "merge")))
 SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
 _PARTS = "base", "columns", "dropout", "rows", "producer", "consumers", "roles", *_PAIR

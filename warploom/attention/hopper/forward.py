@@ -202,8 +202,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
 
         if const_expr(self.config.columns):
             self.play_lists(
-                warp, q, k, v, out, lse, sink, counter, mask, dropout, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
-                multiplier, cap_in, left, right, pair_heads,
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, mask, dropout, shared, tma_q, tma_k, tma_v,
+                mma_qk, mma_pv, multiplier, cap_in, left, right, pair_heads,
             )  # fmt: skip
         else:
             self.play_tiles(
@@ -224,7 +224,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
                 self.load(q, k, v, lse, shared, tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
                 if const_expr(self.config.varlen):
-                    self.schedule_packed(k.shape[3] - 1, lse.shape, shared, cu_q, cu_k, used_k, counter, left, right)
+                    total_k = k.shape[3] - 1
+                    self.schedule_packed(total_k, lse.shape, shared, None, cu_q, cu_k, used_k, counter, left, right)
                 else:
                     self.schedule(k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split)
         else:
@@ -236,8 +237,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
 
     @cute.jit
     def play_lists(
-        self, warp, q, k, v, out, lse, sink, counter, mask, dropout, shared, tma_q, tma_k, tma_v, mma_qk, mma_pv,
-        multiplier, cap_in, left, right, section,
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, mask, dropout, shared, tma_q, tma_k, tma_v,
+        mma_qk, mma_pv, multiplier, cap_in, left, right, section,
     ):  # fmt: skip
         """What each warp does under a column mask."""
         columns = columns_of(mask)
@@ -247,9 +248,14 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             if warp == LOADER:
                 self.load_lists(q, k, v, lse, shared, tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
-                self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section)
+                if const_expr(self.config.varlen):
+                    total_k = k.shape[3] - 1
+                    self.schedule_packed(total_k, lse.shape, shared, columns, cu_q, cu_k, used_k, counter, left, right)
+                else:
+                    self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section)
             if warp >= MASKS:
                 self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.compute_lists(out, lse, sink, dropout, shared, mma_qk, mma_pv, multiplier, cap_in)
+            sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
+            self.compute_lists(out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in)

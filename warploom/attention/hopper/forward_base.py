@@ -24,9 +24,11 @@ from warploom.kernels.cute.fields import Fields
 TILE_WORDS = 12
 DENSE_WORDS, PACKED_WORDS = 6, 11
 # Words of a list: query tile, head (below 0: no more), batch, its first key tile, then bits of 32 key tiles from there on:
-# those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists.
-LIST_WORDS = 8
+# those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists. For packed
+# sequences, whose number is in the place of batch, also where queries and keys start, and how many there are of each.
+LIST_WORDS, PACKED_LIST_WORDS = 8, 12
 QUERIES, HEAD, BATCH, BASE, WHOLE, EDGE = 0, 1, 2, 3, 5, 6
+SEQLEN_Q, K_START, SEQLEN_K = 9, 10, 11
 MASK_STAGES = 2  # of the ring of bits of partial tiles, under a column mask
 
 
@@ -98,15 +100,19 @@ class ForwardBase:
         return tuple(words)
 
     @cute.jit
-    def next_list(self, shared, stage, phase):
-        """The words of the list in the ring's stage."""
-        words = self.see_list(shared, stage, phase)
+    def next_list(self, shared, stage, phase, seqlen_q):
+        """The words of the list in the ring's stage, as many as packed sequences have; a dense call's length is given."""
+        words = list(self.see_list(shared, stage, phase))
+        if const_expr(self.config.varlen):
+            words += [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(LIST_WORDS, PACKED_LIST_WORDS)]
+        else:
+            words += [Int32(0), seqlen_q, Int32(0), Int32(0)]
         self.leave_list(shared, stage)
-        return words
+        return tuple(words)
 
     @cute.jit
     def see_list(self, shared, stage, phase):
-        """As ``next_list``, of a list that stays there until this warp leaves it."""
+        """The words that all lists have, of one that stays there until this warp leaves it."""
         cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
         return tuple([cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(LIST_WORDS)])
 

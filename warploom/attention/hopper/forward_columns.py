@@ -1,8 +1,9 @@
 """The forward under a column mask: lists of visible key tiles, and the bits of those that are partly visible.
 
 The scheduler warp classifies 32 key tiles at a time by the bounds of their columns and hands the visible ones out as the bits
-of a word: no list in memory, however long the keys are. Two more warps of the producer's make the bits of partial tiles from
-the vectors, a word for each row and lane of a quad, while the tensor cores work on tiles before; consumers only apply them.
+of a word (``forward_lists``): no list in memory, however long the keys are. Two more warps of the producer's make the bits of
+partial tiles from the vectors, a word for each row and lane of a quad, while the tensor cores work on tiles before; consumers
+only apply them.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -17,22 +18,27 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.forward_base import BASE, BATCH, EDGE, HEAD, MASK_STAGES, QUERIES, WHOLE
+from warploom.attention.hopper.forward_base import (
+    BASE,
+    BATCH,
+    EDGE,
+    HEAD,
+    K_START,
+    MASK_STAGES,
+    QUERIES,
+    SEQLEN_K,
+    SEQLEN_Q,
+    WHOLE,
+)
 from warploom.attention.hopper.forward_consumers import Consumers
 from warploom.attention.hopper.forward_producer import Producer
-from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.columns import (
-    BLOCK,
-    COARSE_BLOCK,
     band_rows,
-    block_extrema,
-    hides_all,
-    hides_some,
+    dense_blocks,
     intervals,
     limits_in_tile,
     mask_row,
-    may_hold_dead,
     sees_none,
     shown_rows,
     turned,
@@ -40,7 +46,8 @@ from warploom.kernels.cute.columns import (
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import hidden as unknown
 from warploom.kernels.cute.instructions import highest_bit, shifted
-from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_ring, publish, release
+from warploom.kernels.cute.packed import sequence_rows
+from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_ring, release
 from warploom.kernels.cute.tiles import load_tile
 from warploom.kernels.cute.wgmma import gemm, pack
 
@@ -64,14 +71,11 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def schedule_lists(self, seqlen_k, lse_shape, shared, columns, counter, left, right, section):
-        """Hand out query tiles in the order in which blocks ask for them, those with the most keys under a causal band first.
-
-        A list waits until the next one of its tile is found, or none: so every list but a tile's only one is not empty.
-        """
+        """Hand out query tiles in the order in which blocks ask for them, of a causal band those with the most keys first."""
         queries = self.config.queries
         batch_size, heads, seqlen_q = lse_shape
         m_blocks = cute.ceil_div(seqlen_q, queries)
-        lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
+        lane = cute.arch.lane_idx()
         stage, phase, head = Int32(0), Int32(1), Int32(0)
         while head >= 0:
             index = Int32(0)
@@ -82,82 +86,33 @@ class ColumnProducer(Producer):
             row, head = schedule.sections(cutlass.min(index, tiles - 1), m_blocks, heads * batch_size, section, choose)
             m_block, batch = m_blocks - 1 - row, head // heads
             head = head - batch * heads if index < tiles else Int32(-1)
-            base, visible, whole, edge = Int32(0), Int32(0), Int32(0), Int32(0)
-            if head >= 0:
-                top = m_block * queries
-                past = cutlass.min(top + queries, seqlen_q)
-                mask = mask_row(batch, head, heads, columns.bounds)
-                first, end = key_tiles(self.config, top, past, seqlen_q, seqlen_k, shift, left, right)
-                whole_first, whole_end = whole_tiles(self.config, top, past, first, seqlen_q, seqlen_k, shift, left, right)
-                lists, blocks = (end + 31) // 32, cute.ceil_div(seqlen_k, BLOCK)
-                left_over = cutlass.max(lists - first // 32, 0)
-                while left_over > 0:
-                    # The lists whose columns do not all hide all rows: of 32 at one look.
-                    some = first // 32 + cutlass.max(left_over - 32, 0)
-                    own = cutlass.min(some + lane, lists - 1)
-                    seeing = (lane < left_over) & ~self.list_hidden(columns.bounds, mask, own, blocks, top, past)
-                    seeing = cute.arch.vote_ballot_sync(seeing)
-                    left_over -= 32
-                    while seeing != 0:
-                        bit = highest_bit(seeing)
-                        seeing = seeing ^ (Int32(1) << bit)
-                        start = (some + bit) * 32
-                        n = start + lane
-                        hidden, touched, dead = self.classes(columns.bounds, mask, n, blocks, top, past, seqlen_q)
-                        inside = (n >= first) & (n < end)
-                        seen = cute.arch.vote_ballot_sync(inside & ~hidden)
-                        plain = (n >= whole_first) & (n < whole_end) & ~touched & ~dead
-                        plain = cute.arch.vote_ballot_sync(plain)
-                        dead = cute.arch.vote_ballot_sync(dead)
-                        if seen != 0:
-                            if visible != 0:
-                                cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                                words = (m_block, head, batch, base, visible, whole, edge, Int32(1))
-                                publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-                                stage, phase = advance(stage, phase, self.tile_stages)
-                            base, visible, whole, edge = start, seen, plain, dead
-            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-            words = (m_block, head, batch, base, visible, whole, edge, Int32(0))
-            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-            stage, phase = advance(stage, phase, self.tile_stages)
-
-    @cute.jit
-    def list_hidden(self, bounds, mask, number, blocks, top, past):
-        """Whether the columns of 32 key tiles hide all rows, by their coarse blocks."""
-        each = 32 * self.tile_n // COARSE_BLOCK
-        hidden = True
-        for i in cutlass.range_constexpr(each):
-            block = cutlass.min(blocks + number * each + i, bounds.shape[2] - 1)
-            hidden = hides_all(block_extrema(bounds, mask, block), top, past) & hidden
-        return hidden
-
-    @cute.jit
-    def classes(self, bounds, mask, n, blocks, top, past, seqlen_q):
-        """Of key tile ``n``: whether its columns hide all rows, hide some, may hold one that no row sees."""
-        each = self.tile_n // BLOCK
-        hidden, touched, dead = True, False, False
-        for i in cutlass.range_constexpr(each):
-            extrema = block_extrema(bounds, mask, cutlass.min(n * each + i, blocks - 1))
-            hidden = hides_all(extrema, top, past) & hidden
-            touched = hides_some(extrema, top, past) | touched
-            dead = may_hold_dead(extrema, seqlen_q) | dead
-        return hidden, touched, dead
+            place = (m_block, head, batch, Int32(0), seqlen_q, Int32(0), seqlen_k)
+            blocks = dense_blocks(columns.bounds, seqlen_k)
+            stage, phase = self.hand_out_lists(place, heads, blocks, shared, columns.bounds, stage, phase, left, right)
 
     # The loader warp
 
     @cute.jit
     def load_lists(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile that sees a key, then K one visible tile ahead of V."""
-        group = lse.shape[1] // k.shape[2]
+        packed = self.config.varlen
+        group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
         q_phase = Int32(1)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         stage, phase = Int32(0), Int32(0)
-        m_block, head, batch, base, visible, _, edge, more = self.next_list(shared, stage, phase)
+        m_block, head, batch, base, visible, _, edge, more, q_start, _, k_start, seqlen_k = self.next_list(
+            shared, stage, phase, Int32(0)
+        )
         while head >= 0:
-            tk, tv = k[None, None, head // group, batch], v[None, None, head // group, batch]
+            head_kv = head // group
+            if const_expr(packed):
+                k_end = k_start + seqlen_k
+                tq = cute.domain_offset((q_start, 0), q[None, None, head])
+                tk, tv = sequence_rows(k, head_kv, k_end, seqlen_k), sequence_rows(v, head_kv, k_end, seqlen_k)
+            else:
+                tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
             keys, values = self.key_rings(tk, tv, shared, tma_k, tma_v)
-            tq = q[None, None, head, batch]
             waiting, going, cleared = Int32(-1), Int32(1), Int32(0)  # the key tile whose V is still to come
             while going != 0:
                 while visible != 0:
@@ -173,11 +128,15 @@ class ColumnProducer(Producer):
                 going = more
                 if more != 0:
                     stage, phase = advance(stage, phase, self.tile_stages)
-                    m_block, head, batch, base, visible, _, edge, more = self.next_list(shared, stage, phase)
+                    m_block, head, batch, base, visible, _, edge, more, q_start, _, k_start, seqlen_k = self.next_list(
+                        shared, stage, phase, Int32(0)
+                    )
             if waiting >= 0:
                 v_stage, v_phase = self.push_values(values, waiting, cleared, v_stage, v_phase)
             stage, phase = advance(stage, phase, self.tile_stages)
-            m_block, head, batch, base, visible, _, edge, more = self.next_list(shared, stage, phase)
+            m_block, head, batch, base, visible, _, edge, more, q_start, _, k_start, seqlen_k = self.next_list(
+                shared, stage, phase, Int32(0)
+            )
 
     @cute.jit
     def push_values(self, ring, n, cleared, stage, phase):
@@ -205,7 +164,7 @@ class ColumnProducer(Producer):
         The first part also clears values that no row sees: P is zero there, but zero times a NaN is not. Words of a list stay
         where they are, since registers are few.
         """
-        _, heads, seqlen_q = lse_shape
+        heads = lse_shape[0] if const_expr(self.config.varlen) else lse_shape[1]
         lists, masks = Int32(0), Int32(0)
         values, edges = Int32(0), Int32(0)  # stage of V, and a bit for the phase of each stage's ``v_landed``
         _, head, _, _, visible, _, _, _ = self.see_list(shared, 0, 0)
@@ -215,12 +174,19 @@ class ColumnProducer(Producer):
                 bit = highest_bit(visible)
                 visible = visible ^ (Int32(1) << bit)
                 if ((words[WHOLE] >> bit) & 1) == 0:
+                    start = Int64(mask_row(words[BATCH], words[HEAD], heads, columns.bounds))
+                    if const_expr(self.config.varlen):
+                        start = start * (k_shape[3] - 1) + words[K_START]
+                        seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
+                    else:
+                        start = start * k_shape[0]
+                        seqlen_q, seqlen_k = lse_shape[2], k_shape[0]
                     rows = MaskedRows(
                         columns=columns,
-                        start=Int64(mask_row(words[BATCH], words[HEAD], heads, columns.bounds)) * k_shape[0],
+                        start=start,
                         top=words[QUERIES] * self.tile_m,
                         seqlen_q=seqlen_q,
-                        seqlen_k=k_shape[0],
+                        seqlen_k=seqlen_k,
                         left=left,
                         right=right,
                     )
@@ -285,9 +251,9 @@ class ColumnConsumers(Consumers):
     """The consumer warpgroups: ``compute_lists``."""
 
     @cute.jit
-    def compute_lists(self, out, lse, sink, dropout, shared, mma_qk, mma_pv, multiplier, cap_in):
+    def compute_lists(self, out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in):
         """64 rows of every query tile of this block."""
-        seqlen_q = lse.shape[2]
+        dense_seqlen_q = Int32(0) if const_expr(self.config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
@@ -297,8 +263,10 @@ class ColumnConsumers(Consumers):
             self.pass_ping_pong(group)  # the first one begins
         q_phase = Int32(0)
         k_stage, k_phase = Int32(0), Int32(0)
-        stage, phase = Int32(0), Int32(0)
-        m_block, head, batch, base, visible, whole, _, more = self.next_list(shared, stage, phase)
+        lists = Int32(0)
+        m_block, head, batch, base, visible, whole, _, more, q_start, seqlen_q, _, _ = self.next_list(
+            shared, 0, 0, dense_seqlen_q
+        )
         while head >= 0:
             local = group * 64 + row_in_group
             places = [(m_block * self.tile_m + local + 8 * r, head) for r in range(2)]
@@ -331,8 +299,9 @@ class ColumnConsumers(Consumers):
                         k_stage, k_phase = self.step(work, visible | more, 0, k_stage, k_phase, True)
                 going = more
                 if more != 0:
-                    stage, phase = advance(stage, phase, self.tile_stages)
-                    m_block, head, batch, base, visible, whole, _, more = self.next_list(shared, stage, phase)
+                    lists = next_in_ring(lists, self.tile_stages)
+                    stage, phase = place_in_ring(lists, self.tile_stages)
+                    _, _, _, base, visible, whole, _, more, _, _, _, _ = self.next_list(shared, stage, phase, dense_seqlen_q)
             if begun != 0:
                 self.rescale(work)
                 cute.arch.mbarrier_wait(shared.v_full + k_stage, k_phase)
@@ -340,9 +309,12 @@ class ColumnConsumers(Consumers):
                 warpgroup.wait_group(0)
                 release(shared.v_empty + k_stage)
                 k_stage, k_phase = advance(k_stage, k_phase, self.stages)
-            self.epilogue(work, out, lse, sink, batch, places, Int32(0), seqlen_q, 0)
-            stage, phase = advance(stage, phase, self.tile_stages)
-            m_block, head, batch, base, visible, whole, _, more = self.next_list(shared, stage, phase)
+            self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
+            lists = next_in_ring(lists, self.tile_stages)
+            stage, phase = place_in_ring(lists, self.tile_stages)
+            m_block, head, batch, base, visible, whole, _, more, q_start, seqlen_q, _, _ = self.next_list(
+                shared, stage, phase, dense_seqlen_q
+            )
 
     @cute.jit
     def first_of_list(self, work, stage, phase, full, others):

@@ -12,9 +12,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.forward_base import ForwardBase
+from warploom.attention.hopper.forward_lists import Lists
 from warploom.kernels.cute.band import key_tiles
 from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.columns import sequence_blocks
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.packed import bounds, seen_keys, sequence_rows
 from warploom.kernels.cute.rings import advance, expect, publish
@@ -30,7 +31,7 @@ class KeyRing(Fields):
     bytes: int  # of a tile
 
 
-class Producer(ForwardBase):
+class Producer(Lists):
     """The roles of the producer's warps: ``schedule``, or ``schedule_packed`` for packed sequences, and ``load``."""
 
     # The scheduler warp
@@ -77,11 +78,11 @@ class Producer(ForwardBase):
                 stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
-    def schedule_packed(self, total_k, lse_shape, shared, cu_q, cu_k, used_k, counter, left, right):
+    def schedule_packed(self, total_k, lse_shape, shared, columns, cu_q, cu_k, used_k, counter, left, right):
         """Hand out tiles of packed sequences in the order in which blocks ask for them: lengths differ too much to plan.
 
         Tiles count sequence after sequence, their last rows first. The tokens past the last sequence are one more
-        sequence, without keys.
+        sequence, without keys. Under a column mask, ``columns``, each tile goes as lists.
         """
         heads_q, total_q = lse_shape
         sequences = cu_q.shape[0] - 1
@@ -115,14 +116,21 @@ class Producer(ForwardBase):
                     k_start, seqlen_k = bounds(cu_k, sequence, total_k)
                     if const_expr(self.config.used):
                         seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
-                    shift = seqlen_k - seqlen_q
-                    k_start, seqlen_k, shift, _ = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
-                    row_q = m_block * self.tile_m
-                    first, end = key_tiles(self.config, row_q, row_q + self.tile_m, seqlen_q, seqlen_k, shift, left, right)
-            cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-            words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
-            publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
-            stage, phase = advance(stage, phase, self.tile_stages)
+                    if const_expr(not self.config.columns):
+                        shift = seqlen_k - seqlen_q
+                        k_start, seqlen_k, shift, _ = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
+                        row_q = m_block * self.tile_m
+                        past_q = row_q + self.tile_m
+                        first, end = key_tiles(self.config, row_q, past_q, seqlen_q, seqlen_k, shift, left, right)
+            if const_expr(self.config.columns):
+                place = (m_block, head, sequence, start, seqlen_q, k_start, seqlen_k)
+                blocks = sequence_blocks(sequence, sequences, k_start, seqlen_k, total_k)
+                stage, phase = self.hand_out_lists(place, heads_q, blocks, shared, columns.bounds, stage, phase, left, right)
+            else:
+                cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
+                words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
+                publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
+                stage, phase = advance(stage, phase, self.tile_stages)
 
     @cute.jit
     def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):

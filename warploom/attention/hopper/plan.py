@@ -140,16 +140,17 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
 def named_set() -> list[ForwardConfig]:
     """The forward variants that `warploom build` prepares.
 
-    Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; and without those
-    for up to 8 queries of heads that share their keys.
+    Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
+    under a column mask of packed sequences; and without those for up to 8 queries of heads that share their keys.
 
-    Others (windows without a right limit, both features, seqused_k) are compiled when first called for.
+    Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
     extras: tuple[dict[str, bool], ...] = ({}, {"columns": True}, {"varlen": True}, {"sink": True}, {"softcap": True})
     found: dict[ForwardConfig, None] = {}
     for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, **band | extra), long)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
+        found[config(Features(dtype, *dims, right=right, columns=True, varlen=True), True)] = None
         found.update({config(Features(dtype, *dims, right=right), True, each): None for each in PACK_GQA[:1]})
     return list(found)
 

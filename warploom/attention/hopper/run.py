@@ -32,8 +32,8 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
-    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds; with
-    dropout the seed, behind all others.
+    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds behind
+    those; with dropout the seed, last.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args)
@@ -211,7 +211,7 @@ def _nothing_seen_packed(
 
 
 def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
-    """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
+    """As ``bind``, of packed sequences, whose starts and lengths may differ too, and the vectors of their mask."""
     q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
     (tokens, heads, head_dim), head_dim_v = q.shape, args.v.shape[2]
@@ -230,7 +230,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        seed: Tensor | None = None,
+        *mask: Tensor | None, seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         cu_q = cu_q.contiguous()
@@ -243,7 +243,8 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
-        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, None, dropout(seed), *numbers)
+        columns = column_mask(*mask) if variant.columns else None
+        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), *numbers)
         _launch(index, function, given)
         return out, lse
 
@@ -309,8 +310,8 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     mask: tuple[Tensor | int, ...] | None = None
     if variant.columns:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        packed = (None, None, None, counter)
-        mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 1, 8), 0
+        packed = (*packed[:3], counter)
+        mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
     dropout = dropped(args)(args.dropout_seed)
     if args.cu_seqlens_q is not None:

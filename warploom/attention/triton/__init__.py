@@ -63,8 +63,8 @@ class Triton(TritonBackend):
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one: (q, k, v, sink) to out and lse.
 
-        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k), under a column mask its vectors and their bounds
-        behind sink; with dropout the seed comes last.
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k); under a column mask its vectors and their bounds
+        behind those; with dropout the seed comes last.
         """
         if args.block_table is not None or args.q_offset is not None:
             return None

@@ -40,6 +40,11 @@ class Variant(NamedTuple):
     device: int | None  # None: the interpreter
 
 
+def read_bounds(args: AttentionArgs) -> Tensor | None:
+    """The bounds that kernels read: of packed sequences they read the vectors alone, whoever prepared the call."""
+    return args.bounds if args.cu_seqlens_q is None else None
+
+
 @dataclass(frozen=True)
 class Call:
     """One call as every kernel of it sees it. Tuples hold kernel arguments in their order."""
@@ -78,10 +83,10 @@ class Call:
         if features.columns:
             vectors = tuple([None if t is None else t.contiguous() for t in vectors])
             mask_batches, mask_heads = next(t.shape[:2] for t in vectors if t is not None)
-        bounds_strides = (0, 0)
-        if args.bounds is not None:
-            b, h = args.bounds.stride()[:2]
-            bounds_strides = (b if args.bounds.shape[0] > 1 else 0, h if mask_heads > 1 else 0)
+        bounds, bounds_strides = read_bounds(args), (0, 0)
+        if bounds is not None:
+            b, h = bounds.stride()[:2]
+            bounds_strides = (b if bounds.shape[0] > 1 else 0, h if mask_heads > 1 else 0)
         strides = [s for t in inputs for s in _strides(t)]
         unit, limit, aligned = UNIT, 2**31, True
         for stride in strides:
@@ -92,7 +97,7 @@ class Call:
         left, right = _limit(args.left), _limit(args.right)
         # Descriptors know a tensor's end, but no sequence's, and no keys that the band hides from every query.
         boxes = cu_q is None and q.element_size() == 2 and unit == UNIT and aligned
-        boxes = boxes and (not features.columns or args.bounds is not None)
+        boxes = boxes and (not features.columns or bounds is not None)
         if args.q_offset is None:
             boxes = boxes and seen(seqlen_q, seqlen_k, left, right) == (0, seqlen_k)
         else:  # where the band lies, only the device knows
@@ -116,7 +121,7 @@ class Call:
                 scattered=table is not None and k.shape[1] % tiling.forward.n != 0,
                 tail=cu_q is not None or seqlen_q % tiling.dkdv.m != 0,
                 edges=features.columns or cu_q is not None or not (all_see and seqlen_k),
-                present=tuple([t is not None for t in (*vectors, args.bounds, args.cu_seqlens_k)]),
+                present=tuple([t is not None for t in (*vectors, bounds, args.cu_seqlens_k)]),
                 sink=None if args.sink is None else args.sink.dtype,
                 device=q.device.index,
             ),

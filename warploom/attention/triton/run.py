@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, strides_in
+from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, read_bounds, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
 from warploom.kernels.triton.widths import tile_widths
@@ -25,7 +25,7 @@ from warploom.runtime.triton_launch import Launch
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     call = Call.of(args)
-    mask = (*call.vectors, args.bounds)
+    mask = (*call.vectors, read_bounds(args))
     return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args))
 
 
@@ -79,7 +79,7 @@ def backward(
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
     dout, dlse, out, lse = _readable(dout, dlse, out, lse)
     call = Call.of(args, dout, out, dlse is not None)
-    tensors = (args.q, args.k, args.v, args.sink, (*call.vectors, args.bounds), call.sequences, _seed(args))
+    tensors = (args.q, args.k, args.v, args.sink, (*call.vectors, read_bounds(args)), call.sequences, _seed(args))
     return _backward(args, dout, call)(dout, dlse, out, lse, *tensors)
 
 
@@ -180,7 +180,8 @@ def _parted(
     if call.variant.features.dropout:
         others, seed = others[:-1], others[-1]
     if call.packed:
-        return _NO_COLUMNS, (*others, None), seed
+        mask = (*others[3:7], None) if len(others) > 3 else _NO_COLUMNS
+        return mask, (*others[:3], None), seed
     return others or _NO_COLUMNS, _NO_SEQUENCES, seed
 
 

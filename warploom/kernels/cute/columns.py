@@ -43,6 +43,36 @@ def mask_row(batch: Any, head: Any, heads: Any, tensor: Any) -> Any:
     return of_batch * tensor.shape[1] + head * tensor.shape[1] // heads
 
 
+class Blocks(Fields):
+    """Numbers of the first and the last block, and of the first and the last coarse one, of the keys of a sequence."""
+
+    first: Any
+    last: Any
+    first_coarse: Any
+    last_coarse: Any
+
+
+def dense_blocks(bounds: Any, seqlen_k: Any) -> Blocks:
+    """Of a dense call's keys in ``bounds``."""
+    count = cute.ceil_div(seqlen_k, BLOCK)
+    return Blocks(first=0, last=count - 1, first_coarse=count, last_coarse=bounds.shape[2] - 1)
+
+
+def sequence_blocks(sequence: Any, sequences: Any, start: Any, length: Any, total: Any) -> Blocks:
+    """Of ``length`` keys of a packed sequence from key ``start`` of ``total`` on, as `warploom.attention.bounds` places them.
+
+    Where there are no keys, there are no blocks: the last comes before the first.
+    """
+    first = start // BLOCK + sequence
+    coarse = total // BLOCK + sequences + start // COARSE_BLOCK + sequence
+    return Blocks(
+        first=first,
+        last=first + cute.ceil_div(length, BLOCK) - 1,
+        first_coarse=coarse,
+        last_coarse=coarse + cute.ceil_div(length, COARSE_BLOCK) - 1,
+    )
+
+
 def blocks_of(keys: int) -> int:
     """How many blocks of extrema a tile of so many keys reaches at the most, which begins at a multiple of its size."""
     return -(-(keys - gcd(keys, BLOCK)) // BLOCK) + 1

@@ -1,4 +1,7 @@
-"""The kernel that prepares a column mask: minimum and maximum of each vector over each block of columns, in one launch."""
+"""The kernels that prepare a column mask: minimum and maximum of each vector over each block of columns, in one launch.
+
+One for dense calls, one for packed sequences.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from warploom.kernels.triton.columns import (
     of_chunk,
     shifted,
 )
+from warploom.kernels.triton.numerics import clamp
+from warploom.kernels.triton.packed import find_tile, span
 
 # Blocks of a coarse one, of 2048 columns: what a warp passes over at one look where they hide all of its rows.
 COARSE = tl.constexpr(32)
@@ -58,6 +63,50 @@ def bounds_kernel(
     _store(fine + 2, coarse + 2, lte, block < blocks)
     _store(fine + 4, coarse + 4, uts, block < blocks)
     _store(fine + 6, coarse + 6, ute, block < blocks)
+
+
+_PACKED = [
+    "lts_ptr", "lte_ptr", "uts_ptr", "ute_ptr", "cu_q_ptr", "cu_k_ptr", "used_ptr", "sequences", "total_q", "total_k", "left",
+    "right",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PACKED)
+def packed_bounds_kernel(
+    lts_ptr, lte_ptr, uts_ptr, ute_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, used_ptr, sequences, total_q, total_k, left, right
+):
+    """As ``bounds_kernel``, of one head of packed sequences: a coarse block of one, as `warploom.attention.bounds` places it.
+
+    Blocks begin at a sequence's first key, and none is written that has no key which counts. Starts and lengths are held to
+    the call's tokens, so that no contents lead elsewhere.
+    """
+    fine, groups = total_k // BOUND_BLOCK + sequences, total_k // (COARSE * BOUND_BLOCK) + sequences
+    head, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    sequence, begins, start, length = find_tile(group, cu_k_ptr, sequences, total_k, COARSE * BOUND_BLOCK)
+    len_q = span(sequence, cu_q_ptr, sequences, total_q)[1]
+    if used_ptr is not None:
+        length = clamp(tl.load(used_ptr + sequence, mask=sequence < sequences, other=0), 0, length)
+    # Past the last sequence there are tokens too, but no blocks.
+    if (sequence < sequences) & (begins >= 0) & (begins < length):
+        block = begins // BOUND_BLOCK + tl.arange(0, COARSE)
+        cols = tl.minimum(block[:, None] * BOUND_BLOCK + tl.arange(0, BOUND_BLOCK)[None, :], length - 1)
+        at = head * total_k + start
+        columns = Columns(
+            shifted(lts_ptr, at),
+            shifted(lte_ptr, at),
+            shifted(uts_ptr, at),
+            shifted(ute_ptr, at),
+        )
+        vectors = load_columns(columns, cols)
+        lts, lte, uts, ute, _ = normalised(vectors, columns, cols, Band(left, right), len_q, length - len_q)
+        own = bounds_ptr + head * (fine + groups) * 8
+        place = own + (start // BOUND_BLOCK + sequence + block) * 8
+        coarse = own + (fine + group) * 8
+        inside = block * BOUND_BLOCK < length
+        _store(place, coarse, lts, inside)
+        _store(place + 2, coarse + 2, lte, inside)
+        _store(place + 4, coarse + 4, uts, inside)
+        _store(place + 6, coarse + 6, ute, inside)
 
 
 @triton.jit
