@@ -153,9 +153,22 @@ def _packed_mask(
     return values, words
 
 
+def backward_names(config: BackwardConfig) -> list[str]:
+    """Parameters of the kernel of key blocks, in their order; the i-th, if it is a tensor, stands at address i + 1 << 32."""
+    return names_of(
+        "q k v do dk dv sums", True, "partial", not config.pair, "stats", True,
+        "pingpong", config.states > 0 or config.persistent, "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
+        "cu_q cu_k", config.varlen, "used", config.used,
+        "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
+        DROPOUT, config.dropout, "scale softcap left right section", True,
+        "items whole split each steps", not config.pair,
+    )  # fmt: skip
+
+
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
+    sequences: Sequences | None = None,
 ) -> Launch:  # fmt: skip
     """As ``forward``; ``blocks`` 0: one for each key block.
 
@@ -172,7 +185,9 @@ def backward(
         "dv": ((1, seqlen_k, 1, dim_v), (seqlen_k * dim_v, dim_v, dim_v)),
     }  # fmt: skip
     if config.varlen:
-        m_blocks, n_blocks = seqlen_q // config.tile_m + 2, seqlen_k // span + 2
+        sequences = sequences or Sequences.thirds(seqlen_q, seqlen_k)
+        count = len(sequences.starts_q) - 1
+        m_blocks, n_blocks = seqlen_q // config.tile_m + count, seqlen_k // span + count
         values |= {
             "q": ((1 << 24, dim, heads, seqlen_q + 1), ()), "do": ((1 << 24, dim_v, heads, seqlen_q + 1), ()),
             "k": ((1 << 24, dim, 1, seqlen_k + 1), ()), "v": ((1 << 24, dim_v, 1, seqlen_k + 1), ()),
@@ -185,17 +200,10 @@ def backward(
         **DROPPED, "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
         "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
-    names = names_of(
-        "q k v do dk dv sums", True, "partial", not config.pair, "stats", True,
-        "pingpong", config.states > 0 or config.persistent, "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
-        "cu_q cu_k", config.varlen, "used", config.used,
-        "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "scale softcap left right section", True,
-        "items whole split each steps", not config.pair,
-    )  # fmt: skip
+    names = backward_names(config)
     words: dict[int, int] = {}
-    if config.varlen:
-        packed_values, words = _packed(names, Sequences.thirds(seqlen_q, seqlen_k))
+    if sequences is not None:
+        packed_values, words = _packed(names, sequences)
         values |= packed_values
     if bounds is not None:
         masks, count = bounds.shape[1:3]

@@ -27,7 +27,7 @@ HALVES = [torch.float16, torch.bfloat16]
 NAN = float("nan")
 # Not here: what goes to the next implementation.
 DENSE = [name for name in CASES if "scale" not in name]
-VARLEN = [name for name in PACKED if not any(word in name for word in ("pages", "column", "vectors"))]
+VARLEN = [name for name in PACKED if "pages" not in name]
 BANDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import warploom
 from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
 from tests.attention.hopper.test_run import told
 from tests.attention.packed import PACKED, Packed
+from tests.attention.packed_bounds import packed_bounds
 from tests.plain import parameters
 from warploom.attention import hopper, reference
 from warploom.attention.arguments import dense_args, varlen_args
@@ -25,14 +26,14 @@ from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.philox import keep_mask
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.masks import tiles
+from warploom.masks import ColumnMask, tiles
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
 from warploom.runtime import dispatch, modules
 from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if "scale" not in name]
-VARLEN = [name for name in PACKED if not any(word in name for word in ("pages", "column", "vectors"))]
+VARLEN = [name for name in PACKED if "pages" not in name]
 NAN = float("nan")
 PROCESSORS = 7
 
@@ -71,6 +72,13 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
+    def hidden_by(vectors: Sequence[Tensor | None], queries: int, keys: int, heads: int) -> Tensor | None:
+        """What the columns hide, of each head."""
+        if not variant["columns"]:
+            return None
+        masked = ~visible(ResolvedMask(None, None, *vectors), torch.arange(queries), torch.arange(keys), 0)
+        return masked.repeat_interleave(heads // masked.shape[1], 1)
+
     def carve(tiles: int, dq: Tensor, workspace: Tensor, split: int = 0) -> Tensor:
         """Row statistics where the kernel puts them: behind the sums if anything is there, else in dq, written last. And in
         dq, behind room for those, what pieces of ``split`` key blocks sum up.
@@ -94,7 +102,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def packed(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        dropout: tuple[Any, ...] | None, scale: float, softcap: float, left: int, right: int,
+        vectors: tuple[Tensor | None, ...], dropout: tuple[Any, ...] | None,
+        scale: float, softcap: float, left: int, right: int,
     ) -> None:  # fmt: skip
         assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
         config, dim, dim_v = BackwardConfig(**variant), dq.shape[-1], dv.shape[-1]
@@ -110,7 +119,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             d = d if used is None else c + int(used[n])
             delta = (dout[a:b].double() * out[a:b].double()).sum(-1).T - (0 if dlse is None else dlse[:, a:b])
             parts = (t[None] for t in (q[a:b], k[c:d], v[c:d], dout[a:b], lse[:, a:b].double(), delta))
-            gradients = one(*parts, scale, softcap, left, right, dropout=dropout, sequence=n)
+            masked = hidden_by([None if t is None else t[..., c:d] for t in vectors], b - a, d - c, q.shape[1])
+            gradients = one(*parts, scale, softcap, left, right, masked, dropout=dropout, sequence=n)
             for t, found in zip((dq[a:b], dk[c:d], dv[c:d]), gradients, strict=True):
                 t.copy_(found[0])
 
@@ -123,12 +133,24 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
+        vectors: tuple[Tensor | None, ...] = (None,) * 4
+        if variant["columns"]:
+            assert lts is not None and lte is not None and uts is not None and ute is not None and bounds is not None
+            assert present and bounds.is_contiguous() and all(t.is_contiguous() for t in (lts, lte, uts, ute))
+            count = -(-k.shape[1] // 64)
+            if cu_q is not None:
+                count = k.shape[0] // 64 + k.shape[0] // 2048 + 2 * (cu_q.shape[0] - 1)
+            assert bounds.shape[2:] == (count, 8) and bounds.shape[:2] == lts.shape[:2]
+            vectors = tuple(t if present >> i & 1 else None for i, t in enumerate((lts, lte, uts, ute)))
+        else:
+            assert (lts, lte, uts, ute, bounds, present) == (None,) * 6
         steps = q.shape[2] // k.shape[2] * -(-q.shape[1] // variant["tile_m"]) if cu_q is None else 0
         n_blocks = 0 if cu_q is not None else k.shape[0] * k.shape[2] * -(-k.shape[1] // variant["tile_n"])
         assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
         if cu_q is not None:
             carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, sums)
-            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, dropout, scale, softcap, left, right)
+            numbers = scale, softcap, left, right
+            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, vectors, dropout, *numbers)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
         assert (softcap != 0.0) == variant["softcap"]
@@ -138,17 +160,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         delta = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
         if dlse is not None:
             delta = delta - dlse
-        masked = None
-        if variant["columns"]:
-            assert lts is not None and lte is not None and uts is not None and ute is not None and bounds is not None
-            assert present and bounds.is_contiguous() and all(t.is_contiguous() for t in (lts, lte, uts, ute))
-            assert bounds.shape[2:] == (-(-k.shape[1] // 64), 8) and bounds.shape[:2] == lts.shape[:2]
-            there = [t if present >> i & 1 else None for i, t in enumerate((lts, lte, uts, ute))]
-            rows = torch.arange(q.shape[1])
-            masked = ~visible(ResolvedMask(None, None, *there), rows, torch.arange(k.shape[1]), 0)
-            masked = masked.repeat_interleave(q.shape[2] // masked.shape[1], 1)
-        else:
-            assert (lts, lte, uts, ute, bounds, present) == (None,) * 6
+        masked = hidden_by(vectors, q.shape[1], k.shape[1], q.shape[2])
         options = (scale, softcap, left, right, masked, dropout)
         stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, sums, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
@@ -291,20 +303,41 @@ def test_what_the_kernel_does_not_take_goes_on(monkeypatch: pytest.MonkeyPatch) 
         hopper.BACKEND.backward(varlen_args(q, q, q, cu), q, None, q, torch.zeros(2, 20))
 
 
+def test_which_packed_masks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose registers would spill."""
+
+    def takes(dim: int, **options: Any) -> bool:
+        q, cu = torch.zeros(20, 2, dim, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
+        mask = ColumnMask(torch.full((1, 1, 20), 20, dtype=torch.int32), causal=True)
+        return hopper._takes_backward(varlen_args(q, q, q, cu, mask=mask, **options), True)
+
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+    used = torch.tensor([5, 7], dtype=torch.int32)
+    for dim in (8, 64, 96, 128):
+        assert all(takes(dim, **options) for options in ({}, {"seqused_k": used}, {"deterministic": True}, {"window": (9, 0)}))
+        for options in ({"softcap": 2.0, "deterministic": True}, {"dropout_p": 0.3, "dropout_seed": 1, "seqused_k": used}):
+            assert takes(dim, **options) == (dim <= 96)
+    assert not takes(64, dropout_p=0.3, dropout_seed=1, deterministic=True)
+
+
 @pytest.mark.parametrize("name", VARLEN)
 def test_packed(name: str) -> None:
     case = Packed(3, **PACKED[name])
+    mask = {"mask": case._mask(case.columns)} if case.columns else {}
     leaves = [t.double().requires_grad_() for t in (case.q, case.k, case.v)]
     cu_q, cu_k = case._starts(case.lengths_q), None if case.lengths_k is None else case._starts(case.keys)
     used = None if case.used is None else torch.tensor(case.used, dtype=torch.int32)
     sink = None if case.sinks is None else case.sinks.double().requires_grad_()
     out, lse = warploom.attention_varlen(
-        *leaves, cu_q, cu_k, seqused_k=used, sink=sink, return_lse=True, backend="reference", **case.keywords
+        *leaves, cu_q, cu_k, seqused_k=used, sink=sink, return_lse=True, backend="reference", **case.keywords, **mask
     )
     dlse = torch.where(torch.isinf(lse), 0.0, case.dlse.double())
     total = (out * case.dout.double()).sum() + (torch.where(torch.isinf(lse), 0.0, lse) * dlse).sum()
     want = torch.autograd.grad(total, [*leaves, *([] if sink is None else [sink])])
-    args = varlen_args(case.q, case.k, case.v, cu_q, cu_k, seqused_k=used, sink=case.sinks, **case.keywords)
+    args = varlen_args(case.q, case.k, case.v, cu_q, cu_k, seqused_k=used, sink=case.sinks, **case.keywords, **mask)
+    if case.columns:
+        bounds, _ = packed_bounds(args.mask, cu_q.tolist(), (cu_q if cu_k is None else cu_k).tolist(), case.used)
+        args = args._replace(bounds=bounds)
     given = dlse.float() if case.lse_gradient else None
     found = run_backward.backward(args, case.dout, given, out.detach().half(), lse.detach().float())
     compare(found[: len(want)], want)
@@ -430,22 +463,28 @@ def test_the_kernel_in_python_takes_what_the_compiled_one_takes() -> None:
 
 def test_names_are_unique_and_memory_fits() -> None:
     found = backward_set()
-    assert len({c.name for c in found}) == len(found) <= 162
+    assert len({c.name for c in found}) == len(found) <= 172
     # Barriers, and statistics up to the alignment of what follows, take up to 1 KiB more.
     assert all(c.name.isidentifier() and c.shared_bytes + 1024 <= 227 * 1024 for c in found)
 
 
-@pytest.mark.parametrize("with_sink", [False, True], ids=["no sink", "sink"])
-def test_nan_in_packed_queries_that_see_nothing_reached_dk(with_sink: bool) -> None:
-    """Found by the fuzzer: their rows were multiplied by zeros, which leaves NaN."""
+@pytest.mark.parametrize(
+    ("with_sink", "with_mask"), [(False, False), (True, False), (True, True)], ids=["no sink", "sink", "sink and column mask"]
+)
+def test_nan_in_packed_queries_that_see_nothing_reached_dk(with_sink: bool, with_mask: bool) -> None:
+    """Found by the fuzzer: their rows were multiplied by zeros, which leaves NaN. Under a mask alone the kernel clears them."""
     cu_q, cu_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 40, 70], [0, 10, 50]))
     q, k, v = (torch.randn(n, 2, 16).half() for n in (70, 50, 50))
     dout = torch.randn(70, 2, 16).half()
     sink = torch.tensor([0.5, -3.0]) if with_sink else None
+    mask = ColumnMask(torch.full((1, 2, 50), 25, dtype=torch.int32), torch.full((1, 2, 50), 35, dtype=torch.int32))
+    options: dict[str, Any] = {"causal": True, "sink": sink, "mask": mask if with_mask else None}
 
     def gradients(q: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        args = varlen_args(q, k, v, cu_q, cu_k, causal=True, sink=sink)
-        out, lse = reference.BACKEND.forward(varlen_args(q.nan_to_num(0.0), k, v, cu_q, cu_k, causal=True, sink=sink))
+        args = varlen_args(q, k, v, cu_q, cu_k, **options)
+        out, lse = reference.BACKEND.forward(varlen_args(q.nan_to_num(0.0), k, v, cu_q, cu_k, **options))
+        if with_mask:
+            args = args._replace(bounds=packed_bounds(args.mask, cu_q.tolist(), cu_k.tolist())[0])
         return run_backward.backward(args, dout, None, out.half(), lse.float())
 
     hostile, upstream = q.clone(), dout.clone()

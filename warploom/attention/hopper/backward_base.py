@@ -170,7 +170,9 @@ class BackwardBase:
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
         self.reads_again = config.stream_k or (config.persistent and config.dropout)
-        self.numbered = config.dropout and config.varlen  # a block's words have its sequence where its batch, 0, stands else
+        # A block's words have its sequence where its batch, 0, stands else.
+        self.numbered = config.varlen and (config.dropout or config.columns)
+        self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS
 
     def init_both(self, shared: Any, releases: int) -> None:
         """The barriers of the rings of Q and dO, whose stages are free after so many releases."""
@@ -227,7 +229,8 @@ class BackwardBase:
         if self.config.varlen:
             if given.used is not None:
                 _, whole = bounds(cu_k, sequence, total_k)
-            k_start, seqlen_k, shift, hidden = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
+            if not self.config.columns:  # whose extrema are of blocks counted from the sequence's first key
+                k_start, seqlen_k, shift, hidden = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
         group_size = q_shape[2] // heads_kv
         lengths = (q_start, k_start, seqlen_q, seqlen_k, shift, tile)
         query_tiles: tuple[Any, ...] = (Int32(0),) * 4
@@ -304,9 +307,8 @@ class BackwardBase:
         Afterwards every lane arrives at ``block_empty``: ptxas drops a barrier of the warp before the arrival of one, whose
         reads alone were ordered.
         """
-        count = PACKED_WORDS if self.config.varlen else DENSE_WORDS
         at = self.words_at(turn)
-        words = [cute.arch.make_warp_uniform(given.shared.words[at + i]) for i in range(1, count)]
+        words = [cute.arch.make_warp_uniform(given.shared.words[at + i]) for i in range(1, self.block_words)]
         head, batch, *tiles, rising = words[: DENSE_WORDS - 1]
         sequence = batch
         if self.numbered:
@@ -323,7 +325,7 @@ class BackwardBase:
     def words_at(self, turn: Any) -> Any:
         """Where the words of a block lie; some may be read again while the next block's are there."""
         if self.config.columns:
-            return (turn & 1) * DENSE_WORDS
+            return (turn & 1) * self.block_words
         return (turn & 1) * PACKED_WORDS if self.reads_again else 0
 
     def again(self, work: Any) -> Work:

@@ -25,14 +25,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, SEED_WORDS, WARPGROUPS, BackwardBase
+from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, SEED_WORDS, WARPGROUPS, BackwardBase
 from warploom.attention.hopper.config import LAST_BLOCKS
 from warploom.kernels.cute.barriers import StepBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.columns import (
+    BLOCK,
     FAR,
     extrema_by_lanes,
     extrema_of,
+    first_block,
     hides_all,
     hides_some,
     mask_row,
@@ -45,7 +47,6 @@ from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hi
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
 # in the workspaces; key block; when deterministic the turn), and of each warpgroup's dQ the number of its tile, and its turn.
 STEP_WORDS = 5
-STEPS_AT = 2 * DENSE_WORDS
 RUNS = 12  # numbers of what ``ColumnWalk.runs`` says of a head, which the loader keeps behind those
 
 
@@ -116,9 +117,20 @@ class ColumnWalk(BackwardBase):
     def extrema(self, work: Any, head: Any) -> Any:
         """Of the block's columns, for a query head; all lanes of a warp ask for the same."""
         bounds = work.given.columns.bounds
-        key = work.n_block * self.tile_n
         row = mask_row(work.batch, head, work.heads_q, bounds)
-        return extrema_by_lanes(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        return extrema_by_lanes(bounds, row, *self.columns_of(work, work.n_block), self.tile_n)
+
+    @cute.jit
+    def columns_of(self, work, n_block):
+        """First column of a key block and the one past its last, as the extrema count them.
+
+        They count blocks of columns from each sequence's first key, and between two sequences they leave room.
+        """
+        key, first = n_block * self.tile_n, Int32(0)
+        past = cutlass.min(key + self.tile_n, work.seqlen_k)
+        if const_expr(self.config.varlen):
+            first = first_block(work.sequence, work.k_start) * BLOCK
+        return first + key, first + past
 
     @cute.jit
     def heads_abreast(self, work):
@@ -134,8 +146,10 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def count_steps(self, work):
         """Steps of a block, and 1 if it may hold keys that no query of the group sees."""
-        steps, dead, abreast = Int32(0), Int32(1), self.heads_abreast(work)
-        for member in cutlass.range(0, work.group_size, abreast, unroll=1):
+        steps, dead, abreast, members = Int32(0), Int32(1), self.heads_abreast(work), work.group_size
+        if const_expr(self.config.varlen):  # blocks of packed sequences are counted generously
+            members = choose(work.n_block * self.tile_n < work.seqlen_k, members, 0)
+        for member in cutlass.range(0, members, abreast, unroll=1):
             steps += abreast * self.tiles_of(self.runs(work, member))
             if not may_hold_dead(self.extrema(work, work.head * work.group_size + member), work.seqlen_q):
                 dead = Int32(0)
@@ -159,8 +173,8 @@ class ColumnWalk(BackwardBase):
         """1 if a key block, not below 0, walks a query tile by a mask's row of the extrema; a lane asks for its own."""
         given, there, seen = work.given, cutlass.max(n_block, 0), Int32(0)
         first, _, _, end = self.query_tiles(there, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right)
-        key, row, row_past = there * self.tile_n, m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
-        extrema = extrema_of(given.columns.bounds, mask, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        row, row_past = m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
+        extrema = extrema_of(given.columns.bounds, mask, *self.columns_of(work, there), self.tile_n)
         if n_block >= 0 and m >= first and m < end and not hides_all(extrema, row, row_past):
             seen = Int32(1)
         return seen
@@ -186,10 +200,10 @@ class ColumnWalk(BackwardBase):
         tiles, most, rank = Int32(0), Int32(1), Int32(0)
         if thread < count:
             work = self.describe(given, total - count + thread)
-            bounds, first = given.columns.bounds, work.n_block * self.tile_n
+            bounds = given.columns.bounds
             row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
-            past = cutlass.min(first + self.tile_n, work.seqlen_k)
-            tiles = self.tiles_of(self.runs_of(work, extrema_of(bounds, row, first, past, self.tile_n)))
+            extrema = extrema_of(bounds, row, *self.columns_of(work, work.n_block), self.tile_n)
+            tiles = self.tiles_of(self.runs_of(work, extrema))
         seen[thread] = tiles
         cute.arch.sync_threads()
         for i in cutlass.range(LAST_BLOCKS, unroll=16):
@@ -219,11 +233,11 @@ class ColumnWalk(BackwardBase):
 
     def step_word(self, stage: Any) -> Any:
         """Where the words of a stage of the ring of Q begin."""
-        return STEPS_AT + STEP_WORDS * stage
+        return 2 * self.block_words + STEP_WORDS * stage
 
     def tile_word(self, group: Any) -> Any:
         """Where the number of the tile of a warpgroup's dQ stands."""
-        return STEPS_AT + STEP_WORDS * self.stages + group
+        return self.step_word(self.stages) + group
 
     def turn_word(self, group: Any) -> Any:
         """Where that tile's turn stands."""
@@ -232,7 +246,7 @@ class ColumnWalk(BackwardBase):
     @property
     def runs_at(self) -> int:
         """Where the loader keeps the runs of a head."""
-        return STEPS_AT + STEP_WORDS * self.stages + 2 * WARPGROUPS
+        return self.tile_word(2 * WARPGROUPS)
 
     @cute.jit
     def announce(self, work, stage, m, tested, head, tile, turn, size):
@@ -272,8 +286,7 @@ class ColumnWalk(BackwardBase):
 
         Past the last key they hide all.
         """
-        columns, seqlen_k = work.given.columns, work.given.k_shape[0]
-        which = cute.arch.lane_idx() % 4
+        columns, which = work.given.columns, cute.arch.lane_idx() % 4
         length = columns.vectors[0].shape[2]
         address = columns.vectors[0].iterator.toint()
         for n in cutlass.range_constexpr(1, 4):
@@ -285,10 +298,10 @@ class ColumnWalk(BackwardBase):
         for i in cutlass.range_constexpr(2):
             key = n_block * self.tile_n + r.row + 8 * i
             found = beyond
-            if key < seqlen_k:
+            if key < work.seqlen_k:
                 found = absent
                 if (columns.present >> which) & 1 == 1:
-                    at = address + 4 * (Int64(row) * length + key)
+                    at = address + 4 * (Int64(row) * length + work.k_start + key)
                     source = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
                     found = cute.make_tensor(source, cute.make_layout(1))[0]
                     found = cutlass.min(cutlass.max(found, 0), FAR)
@@ -307,6 +320,8 @@ class ColumnWalk(BackwardBase):
         The keys' numbers are read anew in each such step, from L1 but for a block's first: the others' registers are short.
         """
         at, words = self.step_word(stage), work.shared.words
+        if const_expr(self.config.varlen):
+            work = self.again(work)
         n_block = words[at + 3]
         own = self.own_columns(r, work, words[at + 1], n_block)
         diagonal = n_block * self.tile_n + r.row - work.shift - r.column - m * self.tile_m

@@ -186,7 +186,7 @@ class Producer(ColumnWalk):
                 head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
                 beside = choose(beside + 1 == abreast, 0, beside + 1)
                 at = choose(beside == 0, at - 1, at)
-                tile = (work.batch * work.heads_q + head) * work.m_blocks + m
+                tile = (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
             else:
                 head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))

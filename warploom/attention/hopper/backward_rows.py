@@ -87,14 +87,13 @@ class RowKernels(ColumnWalk):
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             unseeing = Float32.inf
             if const_expr(self.config.columns):
-                unseeing = self.unseeing_level(q, dout, lse, batch, head, row, column, seqlen_q, lanes)
+                unseeing = self.unseeing_level(q, dout, lse, batch, head, start + row, column, row < seqlen_q, lanes)
             if column == 0:
                 level = unseeing
                 if row < seqlen_q:
-                    at = (head, start + row) if const_expr(self.config.varlen) else (batch, head, row)
-                    found = lse[at]
+                    found = self.of_row(lse, batch, head, start + row)
                     if const_expr(dlse is not None):
-                        total -= dlse[at]  # type: ignore[index]
+                        total -= self.of_row(dlse, batch, head, start + row)
                     level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
@@ -125,11 +124,14 @@ class RowKernels(ColumnWalk):
         )
 
     @cute.jit
-    def unseeing_level(self, q, dout, lse, batch, head, row, column, seqlen_q, lanes):
-        """What stands for a row's lse if it sees nothing: +inf where it holds anything but numbers."""
+    def unseeing_level(self, q, dout, lse, batch, head, row, column, inside, lanes):
+        """What stands for a row's lse if it sees nothing: +inf where it holds anything but numbers.
+
+        ``row`` of the tensors, which is ``inside`` of its sequence.
+        """
         odd = Float32(0.0)
-        if row < seqlen_q:  # noqa: SIM102
-            if lse[batch, head, row] == -Float32.inf:
+        if inside:  # noqa: SIM102
+            if self.of_row(lse, batch, head, row) == -Float32.inf:
                 for t in (q, dout):
                     for part in cutlass.range_constexpr(-(-self.config.head_dim // (8 * lanes))):
                         at = column + part * (8 * lanes)
@@ -140,6 +142,10 @@ class RowKernels(ColumnWalk):
                                 odd += value - value
         odd = cute.arch.warp_reduction_sum(odd, threads_in_group=lanes)
         return FAR_LEVEL if odd == 0.0 else Float32.inf
+
+    def of_row(self, t: Any, batch: Any, head: Any, row: Any) -> Any:
+        """A query's number."""
+        return t[head, row] if self.config.varlen else t[batch, head, row]
 
     @cute.jit
     def clear(self, t, cu):

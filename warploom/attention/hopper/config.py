@@ -189,7 +189,7 @@ class BackwardConfig:
     @property
     def ordered(self) -> int:
         """How many key blocks at the end of a call go by how many query tiles they see, most first."""
-        return LAST_BLOCKS * (self.columns and not self.deterministic)
+        return LAST_BLOCKS * (self.columns and not (self.deterministic or self.varlen))
 
     def most_split(self, tiles: int, elements: int) -> int:
         """Of how many split key blocks dq, of so many 16-bit elements, can hold the sums until it is written."""

@@ -183,11 +183,11 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 
 
 def takes_columns(features: Features) -> bool:
-    """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
+    """Whether the backward has a kernel for this call's column mask: up to head_dim 128."""
     small = features.head_dim <= 128 and features.head_dim_v <= 128
     wide = max(features.head_dim, features.head_dim_v) > 96
     full = (wide and (features.softcap or features.dropout)) or (features.dropout and features.deterministic)  # of registers
-    return small and not (full or features.varlen or features.used)
+    return small and not full
 
 
 def takes_dropout(features: Features) -> bool:
@@ -278,7 +278,7 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
-    deterministic or not.
+    deterministic or not; full and causal ones packed under a column mask.
 
     Others are compiled when first called for.
     """
@@ -295,6 +295,10 @@ def backward_set() -> list[BackwardConfig]:
     }
     for deterministic, dims, band, dtype in product((False, True), BACKWARD_TILES, BANDS, DTYPES):
         features = Features(dtype, *dims, columns=True, deterministic=deterministic, **band)
+        if takes_columns(features):
+            found[backward_config(features, False)] = None
+    for dims, right, dtype in product(BACKWARD_TILES, (False, True), DTYPES):
+        features = Features(dtype, *dims, columns=True, varlen=True, right=right)
         if takes_columns(features):
             found[backward_config(features, False)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}

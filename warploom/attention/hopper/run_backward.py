@@ -36,7 +36,7 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    return bind(args, dlse is not None)(dout, dlse, out, lse, *with_bounds(args).tensors())
+    return bind(args, dlse is not None)(dout, dlse, out, lse, *with_bounds(args, packed=True).tensors())
 
 
 def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
@@ -152,7 +152,7 @@ def warm(args: AttentionArgs) -> None:
     columns = NO_COLUMNS
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
-        columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 1, 8)), 0
+        columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0  # a block and a coarse one
     launch = _launcher(function, variant, args._replace(q=q), tiles, (args.left, args.right), 1)
     launch((q, k, v, out, out), lse, None, gradients, starts, columns, args.dropout_seed)
 
@@ -167,19 +167,22 @@ def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
     tiles = (args.q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * args.q.shape[1]
     together = min(args.k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
     launch = _launcher(function, variant, args, tiles, (args.left, args.right), together)
-    all_see = _every_query_sees(args)
+    masked = _masked(args)
+    # Rows that see nothing the kernel clears under a mask, but beside a sink, where it does not know them.
+    clears = args.sink is not None if masked else not _every_query_sees(args)
 
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None, seed: Tensor | None = None,
+        cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
         dq, dk, dv = gradients = _like(q), _like(k), _like(v)
         cu_q = cu_q.contiguous()
         starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
-        if not all_see:
+        if clears:
             q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
-        launch((q, k, v, out, dout), lse, dlse, gradients, starts=starts, seed=seed)
+        columns = column_mask(*mask) if masked else NO_COLUMNS
+        launch((q, k, v, out, dout), lse, dlse, gradients, starts, columns, seed)
         if sink is None:
             return dq, dk, dv, _dsink(q, sink, dlse, None, lse)
         delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)

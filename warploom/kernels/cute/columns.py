@@ -58,12 +58,17 @@ def dense_blocks(bounds: Any, seqlen_k: Any) -> Blocks:
     return Blocks(first=0, last=count - 1, first_coarse=count, last_coarse=bounds.shape[2] - 1)
 
 
+def first_block(sequence: Any, start: Any) -> Any:
+    """Of the keys of a packed sequence from key ``start`` on, as `warploom.attention.bounds` places them."""
+    return start // BLOCK + sequence
+
+
 def sequence_blocks(sequence: Any, sequences: Any, start: Any, length: Any, total: Any) -> Blocks:
     """Of ``length`` keys of a packed sequence from key ``start`` of ``total`` on, as `warploom.attention.bounds` places them.
 
     Where there are no keys, there are no blocks: the last comes before the first.
     """
-    first = start // BLOCK + sequence
+    first = first_block(sequence, start)
     coarse = total // BLOCK + sequences + start // COARSE_BLOCK + sequence
     return Blocks(
         first=first,
