@@ -165,17 +165,20 @@ def test_a_launcher_serves_other_tensors(name: str) -> None:
     assert_same(launch(q, k, v, sink), want)
 
 
-@pytest.mark.parametrize("name", ["dense", "Document", "packed"])
+@pytest.mark.parametrize("name", ["dense", "Document", "packed", "packed, masked"])
 def test_a_launcher_serves_other_seeds(name: str) -> None:
     """Each drops its own weights; the first one is not kept alive."""
     call = masked(name, 3, dtype=torch.float16) if name == "Document" else case("causal", 3, dtype=torch.float16)
     q, k, v, _ = call.tensors()
-    if name == "packed":
+    if "packed" in name:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     starts = torch.tensor([0, 5, q.shape[0]], dtype=torch.int32)
 
     def args(seed: Tensor) -> AttentionArgs:
         options = dict(call.keywords, dropout_p=0.5, dropout_seed=seed)
+        if name == "packed, masked":
+            rows = torch.arange(q.shape[0], dtype=torch.int32).view(1, 1, -1) % 5 + 3
+            return prepared(varlen_args(q, k, v, starts, mask=ColumnMask(rows), **options))
         found = varlen_args(q, k, v, starts, **options) if name == "packed" else dense_args(q, k, v, **options)
         if name != "Document":
             return found
