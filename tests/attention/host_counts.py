@@ -14,9 +14,11 @@ import warploom
 from tools.frozen.pretend import Recorder, hopper
 from warploom import masks
 from warploom.attention import api
+from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
 
 SEQLEN = 256
 PREPARING = ["document_kernel", "bounds_kernel"]
+PREPARING_IDS = ["run_kernel", "bounds_kernel"]
 
 
 def launched(recorder: Recorder, call: Callable[[], Any]) -> list[str]:
@@ -34,11 +36,11 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
         q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
         upstream = torch.ones_like(q)
 
-        def call(mask: masks.Mask) -> Tensor:
-            return warploom.attention(q, k, v, mask=mask, backend=backend)
+        def call(mask: masks.Mask, dropout_p: float = 0.0) -> Tensor:
+            return warploom.attention(q, k, v, mask=mask, dropout_p=dropout_p, backend=backend)
 
-        def step(mask: masks.Mask) -> None:
-            out = call(mask)
+        def step(mask: masks.Mask, dropout_p: float = 0.0) -> None:
+            out = call(mask, dropout_p)
             torch.autograd.grad(out, (q, k, v), upstream)
 
         def document(first: int) -> masks.Document:
@@ -46,6 +48,7 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
 
         for n in range(2):
             step(document(n))
+            step(document(n), 0.1)
             with torch.no_grad():
                 call(document(n))
         with patch.object(api, "dense_args", side_effect=AssertionError("checked again")):
@@ -53,6 +56,7 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 mask = document(n)
                 assert launched(recorder, partial(step, mask)) == PREPARING + forward + backward, recorder.launches
                 assert launched(recorder, partial(step, mask)) == forward + backward, recorder.launches
+                assert launched(recorder, partial(step, mask, 0.1)) == forward + backward, recorder.launches
             with torch.no_grad():
                 mask = document(7)
                 assert launched(recorder, partial(call, mask)) == PREPARING + forward, recorder.launches
@@ -60,6 +64,62 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
                     for _ in range(2):  # a graph prepares at every replay
                         assert launched(recorder, partial(call, mask)) == PREPARING + forward
+                ids = torch.arange(SEQLEN) % 100
+                for mask in (masks.Document.from_position_ids(ids), masks.Document.from_segment_ids(ids // 30)):
+                    assert launched(recorder, partial(call, mask)) == PREPARING_IDS + forward, recorder.launches
+        parts = torch.tensor([[100, 50]])
+        for made in (
+            masks.PrefixDocument(parts, parts // 2),
+            masks.SharedQuestion(9, parts),
+            masks.SharedQuestion(parts[:, 0], parts),
+            masks.CausalBlockwise(parts),
+        ):
+            with torch.no_grad():
+                assert launched(recorder, partial(call, made)) == PREPARING + forward, recorder.launches
+        others = {
+            "span_kernel": masks.BidirectionalSpans(parts, parts // 2),
+            "tree_kernel": masks.Tree(torch.arange(SEQLEN) - 1),
+            "position_kernel": masks.PrefixLM(parts[:, 0]),
+            "position_kernel of chunks": masks.Chunked(40),
+            "position_kernel of tokens": masks.GlobalWindow(parts[:, 0], 9, 3),
+            "position_kernel of halves": masks.BlockDiffusion(SEQLEN // 2, 16),
+        }
+        for name, made in others.items():
+            kernel = name.partition(" ")[0]
+            with torch.no_grad():
+                assert launched(recorder, partial(call, made)) == [kernel, "bounds_kernel", *forward], recorder.launches
+
+
+def check_memory() -> None:
+    """Preparing a mask allocates its vectors and 8 numbers a block of 64 or 2048 columns: 4 (n S + 8 blocks) bytes."""
+    made: list[Tensor] = []
+
+    def noted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make(*arguments: Any, **named: Any) -> Tensor:
+            made.append(function(*arguments, **named))
+            return made[-1]
+
+        return make
+
+    lengths, seqlen = torch.tensor([[3000, 1001]]), 4001
+    blocks = -(-seqlen // BLOCK) + -(-seqlen // COARSE_BLOCK)
+    with hopper(Recorder()) as fresh:
+        fresh()
+        for mask, count in (
+            (masks.Document(lengths), 1),
+            (masks.Document.from_position_ids(torch.arange(seqlen), causal=False), 2),
+            (masks.SharedQuestion(9, lengths), 1),
+            (masks.CausalBlockwise(lengths), 3),
+        ):
+            with (
+                patch.object(Tensor, "new_empty", noted(Tensor.new_empty)),
+                patch.object(torch, "empty_like", noted(torch.empty_like)),
+                patch.object(torch, "empty", noted(torch.empty)),
+            ):
+                prepared_bounds(mask.resolve(seqlen, seqlen, torch.device("cuda", 0)), seqlen, seqlen)
+            taken = sum(t.numel() * t.element_size() for t in made)
+            assert taken == 4 * (count * seqlen + 8 * blocks), (mask, taken)
+            made.clear()
 
 
 def check_packed(backend: str, preparing: list[str], forward: list[str]) -> None:
@@ -93,4 +153,5 @@ if __name__ == "__main__":
     check_packed("triton", [], ["forward_kernel"])
     check("hopper", ["attn_fwd"], ["attn_bwd"])
     check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
+    check_memory()
     print("as few as can be")

@@ -269,6 +269,82 @@ def test_calls_with_gradients_only_launch_too(kernel: Kernel, backward: Backward
     assert backward.bound == 2  # other strides
 
 
+def test_calls_that_drop_only_launch_too(kernel: Kernel, given: list[tuple[Tensor | None, ...]]) -> None:
+    """With the seed of each call, drawn as the checks draw it, the last of what a launcher takes."""
+    q, mask = plain(), masks.Document(lengths(1, 2))
+    torch.manual_seed(5)
+    want = [int(torch.randint(0, 2**63 - 1, (1,))) for _ in range(4)]
+    for options in ({}, {"mask": mask}):
+        torch.manual_seed(5)
+        for _ in range(4):
+            call(q, dropout_p=0.5, **options)
+        assert kernel.ways() == ["checked"] * 2 + ["bound"] * 2
+        assert [int(others[-1]) for others in given[-2:]] == want[2:]  # type: ignore[arg-type]
+    assert [len(others) for others in given] == [1, 1, 6, 6]
+    for seed in (7, torch.tensor([8]), torch.tensor(9, dtype=torch.int32)):
+        call(q, dropout_p=0.5, dropout_seed=seed)
+        found = given[-1][-1]
+        assert found is not None and found.dtype == torch.int64 and int(found) == int(seed)
+    call(q, dropout_p=0.25)
+    assert kernel.ways() == ["bound"] * 3 + ["checked"]
+
+
+def test_a_wrong_seed_is_named_as_before(kernel: Kernel) -> None:
+    q = plain()
+    wrong = [0.5, "x", 2**70, torch.tensor([1, 2]), torch.tensor([0.5])]
+    for dropout_p in (0.0, 0.5):
+        twice(q, dropout_p=dropout_p, dropout_seed=3)
+        for seed in wrong:
+            with pytest.raises((TypeError, ValueError), match="dropout_seed"):
+                call(q, dropout_p=dropout_p, dropout_seed=seed)
+        state = torch.get_rng_state()
+        call(q, dropout_p=dropout_p, dropout_seed=4)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert kernel.ways() == ["checked", "checked", "bound"] * 2
+
+
+def test_packed_calls_that_drop_only_launch_too(
+    kernel: Kernel, given: list[tuple[Tensor | None, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "_packed_bounds", lambda *_: torch.zeros(1))
+    q, starts = plain()[0], lengths(0, 1, 3)
+    for _ in range(3):
+        warploom.attention_varlen(q, q, q, starts, backend="hopper", dropout_p=0.5, dropout_seed=6)
+    assert kernel.ways() == ["checked", "checked", "bound"]
+    first, keys, used, seed = given[-1]
+    assert first is starts and keys is used is None and seed is not None and int(seed) == 6
+    mask = masks.ColumnMask(torch.ones(1, 1, 3, dtype=torch.int32))
+    for _ in range(3):
+        warploom.attention_varlen(q, q, q, starts, mask=mask, backend="hopper", dropout_p=0.5, dropout_seed=7)
+    assert kernel.ways() == ["checked", "checked", "bound"]
+    first, _, _, lts, _, _, _, found, seed = given[-1]
+    assert first is starts and lts is mask.lts and found is not None and seed is not None and int(seed) == 7
+
+
+def test_gradients_of_calls_that_drop_have_their_seeds(
+    kernel: Kernel, backward: Backward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, mask = plain().requires_grad_(), masks.Document(lengths(1, 2))
+    for options in ({}, {"mask": mask}):
+        outs = [call(q, dropout_p=0.5, dropout_seed=seed, **options) for seed in range(4)]
+        assert kernel.ways() == ["checked"] * 2 + ["bound"] * 2
+        for seed in (3, 2):
+            torch.autograd.grad(outs[seed].sum(), q, retain_graph=True)
+            found = backward.given[-1][-1]
+            assert found is not None and int(found) == seed
+        seeds: list[Tensor | None] = []
+
+        def noted(args: AttentionArgs, *gradients: Any, seeds: list[Tensor | None] = seeds) -> tuple[Tensor, ...]:
+            seeds.append(args.dropout_seed)
+            return backward.plain(args, *gradients)
+
+        with Mode(), monkeypatch.context() as patched:  # who watches sees the op with its seed
+            patched.setattr(hopper.BACKEND, "backward", noted)
+            torch.autograd.grad(call(q, dropout_p=0.5, dropout_seed=9, **options).sum() + outs[3].sum(), q)
+        kernel.ways()
+        assert sorted(int(seed) for seed in seeds if seed is not None) == [3, 9]
+
+
 def test_lse_has_a_gradient_too(kernel: Kernel, backward: Backward) -> None:
     q = plain().requires_grad_()
     for n in range(4):

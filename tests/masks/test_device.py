@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree
 
 from warploom import masks
+from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
 
 from .samples import SAMPLERS
 from .test_compile import BUILD, dense
@@ -67,6 +68,98 @@ def test_capture_recomputes_from_device_tensors():
     cu[1] = 5
     graph.replay()
     assert lts.flatten().tolist() == [5] * 5 + [8] * 3
+
+
+def ids_of(lengths, segments):
+    if segments:
+        return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return torch.cat([torch.arange(n) for n in lengths])
+
+
+def parents_of(lengths):
+    """Chains, each of which hangs on the middle of the path that ends before it."""
+    path, found = [], []
+    for n in lengths:
+        del path[len(path) // 2 :]
+        for _ in range(n):
+            found.append(path[-1] if path else -1)
+            path.append(len(found) - 1)
+    return torch.tensor(found)
+
+
+def parts_of(length):
+    """Lengths that sum to it, long and short ones and none."""
+    rng = random.Random(length)
+    found = []
+    while sum(found) < length:
+        found.append(min(rng.choice((0, 1, 7, 300, 2000, 6000)), length - sum(found)))
+    return found
+
+
+LAUNCHED = {  # a mask from lengths, made of a tensor on the device; and of how many vectors
+    "documents": (lambda t: masks.Document(t, causal=False), 2),
+    "causal documents": (masks.Document, 1),
+    "cu_seqlens": (lambda t: masks.Document.from_cu_seqlens(torch.nn.functional.pad(t.cumsum(0), (1, 0))), 1),
+    "segment ids": (lambda t: masks.Document.from_segment_ids(ids_of(t.tolist(), True).to(t.device), causal=False), 2),
+    "causal segment ids": (lambda t: masks.Document.from_segment_ids(ids_of(t.tolist(), True).int().to(t.device)), 1),
+    "position ids": (lambda t: masks.Document.from_position_ids(ids_of(t.tolist(), False).to(t.device), causal=False), 2),
+    "causal position ids": (lambda t: masks.Document.from_position_ids(ids_of(t.tolist(), False).to(t.device)), 1),
+    "prefix documents": (lambda t: masks.PrefixDocument(t, t // 3), 2),
+    "shared question": (lambda t: masks.SharedQuestion(t[:1], t[1:]), 1),
+    "blocks": (masks.CausalBlockwise, 3),
+    "a tree": (lambda t: masks.Tree(parents_of(t.tolist()).to(t.device)), 1),
+    "prefix": (lambda t: masks.PrefixLM(t[:1]), 1),
+    "chunks": (lambda t: masks.Chunked(1 + max(t.tolist()) // 3), 1),
+    "window": (lambda t: masks.GlobalWindow(t[:1], 30, 7), 3),
+    "spans": (lambda t: masks.BidirectionalSpans(t.cumsum(0) - t, t // 2), 1),
+}
+
+
+@pytest.mark.parametrize("length", [1, 31, 1025, 32768, 100_003])
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_vectors_by_one_launch_are_those_of_the_host(name, length):
+    build, _ = LAUNCHED[name]
+    for parts in (parts_of(length), [length], [length // 2, length - length // 2, 0]):
+        lengths = torch.tensor(parts)
+        for more in (0,) if "ids" in name else (0, 77):
+            size = length + more
+            found = build(lengths.cuda()).resolve(length // 2 + 1, size)
+            want = build(lengths.cuda()).to("cpu")._resolve(length // 2 + 1, size, torch.device("cpu"))
+            if found.ute is not None and want.ute is None:  # blocks, whose padding only a host can see to be none
+                want = want._replace(lts=torch.full_like(want.lts, length // 2 + 1), lte=None, uts=want.lts, ute=want.lte)
+            for a, b in zip(found.vectors, want.vectors, strict=True):
+                assert (a is None) == (b is None) and (a is None or torch.equal(a.cpu(), b)), parts[:5]
+
+
+def test_ids_that_change_between_replays():
+    ids = torch.zeros(1, 5000, dtype=torch.int64, device="cuda")
+    mask = masks.Document.from_segment_ids(ids)
+    mask.resolve(5000, 5000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lts = mask.resolve(5000, 5000).lts
+    for cut in (1, 1024, 4999):
+        ids.copy_(torch.arange(5000) >= cut)
+        graph.replay()
+        assert lts.flatten().tolist() == [cut] * cut + [5000] * (5000 - cut)
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_preparing_takes_no_memory_but_vectors_and_bounds(name):
+    """4 (n S + 8 blocks) bytes at the peak, and what the allocator rounds up."""
+    build, count = LAUNCHED[name]
+    lengths, length = torch.tensor(parts_of(32768), device="cuda"), 32768
+    for _ in range(2):  # the first compiles
+        mask = build(lengths)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        resolved = mask.resolve(length, length)
+        bounds = prepared_bounds(resolved, length, length)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak >= bounds.numel() * 4
+    blocks = length // BLOCK + length // COARSE_BLOCK
+    assert peak <= 4 * (count * length + 8 * blocks) + 512 * (count + 1), name
 
 
 def test_capture_takes_host_masks_from_the_cache_or_refuses():

@@ -96,11 +96,11 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    key, launch, vectors, resolved, records = launcher.find(
+    key, launch, others, resolved, records = launcher.find(
         q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse
     )
     if launch is not None:
-        out, lse = launch(q, k, v, sink, *vectors)
+        out, lse = launch(q, k, v, sink, *others)
         return (out, lse) if return_lse else out
     args = dense_args(
         q,
@@ -196,16 +196,16 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
-    key, launch, resolved, records = None, None, None, False
+    found = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if block_table is None:
         longest = (max_seqlen_q, max_seqlen_k)
-        key, launch, vectors, resolved, records = launcher.find(
+        found = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest,
         )
-    if launch is not None:
-        out, lse = launch(q, k, v, sink, *vectors)
+    if found.launch is not None:
+        out, lse = found.launch(q, k, v, sink, *found.others)
         return (out, lse) if return_lse else out
     args = varlen_args(
         q,
@@ -226,12 +226,12 @@ def attention_varlen(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
-        resolved=resolved,
+        resolved=found.resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
-        key = None
-    out, lse = _run(args, backend, key, records)
+        found = launcher.NOTHING
+    out, lse = _run(args, backend, found.key, found.records)
     return (out, lse) if return_lse else out
 
 

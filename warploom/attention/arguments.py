@@ -169,7 +169,7 @@ def _assemble(
         ute=resolved.ute,
         bounds=None,
         sink=sink,
-        dropout_seed=_seed(dropout_p, dropout_seed, q),
+        dropout_seed=seed_of(dropout_p, dropout_seed, q),
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         seqused_k=None,
@@ -186,7 +186,7 @@ def _assemble(
     )
 
 
-def _seed(dropout_p: float, seed: Tensor | int | None, q: Tensor) -> Tensor | None:
+def seed_of(dropout_p: float, seed: Tensor | int | None, q: Tensor) -> Tensor | None:
     """The Philox key: the caller's, or drawn on the device, so that a captured graph draws anew at every replay."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device) if dropout_p else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warploom.attention.arguments import PACKED_MASKS
+from warploom.attention.arguments import PACKED_MASKS, seed_of
 from warploom.attention.bounds import bounds_of, packed_bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
@@ -79,7 +79,7 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     """What launches further calls of the kind of ``args``, which has run; None: nothing quicker.
 
     It takes q, k, v and sink, of packed calls the three that say where sequences are, then of calls under a column mask its
-    vectors.
+    vectors, and last the seed of those that drop.
     ``records``: gradients are recorded.
     """
     forward = backend.bind(args)
@@ -93,8 +93,12 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
         return _packed_launch(run, left, right, args.bounds is not None)
     seqlen_q = args.q.shape[1]
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return run(q, k, v, sink, *vectors, bounds_of((*vectors, None), left, right, seqlen_q))
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None, *seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        bounds = bounds_of((lts, lte, uts, ute, None), left, right, seqlen_q)
+        return run(q, k, v, sink, lts, lte, uts, ute, bounds, *seed)
 
     return launch
 
@@ -103,8 +107,8 @@ def _packed_launch(run: Launch, left: int | None, right: int | None, with_bounds
     """What gives ``run`` the bounds of packed vectors too, or None in their place where no bounds were prepared."""
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        bounds = packed_bounds_of(tensors[3:], tensors[:3], left, right, q.shape[0]) if with_bounds else None
-        return run(q, k, v, sink, *tensors, bounds)
+        bounds = packed_bounds_of(tensors[3:7], tensors[:3], left, right, q.shape[0]) if with_bounds else None
+        return run(q, k, v, sink, *tensors[:7], bounds, *tensors[7:])
 
     return launch
 
@@ -114,12 +118,12 @@ class Found(NamedTuple):
 
     key: Hashable  # that a launcher is or may be kept under; None: none may
     launch: Launch | None
-    vectors: tuple[Tensor | None, ...]  # that it takes behind q, k, v and sink
+    others: tuple[Tensor | None, ...]  # that it takes behind q, k, v and sink
     resolved: ResolvedMask | None  # the call's mask, where it was asked
     records: bool
 
 
-_NOTHING = Found(None, None, (), None, False)
+NOTHING = Found(None, None, (), None, False)
 
 
 def find(
@@ -149,17 +153,15 @@ def find(
     """
     if (
         not (type(dropout_p) is float or type(dropout_p) is int)
-        or dropout_p
-        or dropout_seed is not None
         or torch.compiler.is_compiling()
         or (vectors and checked())
     ):
-        return _NOTHING
+        return NOTHING
     resolved = None
     try:
         if (
             not q.is_cuda
-            or not plain(q, k, v, sink, *vectors)
+            or not plain(q, k, v, sink, dropout_seed, *vectors)
             or (torch._C._is_any_autocast_enabled() and not _is_cast(q, k, v))
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
@@ -167,12 +169,12 @@ def find(
             or not (return_lse is False or return_lse is True)
             or not (deterministic is None or deterministic is False or deterministic is True)
         ):
-            return _NOTHING
+            return NOTHING
         records = recorded(q, k, v, sink)
         key: tuple[Any, ...] = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
             *(q.device, k.device, v.device, causal, scale, softcap, deterministic, backend, records),
-            torch.are_deterministic_algorithms_enabled(),
+            *(torch.are_deterministic_algorithms_enabled(), dropout_p),
         )
         if window is not None:
             key += (type(window), *window, *map(type, window))
@@ -188,7 +190,7 @@ def find(
             rank, length = 3, 0
         if mask is not None:
             if not isinstance(mask, PACKED_MASKS if vectors else Mask) or q.ndim != rank or k.ndim != rank:
-                return _NOTHING
+                return NOTHING
             resolved = mask.resolve(q.shape[length], k.shape[length], None if isinstance(mask, ColumnMask) else q.device)
             of_mask = _described(resolved)
             if of_mask is None:
@@ -196,9 +198,13 @@ def find(
             key += of_mask
             if len(of_mask) > 2:
                 vectors += resolved.vectors
-        return Found(key, dispatch.bound(key), vectors, resolved, records)
+        launch = dispatch.bound(key)
+        if launch is not None and (dropout_p or dropout_seed is not None):
+            seed = seed_of(dropout_p, dropout_seed, q)  # drawn here only where the checks, which draw too, are left out
+            vectors = (*vectors, seed) if dropout_p else vectors
+        return Found(key, launch, vectors, resolved, records)
     except (AttributeError, TypeError, RuntimeError, ValueError):
-        return _NOTHING  # whatever this is, the checks say it in words
+        return NOTHING  # whatever this is, the checks say it in words
 
 
 def _described(mask: ResolvedMask) -> tuple[Any, ...] | None:

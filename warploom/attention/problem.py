@@ -77,13 +77,13 @@ class AttentionArgs(NamedTuple):
 
     @property
     def launched(self) -> tuple[str, ...]:
-        """Names of the tensors that launchers take, in their order: of a call that is neither paged nor drops."""
+        """Names of the tensors that launchers take, in their order: of a call that is not paged."""
         found: tuple[str, ...] = _ALWAYS
         if self.cu_seqlens_q is not None:
             found = (*found, *_SEQUENCES)
         if self.lts is not None or self.ute is not None:
             found = (*found, *_COLUMNS)
-        return found
+        return (*found, "dropout_seed") if self.dropout_p else found
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those of ``launched``."""

@@ -26,7 +26,7 @@ from warploom.attention.hopper.plan import named_set
 from warploom.attention.problem import AttentionArgs
 from warploom.masks import ColumnMask, Full, Mask, ResolvedMask
 from warploom.masks.tiles import column_bounds
-from warploom.runtime import modules
+from warploom.runtime import dispatch, modules
 from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if "scale" not in name]
@@ -163,6 +163,40 @@ def test_a_launcher_serves_other_tensors(name: str) -> None:
     q, k, v, sink = second.tensors()
     want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **second.keywords)
     assert_same(launch(q, k, v, sink), want)
+
+
+@pytest.mark.parametrize("name", ["dense", "Document", "packed", "packed, masked"])
+def test_a_launcher_serves_other_seeds(name: str) -> None:
+    """Each drops its own weights; the first one is not kept alive."""
+    call = masked(name, 3, dtype=torch.float16) if name == "Document" else case("causal", 3, dtype=torch.float16)
+    q, k, v, _ = call.tensors()
+    if "packed" in name:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    starts = torch.tensor([0, 5, q.shape[0]], dtype=torch.int32)
+
+    def args(seed: Tensor) -> AttentionArgs:
+        options = dict(call.keywords, dropout_p=0.5, dropout_seed=seed)
+        if name == "packed, masked":
+            rows = torch.arange(q.shape[0], dtype=torch.int32).view(1, 1, -1) % 5 + 3
+            return prepared(varlen_args(q, k, v, starts, mask=ColumnMask(rows), **options))
+        found = varlen_args(q, k, v, starts, **options) if name == "packed" else dense_args(q, k, v, **options)
+        if name != "Document":
+            return found
+        return found._replace(bounds=column_bounds(found.mask, q.shape[1], k.shape[1], BLOCK, "cpu"))
+
+    seed = torch.tensor([1])
+    alive, launch = weakref.ref(seed), run.bind(args(seed))
+    del seed
+    gc.collect()
+    assert alive() is None
+    found = []
+    for number in (2, 2**40 + 3):
+        given = args(torch.tensor([number]))
+        assert given.tensors()[-1] is given.dropout_seed
+        found.append(launch(*given.tensors()))
+        want = dispatch.find("reference").forward(given._replace(bounds=None))
+        assert_same(found[-1], want)
+    assert not torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("name", ["Document", "four vectors", "ute, per kv head"])

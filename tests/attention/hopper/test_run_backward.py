@@ -25,11 +25,11 @@ from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import TABLE, BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.philox import keep_mask
-from warploom.attention.problem import AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks import ColumnMask, tiles
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
-from warploom.runtime import modules
+from warploom.runtime import dispatch, modules
 from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if "scale" not in name]
@@ -239,6 +239,26 @@ def test_a_launcher_serves_other_tensors(name: str) -> None:
     want = run_backward.backward(dense_args(q, k, v, sink=sink, **call.keywords), dout, given, out, lse)
     for a, b in zip(launch(dout, given, out, lse, q, k, v, sink), want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_launcher_serves_other_seeds(packed: bool) -> None:
+    q, k, v, _ = case("causal", 3, dtype=torch.float16).tensors()
+    if packed:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    starts = torch.tensor([0, 5, q.shape[0]], dtype=torch.int32)
+
+    def args(number: int) -> AttentionArgs:
+        options: dict[str, Any] = {"causal": True, "dropout_p": 0.5, "dropout_seed": torch.tensor([number])}
+        return varlen_args(q, k, v, starts, **options) if packed else dense_args(q, k, v, **options)
+
+    launch, found = run_backward.bind(args(1), False), []
+    for number in (2, 3):
+        out, lse = dispatch.find("reference").forward(args(number))
+        found.append(launch(torch.ones_like(out), None, out, lse, *args(number).tensors()))
+        want = dispatch.find("reference").backward(args(number), torch.ones_like(out), None, out, lse)
+        compare(found[-1][:3], want[:3])
+    assert not torch.equal(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("window", [(10, 0), (10, -5), (None, -7), (-3, 40), (0, 0)])

@@ -164,18 +164,23 @@ LAUNCHED: dict[str, tuple[str | None, dict[str, Any]]] = {
     "a mask": ("Document", {}),
     "a mask for each head": ("lts and lte, per head", {}),
     "packed": (None, {"causal": True}),
+    "dropout": (None, {"causal": True, "dropout_p": 0.4}),
+    "Document, dropout": ("Document", {"dropout_p": 0.4}),
+    "packed, dropout": (None, {"dropout_p": 0.4}),
 }
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_kept_launchers_serve_other_tensors(name: str) -> None:
-    """And keep none of the first call's alive; one that is not aligned goes another way."""
+    """And other seeds, and keep none of the first call's alive; one that is not aligned goes another way."""
     mask, options = LAUNCHED[name]
     found = []
     for seed in (3, 4):
+        if "dropout_p" in options:
+            options = options | {"dropout_seed": seed}
         call = case("full", seed, dtype=HALF) if mask is None else masked(mask, seed, dtype=HALF)
         q, k, v, _ = call.tensors()
-        if name == "packed":
+        if "packed" in name:
             starts = torch.tensor([0, 5 * seed, q.shape[0] * q.shape[1]], dtype=torch.int32)
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             args = varlen_args(q, k, v, starts, starts, **options)

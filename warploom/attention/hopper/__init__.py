@@ -188,15 +188,14 @@ class Hopper(Backend):
         """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
 
         Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k); under a column mask its vectors and their bounds
-        behind those.
+        behind those; with dropout the seed comes last.
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
             return None
-        if args.dropout_p:  # the next call's seed may be another
-            return None
         from warploom.attention.hopper.run import bind as run
+        from warploom.attention.hopper.run import parts_fours
 
-        return run(args)
+        return None if parts_fours(args) else run(args)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor

@@ -32,7 +32,8 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
-    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds, last.
+    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds behind
+    those; with dropout the seed, last.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args)
@@ -54,7 +55,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     function, variant = _function(args, seqlen_k, (seqlen_q, members))
     m_blocks = -(-seqlen_q // variant.queries)
     if variant.columns:
-        return _bind_columns(args, function, variant)
+        return with_seed(args, _bind_columns(args, function, variant))
     rows = batch * (heads_kv * tile_heads(members, variant.heads_per_tile) if variant.pack_gqa else heads)
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
@@ -70,7 +71,9 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     readable = all(map(stepped, (q, k, v)))
     dropout = dropped(args, first)
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         if cut:
             k, v = k[:, first:end], v[:, first:end]
@@ -80,10 +83,11 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         parts = lse if variant.split else None  # not read: of the type
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout, *numbers))
+        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), *numbers)
+        _launch(index, function, given)
         return out, lse
 
-    return launch
+    return with_seed(args, launch)
 
 
 def _bind_columns(
@@ -106,14 +110,17 @@ def _bind_columns(
     numbers = _numbers(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
     dropout = dropped(args)
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
         counter = _counter(device)
         columns = column_mask(*mask)
-        _launch(index, function, (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout, *numbers))
+        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), *numbers)
+        _launch(index, function, given)
         return out, lse
 
     return launch
@@ -139,12 +146,31 @@ def column_mask(
     return *given, bounds, present
 
 
-def dropped(args: AttentionArgs, first: int = 0) -> tuple[Tensor | float, ...] | None:
-    """What a module takes of dropout, of a call without its keys before ``first``: the seed's two words and three numbers."""
-    if args.dropout_seed is None or not args.dropout_p:
-        return None
-    words = args.dropout_seed.reshape(1).view(torch.int32)
-    return words, philox.signed_threshold(args.dropout_p), 1.0 / (1.0 - args.dropout_p), first // FOUR
+def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tuple[Tensor | float, ...] | None]:
+    """What makes of a seed what a module takes of dropout: the seed's two words and three numbers.
+
+    Of a call without its keys before ``first``.
+    """
+    if not args.dropout_p:
+        return lambda seed: None
+    numbers = philox.signed_threshold(args.dropout_p), 1.0 / (1.0 - args.dropout_p), first // FOUR
+
+    def of(seed: Tensor | None) -> tuple[Tensor | float, ...]:
+        assert seed is not None
+        return seed.reshape(1).view(torch.int32), *numbers
+
+    return of
+
+
+def with_seed(args: AttentionArgs, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch``, which takes a seed by its name, so that it takes that of a call that drops as its last tensor."""
+    if not args.dropout_p:
+        return launch
+
+    def run(*tensors: Tensor | None) -> Any:
+        return launch(*tensors[:-1], seed=tensors[-1])
+
+    return run
 
 
 def parts_fours(args: AttentionArgs) -> bool:
@@ -204,7 +230,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        *mask: Tensor | None,
+        *mask: Tensor | None, seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         cu_q = cu_q.contiguous()
@@ -218,10 +244,11 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
         columns = column_mask(*mask) if variant.columns else None
-        _launch(index, function, (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout, *numbers))
+        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), *numbers)
+        _launch(index, function, given)
         return out, lse
 
-    return launch
+    return with_seed(args, launch)
 
 
 # Counters of packed calls, zeroed many at a time, by device and stream.
@@ -286,7 +313,7 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
-    dropout = dropped(args)
+    dropout = dropped(args)(args.dropout_seed)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
     _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, *numbers))

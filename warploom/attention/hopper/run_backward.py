@@ -13,7 +13,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import column_mask, dropped, filled, processors
+from warploom.attention.hopper.run import column_mask, dropped, filled, processors, with_seed
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -60,7 +60,7 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
 
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None,
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(v)
         gradients: tuple[Tensor, ...] = dq, dk, dv
@@ -73,14 +73,14 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
             gradients = (dq, *of_keys)
         if masked and sink is not None:  # beside which the kernel does not know such rows
             q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
-        workspace = launch((q, k, v, out, dout), lse, dlse, gradients, columns=columns)
+        workspace = launch((q, k, v, out, dout), lse, dlse, gradients, columns=columns, seed=seed)
         delta = None
         if sink is not None:
             stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
             delta = stats.view(shape)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
         return dq, dk, dv, _dsink(q, sink, dlse, delta, lse)
 
-    return run
+    return with_seed(args, run)
 
 
 def _bind_dense(
@@ -156,7 +156,7 @@ def warm(args: AttentionArgs) -> None:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0  # a block and a coarse one
     launch = _launcher(function, variant, args._replace(q=q), tiles, (args.left, args.right), 1)
-    launch((q, k, v, out, out), lse, None, gradients, starts, columns)
+    launch((q, k, v, out, out), lse, None, gradients, starts, columns, args.dropout_seed)
 
 
 def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
@@ -175,7 +175,7 @@ def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
 
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None, *mask: Tensor | None,
+        cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         # The kernels write zeros for tokens of no sequence and for keys that none of theirs sees.
         dq, dk, dv = gradients = _like(q), _like(k), _like(v)
@@ -184,13 +184,13 @@ def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
         if clears:
             q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
         columns = column_mask(*mask) if masked else NO_COLUMNS
-        launch((q, k, v, out, dout), lse, dlse, gradients, starts, columns)
+        launch((q, k, v, out, dout), lse, dlse, gradients, starts, columns, seed)
         if sink is None:
             return dq, dk, dv, _dsink(q, sink, dlse, None, lse)
         delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
         return dq, dk, dv, _dsink(q, sink, dlse, delta if dlse is None else delta - dlse, lse)
 
-    return run
+    return with_seed(args, run)
 
 
 def _every_query_sees(args: AttentionArgs) -> bool:
@@ -235,7 +235,7 @@ def _launcher(
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
     dropout = dropped(args, first)
-    numbers = (dropout, args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
+    numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
 
@@ -246,6 +246,7 @@ def _launcher(
         gradients: tuple[Tensor, ...],
         starts: tuple[Tensor | None, ...] = (None, None, None),
         columns: tuple[Tensor | int | None, ...] = NO_COLUMNS,
+        seed: Tensor | None = None,
     ) -> Tensor:
         workspace = torch.empty_like(like_workspace)
         if packed:
@@ -253,7 +254,7 @@ def _launcher(
             tensors = filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)
         views = [aligned(t) for t in tensors]
         with on_device(views[0]):
-            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, *numbers)
+            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), *numbers)
         return workspace
 
     return launch

@@ -25,7 +25,8 @@ from warploom.runtime.triton_launch import Launch
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     call = Call.of(args)
-    return _forward(args, call)(args.q, args.k, args.v, args.sink, (*call.vectors, read_bounds(args)), call.sequences)
+    mask = (*call.vectors, read_bounds(args))
+    return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args))
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -44,8 +45,8 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What launches a call by q, k, v, sink, the mask's vectors and bounds, and what says where sequences are."""
-    q, table, seed, tiling = args.q, args.block_table, _seed(args), call.config.forward
+    """What launches a call by q, k, v, sink, the mask's vectors and bounds, what says where sequences are, and the seed."""
+    q, table, tiling = args.q, args.block_table, call.config.forward
     shape, lse_shape = (*q.shape[:-1], args.v.shape[-1]), (q.shape[-2], *q.shape[:-2])
     if not call.packed:
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -61,8 +62,9 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
     )
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Sequence[Tensor | None],
+        sequences: Sequence[Tensor | None], seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         with on_device(q):
             launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)))
@@ -77,8 +79,8 @@ def backward(
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
     dout, dlse, out, lse = _readable(dout, dlse, out, lse)
     call = Call.of(args, dout, out, dlse is not None)
-    mask = (*call.vectors, read_bounds(args))
-    return _backward(args, dout, call)(dout, dlse, out, lse, args.q, args.k, args.v, args.sink, mask, call.sequences)
+    tensors = (args.q, args.k, args.v, args.sink, (*call.vectors, read_bounds(args)), call.sequences, _seed(args))
+    return _backward(args, dout, call)(dout, dlse, out, lse, *tensors)
 
 
 def bind_backward(
@@ -111,7 +113,7 @@ def _readable(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tu
 
 def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """As ``_forward``, of the three or four launches of a backward pass."""
-    q, k, v, seed, variant = args.q, args.k, args.v, _seed(args), call.variant
+    q, k, v, variant = args.q, args.k, args.v, call.variant
     row_tile = call.config.dkdv.m
     row_tiles, batches = call.tiles(call.seqlen_q, row_tile)
     grid = (row_tiles * batches * call.heads, 1)
@@ -151,7 +153,7 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
 
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None],
+        mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None], seed: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
         rows, edges = torch.empty_like(like_rows), torch.empty_like(like_edges)
@@ -170,12 +172,17 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
 _NO_COLUMNS, _NO_SEQUENCES = (None,) * 5, (None,) * 4
 
 
-def _parted(call: Call, others: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """The mask's vectors and bounds, and what says where sequences are, of what a kept launch is given behind sink."""
+def _parted(
+    call: Call, others: tuple[Tensor | None, ...]
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...], Tensor | None]:
+    """Of what a kept launch is given behind sink: the mask's vectors and bounds, what says where sequences are, the seed."""
+    seed = None
+    if call.variant.features.dropout:
+        others, seed = others[:-1], others[-1]
     if call.packed:
         mask = (*others[3:7], None) if len(others) > 3 else _NO_COLUMNS
-        return mask, (*others[:3], None)
-    return others or _NO_COLUMNS, _NO_SEQUENCES
+        return mask, (*others[:3], None), seed
+    return others or _NO_COLUMNS, _NO_SEQUENCES, seed
 
 
 def _moved(

@@ -11,6 +11,7 @@ from warploom.masks.arguments import check_values, describe, integer, per_batch_
 from warploom.masks.base import LONGEST, rebuild
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask, intersect_bands
+from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 from warploom.runtime.arguments import FLOATS, INTEGERS, check_not_unlimited
 
@@ -84,6 +85,12 @@ class Chunked(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         size = min(self.size, LONGEST)  # one chunk either way
+        if may_launch(device):
+            from warploom.masks.zoo.position_kernel import position_vectors
+
+            vectors = position_vectors("chunks", size, (True, False, False, False), seqlen_q, seqlen_k, device)
+            if vectors is not None:
+                return ResolvedMask(None, 0, *vectors)
         end = (columns(seqlen_k, device) // size + 1) * size
         return ResolvedMask(None, 0, rows_of(end, seqlen_q, seqlen_k), None, None, None)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable, saturated
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_of, scalar_or_column
 
 
@@ -44,10 +45,18 @@ class SharedQuestion(Mask):
         return int(self._parts(self.answers.device).sum(1).max())
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        parts = self._parts(device)
         if self._extent() is not None:
-            check_total("question and answers", parts, seqlen_k)
-        bounds = cumulative(parts)
+            check_total("question and answers", self._parts(self.answers.device), seqlen_k)
+        given = isinstance(self.question, Tensor)
+        if may_launch(device, self.answers, *([self.question] if given else [])):
+            from warploom.masks.zoo.document_kernel import part_vectors
+
+            rows, wanted = self.answers.to(device), (True, False, False)
+            others, question = (self.question.to(device), 0) if given else (None, self.question)
+            vectors = part_vectors("answers", rows, wanted, seqlen_q, seqlen_k, others, question)
+            if vectors is not None:
+                return ResolvedMask(None, 0, vectors[0], None, None, None)
+        bounds = cumulative(self._parts(device))
         index, inside, _, end = locate(bounds, seqlen_k)
         end = torch.where(index == 0, bounds[:, -1:], end)
         lts = rows_of(end, seqlen_q, seqlen_k).masked_fill(~inside.unsqueeze(1), 0)
@@ -75,6 +84,16 @@ class CausalBlockwise(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("block_lengths", self.block_lengths, seqlen_k)
+        padded = not (readable(self.block_lengths) and bool((self.block_lengths.sum(1) == seqlen_k).all()))
+        if may_launch(device, self.block_lengths):
+            from warploom.masks.zoo.document_kernel import part_vectors
+
+            vectors = part_vectors("blocks", self.block_lengths.to(device), (padded, True, True), seqlen_q, seqlen_k)
+            if vectors is not None:
+                lts, begin, stop = vectors
+                if padded:
+                    return ResolvedMask(None, 0, lts, None, begin, stop)
+                return ResolvedMask(None, 0, begin, stop, None, None)
         lengths = saturated(self.block_lengths.to(device))
         bounds = cumulative(lengths)
         test = torch.where(lengths > 0, bounds[:, :-1], 0)
@@ -83,7 +102,7 @@ class CausalBlockwise(Mask):
         hides = inside & (start < test)  # a demonstration's columns, from its end to the test block
         begin = rows_of(torch.where(hides, end, seqlen_k), seqlen_q, seqlen_k)
         stop = rows_of(torch.where(hides, test, seqlen_k), seqlen_q, seqlen_k)
-        if readable(self.block_lengths) and bool((self.block_lengths.sum(1) == seqlen_k).all()):
+        if not padded:
             return ResolvedMask(None, 0, begin, stop, None, None)
         padding = rows_of(torch.where(inside, bounds[:, -1:], 0), seqlen_q, seqlen_k).masked_fill(~inside.unsqueeze(1), 0)
         return ResolvedMask(None, 0, padding, None, begin, stop)
@@ -114,6 +133,12 @@ class Tree(Mask):
         batch, count = self.parents.shape
         if count > seqlen_k:
             raise ValueError(f"parents holds {count} nodes, but there are only {seqlen_k} keys")
+        if may_launch(device, self.parents):
+            from warploom.masks.zoo.tree_kernel import tree_vector
+
+            lts = tree_vector(self.parents.to(device), seqlen_q, seqlen_k)
+            if lts is not None:
+                return ResolvedMask(None, 0, lts, None, None, None)
         parents = self.parents.to(device=device, dtype=torch.int64)
         node = torch.arange(count, device=device).unsqueeze(0)
         # Pointer doubling: after t rounds `last` covers descendants less than 2^t generations below, `up`

@@ -1,4 +1,4 @@
-"""Column vectors of packed documents in one launch, from their lengths or cumulative lengths on a GPU."""
+"""Column vectors of masks made of parts in a row, in one launch, from lengths or cumulative lengths on a GPU."""
 
 from __future__ import annotations
 
@@ -9,63 +9,101 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from warploom.masks.zoo.launched import loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
-COLUMNS, DOCUMENTS = 256, 64  # of a program, and that it compares them with at once
-_NOWHERE = tl.constexpr(2**31 - 1)  # no document ends there
+# Columns of a program, and parts that it compares them with at once: 64 and four warps spilled 3.8 KB a thread.
+COLUMNS, DOCUMENTS = 256, 32
+_NOWHERE = tl.constexpr(2**31 - 1)  # no part ends there
 _FAR = tl.constexpr(2**30)  # as good as any row or column past the last one
 
+_PLAIN = [
+    "rows_ptr", "row_step", "row_step_batch", "others_ptr", "other_step", "other_step_batch", "first_ptr", "second_ptr",
+    "third_ptr", "count", "question", "blocks", "seqlen_q", "seqlen_k",
+]  # fmt: skip
 
-@triton.jit(do_not_specialize=["rows_ptr", "lts_ptr", "ute_ptr", "count", "blocks", "seqlen_q", "seqlen_k"])
+
+@triton.jit(do_not_specialize=_PLAIN)
 def document_kernel(
-    rows_ptr, lts_ptr, ute_ptr, count, blocks, seqlen_q, seqlen_k,
-    CUMULATIVE: tl.constexpr, COLUMNS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    rows_ptr, row_step_batch: tl.int64, row_step: tl.int64, others_ptr, other_step_batch: tl.int64, other_step: tl.int64,
+    first_ptr, second_ptr, third_ptr, count, question, blocks, seqlen_q, seqlen_k,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one batch entry: the first row after each column's document, and the document's first row.
+    """Vectors of one block of columns of one batch entry. Columns of no part are hidden from every row.
 
-    Columns of no document are hidden from every row. `ute_ptr` is None where only the first is asked for. Rows hold `count`
-    lengths or, CUMULATIVE, one number more.
+    Rows hold `count` lengths of parts. By KIND, a vector whose pointer is None being left out:
+
+    - "lengths": the first row after each column's document (first), and the document's first row (second). "cu_seqlens": the
+      same of documents whose starts, and the last one's end, the rows hold: one number more.
+    - "prefixes": the same, but past a document's prefix, whose length others hold, the second is the column's own row.
+    - "answers": a question of `question` tokens, or as many as others hold, and answers: the first row after each answer, and
+      after all for the question.
+    - "blocks": the first row after all blocks (first); of columns before the last block with tokens the first row after their
+      own block (second) and that of the last one (third), of others the row after all keys twice.
     """
     pid = tl.program_id(0)
     batch = (pid // blocks).to(tl.int64)
     top = pid % blocks * COLUMNS
     cols = top + tl.arange(0, COLUMNS)
-    rows = rows_ptr + batch * (count + CUMULATIVE)
+    rows = rows_ptr + batch * row_step_batch
     origin = tl.zeros([], tl.int64)
-    if CUMULATIVE:
+    if KIND == "cu_seqlens":
         origin = _held(tl.load(rows).to(tl.int64))
-        rows += 1
+        rows += row_step
+    if KIND == "answers":
+        if others_ptr is None:
+            origin += question
+        else:
+            origin = _held(tl.load(others_ptr + batch * other_step_batch).to(tl.int64))
     start = tl.zeros([COLUMNS], tl.int32) + origin.to(tl.int32)
     end = tl.full([COLUMNS], _NOWHERE, tl.int32)
+    prefix = tl.zeros([COLUMNS], tl.int32)
     total = origin
+    newest = tl.zeros([], tl.int64)  # where the last part with tokens begins
     for first in range(0, count, DOCUMENTS):
         at = first + tl.arange(0, DOCUMENTS)
         inside = at < count
-        values = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
-        if CUMULATIVE:
-            ends = tl.where(inside, _held(values), total)
-            last = tl.max(ends, 0)
-        else:
-            ends = total + tl.cumsum(_held(values), 0)
-            last = tl.max(ends, 0)
+        values = _held(tl.load(rows + at * row_step, mask=inside, other=0).to(tl.int64))
+        ends = tl.where(inside, values, total) if KIND == "cu_seqlens" else total + tl.cumsum(values, 0)
+        last = tl.max(ends, 0)
+        if KIND == "blocks":
+            newest = tl.maximum(newest, tl.max(tl.where(values > 0, ends - values, 0), 0))
         if last <= top:
             start = tl.maximum(start, _held(last).to(tl.int32))
-        else:
+        elif total < top + COLUMNS:  # else earlier parts hold all columns
             near = _held(ends).to(tl.int32)[None, :]
             before = near <= cols[:, None]
             start = tl.maximum(start, tl.max(tl.where(before, near, -_FAR), 1))
             end = tl.minimum(end, tl.min(tl.where(before | ~inside[None, :], _NOWHERE, near), 1))
+            if KIND == "prefixes":
+                own = ~before & (_held(ends - values).to(tl.int32)[None, :] <= cols[:, None])
+                others = others_ptr + batch * other_step_batch + at * other_step
+                lengths = _held(tl.load(others, mask=inside, other=0).to(tl.int64)).to(tl.int32)
+                prefix += tl.sum(tl.where(own, lengths[None, :], 0), 1)
         total = last
     owned = (end != _NOWHERE) & (cols >= origin)
-    shift = seqlen_k - seqlen_q
+    if KIND == "answers":
+        asked = cols < origin
+        owned = owned | asked
+        end = tl.where(asked, _held(total).to(tl.int32), end)
     out = batch * seqlen_k + cols
+    shift = seqlen_k - seqlen_q
     held = cols < seqlen_k
-    lts = tl.minimum(tl.maximum(end - shift, 0), seqlen_q)
-    tl.store(lts_ptr + out, tl.where(owned, lts, 0), mask=held)
-    if ute_ptr is not None:
-        ute = tl.minimum(tl.maximum(start - shift, 0), seqlen_q)
-        tl.store(ute_ptr + out, tl.where(owned, ute, seqlen_q), mask=held)
+    if KIND == "blocks":
+        behind = _held(total).to(tl.int32)
+        newest = _held(newest).to(tl.int32)
+        hides = owned & (start < newest)
+        if first_ptr is not None:
+            tl.store(first_ptr + out, tl.where(owned, _row(behind, shift, seqlen_q), 0), mask=held)
+        tl.store(second_ptr + out, _row(tl.where(hides, end, seqlen_k), shift, seqlen_q), mask=held)
+        tl.store(third_ptr + out, _row(tl.where(hides, newest, seqlen_k), shift, seqlen_q), mask=held)
+    else:
+        tl.store(first_ptr + out, tl.where(owned, _row(end, shift, seqlen_q), 0), mask=held)
+        if second_ptr is not None:
+            if KIND == "prefixes":
+                start = tl.where(cols < start + prefix, start, cols)
+            tl.store(second_ptr + out, tl.where(owned, _row(start, shift, seqlen_q), seqlen_q), mask=held)
 
 
 @triton.jit
@@ -74,33 +112,64 @@ def _held(x):
     return tl.minimum(tl.maximum(x, -_FAR), _FAR)
 
 
-def document_vectors(
-    rows: Tensor, cumulative: bool, causal: bool, seqlen_q: int, seqlen_k: int
-) -> tuple[Tensor, Tensor | None]:
-    """lts and, of documents that are not causal, ute: int32 (batch, 1, seqlen_k).
+@triton.jit
+def _row(position, shift, seqlen_q):
+    """The row of the query at a position."""
+    return tl.minimum(tl.maximum(position - shift, 0), seqlen_q)
+
+
+def part_vectors(
+    kind: str,
+    rows: Tensor,
+    wanted: tuple[bool, bool, bool],
+    seqlen_q: int,
+    seqlen_k: int,
+    others: Tensor | None = None,
+    question: int = 0,
+) -> tuple[Tensor | None, ...] | None:
+    """The kernel's three vectors, int32 (batch, 1, seqlen_k) or None where not wanted; None where it cannot be launched now.
 
     Args:
-        rows: int32 or int64 (batch, n) lengths, or (batch, n + 1) cumulative ones, which never decrease.
+        kind: KIND of the kernel.
+        rows: integers (batch|1, n) of any strides: lengths, or (batch, n + 1) cumulative ones, which never decrease.
+        wanted: which vectors.
+        others: integers (batch|1, n) of prefixes, or (batch|1, 1) of questions.
+        question: the question's length where others do not say it.
     """
-    rows = rows.contiguous()
+    launch = _launch(kind, rows.dtype, None if others is None else others.dtype, wanted)
+    if not loads(rows, launch):
+        return None
     batch, count = rows.shape
-    lts = rows.new_empty((batch, 1, seqlen_k), dtype=torch.int32)
-    ute = None if causal else torch.empty_like(lts)
+    step_batch, step = rows.stride()
+    other_batch, other_step = 0, 0
+    if others is not None:
+        other_batch, other_step = others.stride()
+        if others.shape[0] == 1:
+            other_batch = 0
+        elif batch == 1:
+            batch, step_batch = others.shape[0], 0
+    one, at = rows.new_empty((batch, 1, seqlen_k), dtype=torch.int32), wanted.index(True)
+    found = tuple([None if not want else one if i == at else torch.empty_like(one) for i, want in enumerate(wanted)])
     blocks = -(-seqlen_k // COLUMNS)
-    if lts.numel():
+    if batch and blocks:
+        count -= kind == "cu_seqlens"
         with on_device(rows):
-            _launch(rows.dtype, cumulative, causal)(
-                (batch * blocks, 1), rows, lts, ute, count - cumulative, blocks, seqlen_q, seqlen_k
-            )
-    return lts, ute
+            launch(
+                (batch * blocks, 1), rows, step_batch, step, others, other_batch, other_step, *found,
+                count, min(question, 2**30), blocks, seqlen_q, seqlen_k,
+            )  # fmt: skip
+    return found
 
 
-def ready(dtype: torch.dtype, cumulative: bool, causal: bool) -> bool:
-    """Whether the kernel is loaded on the current device."""
-    return _launch(dtype, cumulative, causal).raw() is not None
+def document_vectors(
+    rows: Tensor, cumulative: bool, causal: bool, seqlen_q: int, seqlen_k: int
+) -> tuple[Tensor | None, ...] | None:
+    """lts and, of documents that are not causal, ute, as ``part_vectors`` has them."""
+    found = part_vectors("cu_seqlens" if cumulative else "lengths", rows, (True, not causal, False), seqlen_q, seqlen_k)
+    return None if found is None else found[:2]
 
 
 @cache
-def _launch(dtype: torch.dtype, cumulative: bool, causal: bool) -> Launch:
-    constants = {"CUMULATIVE": cumulative, "COLUMNS": COLUMNS, "DOCUMENTS": DOCUMENTS, "num_warps": 4}
+def _launch(kind: str, dtype: torch.dtype, of_others: torch.dtype | None, wanted: tuple[bool, ...]) -> Launch:
+    constants = {"KIND": kind, "COLUMNS": COLUMNS, "DOCUMENTS": DOCUMENTS, "num_warps": 8}
     return Launch(document_kernel, constants, direct=True)

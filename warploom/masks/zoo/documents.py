@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from warploom.masks.arguments import boolean, check_values, describe, per_batch_
 from warploom.masks.base import rebuild
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
-from warploom.runtime.op import plain
 
-_HAS_TRITON = find_spec("triton") is not None
 _LENGTHS = "document lengths: ints (n,), or one list or row per batch entry"
 
 
@@ -82,21 +80,19 @@ class Document(Mask):
         return int(last.max())
 
     def _bounds(self, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        self._check_fits(seqlen_k)
         if self.ids is not None:
-            self._check_length(self.kind, self.ids.shape[1], seqlen_k)
             return _runs(self.ids.to(device), self.kind == "segment_ids")
         assert self.bounds is not None
-        self._check_end(seqlen_k)
         rows = self.bounds.to(device)
         bounds = cumulative(rows) if self.kind == "lengths" else saturated(rows)
         _, inside, start, end = locate(bounds, seqlen_k)
         return inside, start, end
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        if self.bounds is not None and device.type == "cuda":
-            vectors = self._launched(seqlen_q, seqlen_k, device)
-            if vectors is not None:
-                return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1])
+        vectors = self._launched(seqlen_q, seqlen_k, device)
+        if vectors is not None:
+            return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1])
         inside, start, end = self._bounds(seqlen_k, device)
         lts = rows_of(end, seqlen_q, seqlen_k).where(inside.unsqueeze(1), 0)
         if self.causal:
@@ -104,22 +100,27 @@ class Document(Mask):
         ute = rows_of(start, seqlen_q, seqlen_k).where(inside.unsqueeze(1), seqlen_q)
         return ResolvedMask(None, None, lts, None, None, ute)
 
-    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor | None] | None:
-        """lts and ute by one kernel; None where something would have to see torch's operations, or there is no such kernel."""
-        rows = self.bounds
+    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor | None, ...] | None:
+        """lts and ute by one kernel, or None."""
+        rows = self.bounds if self.ids is None else self.ids
         assert rows is not None
-        if not _HAS_TRITON or rows.dtype not in (torch.int32, torch.int64) or torch.compiler.is_compiling() or not plain(rows):
+        if not may_launch(device, rows):
             return None
-        from warploom.masks.zoo.document_kernel import document_vectors, ready
+        self._check_fits(seqlen_k)
+        rows = rows if rows.device == device else rows.to(device)
+        if self.ids is None:
+            from warploom.masks.zoo.document_kernel import document_vectors
 
-        kind = rows.dtype, self.kind == "cu_seqlens", self.causal
-        if torch.cuda.is_current_stream_capturing() and not ready(*kind):  # a capturing stream cannot load it
-            return None
-        self._check_end(seqlen_k)
-        return document_vectors(rows if rows.device == device else rows.to(device), *kind[1:], seqlen_q, seqlen_k)
+            return document_vectors(rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
+        from warploom.masks.zoo.run_kernel import run_vectors
 
-    def _check_end(self, seqlen_k: int) -> None:
-        """ValueError if documents end past the keys, where contents may be read."""
+        return run_vectors(rows, self.kind == "segment_ids", self.causal, seqlen_q, seqlen_k)
+
+    def _check_fits(self, seqlen_k: int) -> None:
+        """ValueError if ids are not those of the keys, or documents end past them, where contents may be read."""
+        if self.ids is not None:
+            self._check_length(self.kind, self.ids.shape[1], seqlen_k)
+            return
         assert self.bounds is not None
         if self.kind == "lengths":
             check_total("lengths", self.bounds, seqlen_k)
@@ -158,6 +159,13 @@ class PrefixDocument(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("lengths", self.lengths, seqlen_k)
+        if may_launch(device, self.lengths, self.prefixes):
+            from warploom.masks.zoo.document_kernel import part_vectors
+
+            rows, wanted = self.lengths.to(device), (True, True, False)
+            vectors = part_vectors("prefixes", rows, wanted, seqlen_q, seqlen_k, self.prefixes.to(device))
+            if vectors is not None:
+                return ResolvedMask(None, None, vectors[0], None, None, vectors[1])
         lengths, prefixes = saturated(self.lengths.to(device)), saturated(self.prefixes.to(device)).clamp(max=seqlen_k)
         batch = max(lengths.shape[0], prefixes.shape[0])
         lengths, prefixes = lengths.expand(batch, -1), prefixes.expand(batch, -1)

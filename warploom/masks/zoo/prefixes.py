@@ -11,6 +11,7 @@ from torch import Tensor
 from warploom.masks.arguments import check_values, per_batch_rows, per_batch_value, readable, saturated
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 
 
@@ -27,6 +28,12 @@ class PrefixLM(Mask):
         self.prefix = per_batch_value("prefix", prefix)
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        if may_launch(device, *([self.prefix] if isinstance(self.prefix, Tensor) else [])):
+            from warploom.masks.zoo.position_kernel import position_vectors
+
+            vectors = position_vectors("prefix", self.prefix, (False, False, False, True), seqlen_q, seqlen_k, device)
+            if vectors is not None:
+                return ResolvedMask(None, None, *vectors)
         column = columns(seqlen_k, device)
         in_prefix = column < scalar_or_column(self.prefix, device)
         ute = rows_of(column, seqlen_q, seqlen_k).masked_fill(in_prefix.unsqueeze(1), 0)
@@ -56,6 +63,12 @@ class BidirectionalSpans(Mask):
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         if readable(self.starts) and readable(self.lengths):
             _check_within(self.starts, self.lengths, seqlen_k)
+        if may_launch(device, self.starts, self.lengths):
+            from warploom.masks.zoo.span_kernel import span_vector
+
+            ute = span_vector(self.starts.to(device), self.lengths.to(device), seqlen_q, seqlen_k)
+            if ute is not None:
+                return ResolvedMask(None, None, None, None, None, ute)
         batch = max(self.starts.shape[0], self.lengths.shape[0])
         start = saturated(self.starts.to(device)).expand(batch, -1)
         length = saturated(self.lengths.to(device)).clamp(max=seqlen_k).expand(batch, -1)

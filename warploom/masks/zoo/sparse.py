@@ -21,6 +21,7 @@ from warploom.masks.arguments import (
 from warploom.masks.base import LONGEST
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 from warploom.runtime.arguments import INTEGERS
 
@@ -42,6 +43,18 @@ class GlobalWindow(Mask):
         self.left, self.right = integer("left", left, optional=True), integer("right", right, optional=True)
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
+        below, above = self.left is not None, self.right not in (None, 0)
+        given = [self.global_tokens] if isinstance(self.global_tokens, Tensor) else []
+        if (below or above) and may_launch(device, *given):
+            from warploom.masks.zoo.position_kernel import position_vectors
+
+            limits = [
+                0 if x is None else max(min(x, seqlen_q + seqlen_k), -seqlen_q - seqlen_k) for x in (self.left, self.right)
+            ]
+            wanted = below, False, above, above
+            vectors = position_vectors("global", self.global_tokens, wanted, seqlen_q, seqlen_k, device, *limits)
+            if vectors is not None:
+                return ResolvedMask(None, 0 if self.right == 0 else None, *vectors)
         tokens = scalar_or_column(self.global_tokens, device)
         column = columns(seqlen_k, device)
         ordinary = (column >= tokens).unsqueeze(1)
@@ -151,9 +164,16 @@ class BlockDiffusion(Mask):
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         self._check_length("noisy and clean half together", 2 * self.length, seqlen_k)
+        block = min(self.block, LONGEST)  # one block either way
+        if may_launch(device):
+            from warploom.masks.zoo.position_kernel import position_vectors
+
+            wanted = True, True, False, True
+            vectors = position_vectors("diffusion", self.length, wanted, seqlen_q, seqlen_k, device, block)
+            if vectors is not None:
+                return ResolvedMask(None, None, *vectors)
         column = columns(seqlen_k, device)
         noisy = column < self.length
-        block = min(self.block, LONGEST)  # one block either way
         start = torch.where(noisy, column, column - self.length) // block * block
         end = (start + block).clamp(max=self.length)
         # Noisy: hidden before and after its own block. Clean: hidden from noisy blocks up to its own, then
