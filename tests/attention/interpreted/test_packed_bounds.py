@@ -48,8 +48,15 @@ def drawn(name: str, present: str, heads: int, left: int | None, right: int | No
     return ResolvedMask(left, right, *vectors), sum(queries) + 2
 
 
-@pytest.mark.parametrize("band", [(None, None), (None, 0), (30, 4), (-3, 20)], ids=str)
-@pytest.mark.parametrize(("name", "present"), [("odd", x) for x in PRESENT if x != "all"] + [(x, "all") for x in LENGTHS])
+BANDS: list[tuple[int | None, int | None]] = [(None, None), (None, 0), (30, 4), (-3, 20)]
+CASES = [
+    *(("odd", present, band) for present in PRESENT for band in BANDS),
+    *((name, "all", band) for name in LENGTHS for band in BANDS if name not in ("odd", "many")),
+    ("many", "all", (30, 4)),
+]
+
+
+@pytest.mark.parametrize(("name", "present", "band"), CASES, ids=str)
 def test_bounds_are_those_of_each_sequence_alone(name: str, present: str, band: tuple[int | None, int | None]) -> None:
     queries, keys, used, _ = LENGTHS[name]
     mask, total_q = drawn(name, present, 3 if present == "all" else 1, *band)
