@@ -146,7 +146,8 @@ def backward(
     }  # fmt: skip
     names = names_of(
         "q k v do dk dv sums", True, "partial", not config.pair, "stats", True,
-        "pingpong", config.states > 0 or config.persistent, "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
+        "pingpong", config.states > 0 or config.persistent or config.ordered > 0,
+        "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
         "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
         DROPOUT, config.dropout, "scale softcap left right section", True,
@@ -159,9 +160,11 @@ def backward(
         values |= {"bounds": ((1, masks, count), (masks * count * 8, count * 8)), "present": 15}
         start = names.index("bounds") + 1 << 32
         words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
-        counter = (names.index("pingpong") + 1 << 32) + 4 * (COUNTERS - 1)
-        words[counter] = handed_out
-        words |= {counter + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
+        past = (names.index("pingpong") + 1 << 32) + 4 * COUNTERS
+        if config.persistent:
+            past -= 4
+            words[past] = handed_out
+        words |= {past + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),

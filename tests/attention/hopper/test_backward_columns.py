@@ -10,6 +10,8 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +52,16 @@ COLUMNS = {
     "head_dim 64, causal, softcap": backward_config(
         Features(BF16, 64, 64, columns=True, right=True, softcap=True), short=False
     ),
+    "head_dim 192": backward_config(Features(BF16, 192, 192, columns=True), short=False),
+    "head_dims 192 and 128, window": backward_config(
+        Features(FP16, 192, 128, columns=True, right=True, left=True), short=False
+    ),
+    "head_dim 192, causal, deterministic": backward_config(
+        Features(FP16, 192, 192, columns=True, right=True, deterministic=True), short=False
+    ),
+    "head_dims 192 and 128, causal, deterministic": backward_config(
+        Features(BF16, 192, 128, columns=True, right=True, deterministic=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 230, 300, 110
 
@@ -70,13 +82,17 @@ def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: tor
 class Agreeing(Machine):
     """Warps that look at the same row statistics find the same: by the seed in every masked tile queries to clear, or none."""
 
+    def __init__(self, kernel: Any, launch: Any, seed: int, *more: Any) -> None:
+        self.cleared = bool(random.Random(seed).getrandbits(1))
+        super().__init__(kernel, launch, seed, *more)
+
     def _vote(self, x: Instruction) -> Run:
-        run, target, cleared = super()._vote(x), str(x.operands[0]), bool(self.draw.getrandbits(1))
+        run, target = super()._vote(x), str(x.operands[0])
 
         def vote(warp: Warp, mask: int) -> bool:
             run(warp, mask)
             if self.value(warp, target) is UNKNOWN:
-                self.set(warp, target, cleared, mask)
+                self.set(warp, target, self.cleared, mask)
             return True
 
         return vote
@@ -129,10 +145,13 @@ def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int
 
 
 def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
-    """(First key, (row, head)) of the tiles that are not hidden by extrema of blocks of ``tile_n`` keys."""
+    """(First key, (row, head)) of the tiles that are not hidden by extrema of the blocks that ``tile_n`` keys touch."""
     config = COLUMNS[name]
     found = []
-    bounds = tiles.column_bounds(resolved, QUERIES, KEYS, config.tile_n)
+    fine = tiles.column_bounds(resolved, QUERIES, KEYS, 64)
+    touched = [fine[:, :, n // 64 : -(-(n + config.tile_n) // 64)] for n in range(0, KEYS, config.tile_n)]
+    least, most = (torch.stack([getattr(t, side)(2) for t in touched], 2) for side in ("amin", "amax"))
+    bounds = torch.where(torch.arange(8) % 2 == 0, least, most)
     edges = tiles.block_edges(KEYS, config.tile_n)
     for m in range(0, QUERIES, config.tile_m):
         stop = min(m + config.tile_m, QUERIES)
@@ -144,22 +163,27 @@ def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]
 
 
 @builds
-@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1], strict=True)))
+@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2], strict=True)))
 def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
     """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     resolved, bounds, options = masked(name, heads, seed)
-    traced, processors = built.traced(name), 1 + seed % 2
-    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, processors, bounds=bounds, **options)
+    traced, processors, config = built.traced(name), 1 + seed % 2, COLUMNS[name]
+    launch = backward(traced, config, QUERIES, KEYS, processors if config.persistent else 0, bounds=bounds, **options)
     machine = Agreeing(traced.kernel, launch, seed, processors).run()
     expected = visible_steps(name, resolved)
-    assert sorted(multiplied(machine, "v", "do")) == expected
+    assert sorted(multiplied(machine, *(("do", "v") if config.roles else ("v", "do")))) == expected
     assert sum(map(len, machine.added.values())) == 2 * len(expected)
     assert len(machine.added) == 2 * len({queries for _, queries in expected})
 
 
-DETERMINISTIC = [("head_dim 128, causal, deterministic", 2), ("head_dim 64, window, deterministic", 1)]
+DETERMINISTIC = [
+    ("head_dim 128, causal, deterministic", 2),
+    ("head_dim 64, window, deterministic", 1),
+    ("head_dim 192, causal, deterministic", 2),
+    ("head_dims 192 and 128, causal, deterministic", 1),
+]
 
 
 @builds
@@ -171,7 +195,7 @@ def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int,
     print(f"seed {seed}")
     resolved, bounds, options = masked(name, heads, seed)
     traced = built.traced(name)
-    launch = backward(traced, config, QUERIES, KEYS, processors, bounds=bounds, **options)
+    launch = backward(traced, config, QUERIES, KEYS, processors if config.persistent else 0, bounds=bounds, **options)
     machine = Turning(traced.kernel, launch, seed, processors).run()
     expected = defaultdict(list)
     for key, (row, head) in visible_steps(name, resolved):
@@ -250,9 +274,10 @@ def test_last_blocks_go_longest_first(batch: int, built: Built) -> None:
 @pytest.mark.parametrize("name", COLUMNS)
 def test_resources(name: str, built: Built) -> None:
     """No spills, and no wait between products that are issued together: more would mean that ptxas serialised wgmma."""
-    _, facts, cubin = built[name]
+    config, facts, cubin = built[name]
     assert facts["stack"] == 0, "registers spill"
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", machine_code(cubin))) == 2 * 4 + 1
+    waits, last = (8, 2) if config.roles else (4, 1)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", machine_code(cubin))) == 2 * waits + last
 
 
 # The arithmetic, in the kernel's text
@@ -275,6 +300,49 @@ def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
         for stop in [start - 5, *range(start, rows + 9), 1 << 30]:
             expected = sum(1 << c for c, row in enumerate(own) if start <= row < stop)
             assert hidden(start, stop, rows) & (1 << len(own)) - 1 == expected, (start, stop)
+
+
+@pytest.mark.parametrize("keys_each", [48, 56])
+@pytest.mark.parametrize("left", [False, True])
+def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
+    """Past head_dim 128 a lane finds the bits of two keys, of which others have the elements: all that is hidden, no more."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    generator, keys = torch.Generator().manual_seed(seed), 4 * keys_each - 13
+    mask = drawn(1, 200, keys, True, generator).resolve(200, keys)
+    vectors = [t[0, 0].tolist() for t in mask.vectors]
+    shown = masks_dense(mask, 200, keys)[0, 0]
+    band = torch.arange(keys)[None] - (keys - 200) - torch.arange(200)[:, None]
+    shown = shown & (band <= 0) & (band >= -70 if left else band < 1000)
+    arch = SimpleNamespace()
+    names = {
+        "cute": SimpleNamespace(arch=arch), "Int64": int, "QUERIES": 16, "Float32": SimpleNamespace(inf=math.inf),
+        "shifted": shifted, "in_tile": plain(MASKS, "in_tile"), "intervals": lambda _, at: [t[at] for t in vectors],
+    }  # fmt: skip
+    file = "attention/hopper/backward_roles.py"
+    find, hide = (plain(file, f"RolesBackward.{name}", **names) for name in ("find_hidden", "hide"))
+    kernel = SimpleNamespace(
+        config=SimpleNamespace(right=True, left=left), tile_m=64, tile_n=2 * keys_each, keys_each=keys_each, step_word=int
+    )
+    columns = SimpleNamespace(vectors=[SimpleNamespace(shape=(1, 1, keys))])
+    for m, warp, n_block, role in product(range(3), range(4), range(2), range(2)):
+        lanes = [SimpleNamespace(role=role, row=16 * warp + i // 4, hidden_bits=[0]) for i in range(32)]
+        given = SimpleNamespace(columns=columns, left=70, right=0)
+        shared = SimpleNamespace(words=[0, 0, 0, n_block])
+        work = SimpleNamespace(given=given, shared=shared, seqlen_k=keys, shift=keys - 200)
+        for i, r in enumerate(lanes):
+            arch.lane_idx = lambda i=i: i
+            find(kernel, r, work, m, 0)
+        for i, r in enumerate(lanes):
+            arch.lane_idx = lambda i=i: i
+            arch.shuffle_sync = lambda _, source, lanes=lanes: lanes[source].hidden_bits[0]
+            r.rows_s = dict.fromkeys(product(range(2), range(keys_each // 4)), 0.0)
+            hide(kernel, r)
+            for (half, c), score in r.rows_s.items():
+                row = 64 * m + r.row + 8 * half
+                key = (2 * n_block + role) * keys_each + i % 4 * 2 + c // 2 * 8 + c % 2
+                if row < 200:
+                    assert (score == 0.0) == bool(key < keys and shown[row, key]), (row, key)
 
 
 def test_walk_classifies_as_tiles_do() -> None:

@@ -125,5 +125,5 @@ def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
     there = 3 * (65536 // 384 // 8 * 8)
     for consumer, producer in ((CONSUMER_REGISTERS, PRODUCER_REGISTERS), TURNS_REGISTERS):
         assert there >= WARPGROUPS * consumer + producer
-    for variant in (c for c in backward_set() if c.roles):
-        assert sum(RolesBackward(variant).registers_each) + PRODUCER_REGISTERS <= there
+    for kernel in (RolesBackward(c) for c in backward_set() if c.roles):
+        assert sum(kernel.registers_each) + kernel.producer_registers <= there

@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import BOTH, DENSE_WORDS, PACKED_WORDS, SEED_WORDS, WARPGROUPS, BackwardBase
 from warploom.attention.hopper.config import LAST_BLOCKS
-from warploom.kernels.cute.barriers import StepBarrier, wait
+from warploom.kernels.cute.barriers import BackwardBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.columns import (
     FAR,
@@ -205,7 +205,7 @@ class ColumnWalk(BackwardBase):
 
     def order_at(self, counters: Any) -> Any:
         """Where the order of the last key blocks begins."""
-        return counters.shape[0] - 1 - LAST_BLOCKS
+        return counters.shape[0] - int(self.config.persistent) - LAST_BLOCKS
 
     @cute.jit
     def last_block(self, counters, index, total):
@@ -266,9 +266,13 @@ class ColumnWalk(BackwardBase):
         """The row of the vectors that a query head has."""
         return mask_row(work.batch, head, work.heads_q, work.given.columns.vectors[0])
 
+    def own_columns(self, r: Any, work: Any, row: Any, n_block: Any) -> list[Any]:
+        """This thread's number of each of its keys in a mask's row."""
+        return self.numbers_of(work, row, [n_block * self.tile_n + r.row + 8 * i for i in range(2)])
+
     @cute.jit
-    def own_columns(self, r, work, row, n_block):
-        """This thread's number of each of its keys in a mask's row: lts, lte, uts or ute, by the lane in its quad.
+    def numbers_of(self, work, row, keys):
+        """This thread's number of two keys of its quad in a mask's row: lts, lte, uts or ute, by the lane in it.
 
         Past the last key they hide all.
         """
@@ -283,8 +287,7 @@ class ColumnWalk(BackwardBase):
         beyond = choose(which % 2 == 0, 0, FAR)
         own = []
         for i in cutlass.range_constexpr(2):
-            key = n_block * self.tile_n + r.row + 8 * i
-            found = beyond
+            key, found = keys[i], beyond
             if key < seqlen_k:
                 found = absent
                 if (columns.present >> which) & 1 == 1:
@@ -330,6 +333,23 @@ class ColumnWalk(BackwardBase):
 
     # Keys that nobody sees
 
+    def quad_rows(self, r: Any) -> list[Any]:
+        """The two keys of the block that this thread's quad looks after, or rows past its last one."""
+        return [r.row, r.row + 8]
+
+    @cute.jit
+    def find_dead(self, work, keys):
+        """Of two keys of this thread's quad: 1 where no query of the group sees them."""
+        dead = cute.make_rmem_tensor(2, Int32)
+        dead.fill(1)
+        for member in cutlass.range(work.group_size, unroll=1):
+            own = self.numbers_of(work, self.mask_of(work, work.head * work.group_size + member), keys)
+            for i in cutlass.range_constexpr(2):
+                first, end = self.band_rows(work, keys[i])
+                if not sees_none(first, end, *self.interval(own[i])):
+                    dead[i] = Int32(0)
+        return dead
+
     @cute.jit
     def clear_dead(self, r, work):
         """Zeros for keys and values that no query of the group sees: what they hold must not come into a product, even by zero.
@@ -337,21 +357,15 @@ class ColumnWalk(BackwardBase):
         Both warpgroups do it, each in its rows, before the first product that reads them.
         """
         shared, config = work.shared, self.config
-        dead = cute.make_rmem_tensor(2, Int32)
-        dead.fill(1)
-        for member in cutlass.range(work.group_size, unroll=1):
-            own = self.own_columns(r, work, self.mask_of(work, work.head * work.group_size + member), work.n_block)
-            for i in cutlass.range_constexpr(2):
-                first, end = self.band_rows(work, work.n_block * self.tile_n + r.row + 8 * i)
-                if not sees_none(first, end, *self.interval(own[i])):
-                    dead[i] = Int32(0)
+        rows = self.quad_rows(r)
+        dead = self.find_dead(work, [work.n_block * self.tile_n + row for row in rows])
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
-            if dead[i] == 1:
-                self.clear_row(shared.k_start, r.row + 8 * i, self.tile_n, config.head_dim, box_k)
-                self.clear_row(shared.v_start, r.row + 8 * i, self.tile_n, config.head_dim_v, box_v)
+            if dead[i] == 1 and rows[i] < self.tile_n:
+                self.clear_row(shared.k_start, rows[i], self.tile_n, config.head_dim, box_k)
+                self.clear_row(shared.v_start, rows[i], self.tile_n, config.head_dim_v, box_v)
         cute.arch.fence_view_async_shared()
-        wait(StepBarrier.CLEARED, BOTH)
+        wait(BackwardBarrier.CLEARED, BOTH)
 
     # Queries that see nothing
 
@@ -390,7 +404,7 @@ class ColumnWalk(BackwardBase):
                     self.clear_row(q_start, row, tile_m, config.head_dim, box_q)
                     self.clear_row(do_start, row, tile_m, config.head_dim_v, box_do)
         cute.arch.fence_view_async_shared()
-        wait(StepBarrier.CLEARED, BOTH)
+        wait(BackwardBarrier.CLEARED, BOTH)
 
     @cute.jit
     def band_rows(self, work, key):

@@ -105,9 +105,6 @@ class Consumers(ColumnWalk, DropoutSteps):
             if self.steps_of(work) == 0:
                 release(shared.v_empty)
                 release(shared.k_empty)
-        if const_expr(self.config.columns):  # noqa: SIM102
-            if work.bounds[1] == 1 and self.steps_of(work) > 0:
-                self.clear_dead(r, work)
         self.steps(r, work)
         if const_expr(self.config.columns):
             self.finish(r, self.again(work), dk, dv, scale)
@@ -127,6 +124,9 @@ class Consumers(ColumnWalk, DropoutSteps):
             if first < end:
                 cute.arch.mbarrier_wait(shared.k_full, 0)
                 cute.arch.mbarrier_wait(shared.v_full, 0)
+        if const_expr(config.columns):  # noqa: SIM102
+            if whole_first == 1 and first < end:  # keys may be dead
+                self.clear_dead(r, work)
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))

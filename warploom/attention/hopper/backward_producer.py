@@ -94,6 +94,17 @@ class Producer(ColumnWalk):
                     self.clear_hidden(work, dk, dv)
 
     @cute.jit
+    def hand_out_own(self, given, counters):
+        """As ``hand_out``, under a column mask, to blocks that are launched one for each key block: the block's own."""
+        index = cute.arch.block_idx()[0]
+        if const_expr(self.config.ordered > 0):
+            index = self.last_block(counters, index, given.n_blocks * given.slices)
+        work = self.describe(given, index)
+        steps, dead = self.count_steps(work)
+        words = [work.n_block, work.head, work.batch, Int32(0), dead, Int32(0), steps, work.rising]
+        publish(given.shared.words, self.words_at(Int32(0)), words, given.shared.block_full)
+
+    @cute.jit
     def hand_out_stream_k(self, given, counters):
         """As ``hand_out``, the last blocks by stream-K: in shares of as many steps."""
         shared = given.shared

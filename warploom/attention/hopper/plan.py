@@ -182,8 +182,8 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 
 
 def takes_columns(features: Features) -> bool:
-    """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 128."""
-    small = features.head_dim <= 128 and features.head_dim_v <= 128
+    """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 192."""
+    small = features.head_dim <= 192 and features.head_dim_v <= 192
     wide = max(features.head_dim, features.head_dim_v) > 96
     full = (wide and (features.softcap or features.dropout)) or (features.dropout and features.deterministic)  # of registers
     return small and not (full or features.varlen or features.used)
@@ -217,7 +217,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
         persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
-        or features.columns
+        or (features.columns and tile_n == 128)
         or (dims in PAIRS and not (deterministic or softcap or varlen)),
         pair=dims in PAIRS,
         waves=waves,
