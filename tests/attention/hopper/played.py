@@ -167,7 +167,7 @@ def backward(
         words |= {past + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
-        cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),
+        reads=config.columns, cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split else range(0),
     )  # fmt: skip
 
 

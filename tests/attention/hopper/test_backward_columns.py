@@ -62,6 +62,11 @@ COLUMNS = {
     "head_dims 192 and 128, causal, deterministic": backward_config(
         Features(BF16, 192, 128, columns=True, right=True, deterministic=True), short=False
     ),
+    "head_dim 256": backward_config(Features(FP16, 256, 256, columns=True), short=False),
+    "head_dim 256, window": backward_config(Features(BF16, 256, 256, columns=True, right=True, left=True), short=False),
+    "head_dim 256, causal, deterministic": backward_config(
+        Features(BF16, 256, 256, columns=True, right=True, deterministic=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 230, 300, 110
 
@@ -145,37 +150,50 @@ def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int
 
 
 def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
-    """(First key, (row, head)) of the tiles that are not hidden by extrema of the blocks that ``tile_n`` keys touch."""
+    """(First key, (row, head)) of the tiles that are not hidden by extrema of all that a key block, or a pair, touches."""
     config = COLUMNS[name]
+    span = config.tile_n * (2 if config.pair else 1)
     found = []
     fine = tiles.column_bounds(resolved, QUERIES, KEYS, 64)
-    touched = [fine[:, :, n // 64 : -(-(n + config.tile_n) // 64)] for n in range(0, KEYS, config.tile_n)]
+    touched = [fine[:, :, n // 64 : -(-(n + span) // 64)] for n in range(0, KEYS, span)]
     least, most = (torch.stack([getattr(t, side)(2) for t in touched], 2) for side in ("amin", "amax"))
     bounds = torch.where(torch.arange(8) % 2 == 0, least, most)
-    edges = tiles.block_edges(KEYS, config.tile_n)
+    edges = tiles.block_edges(KEYS, span)
     for m in range(0, QUERIES, config.tile_m):
         stop = min(m + config.tile_m, QUERIES)
         classes = tiles.classify_row_block(bounds, edges, m, stop, resolved.left, resolved.right, QUERIES, KEYS)
         for head in range(2):
             row = classes[0, min(head, classes.shape[1] - 1)]
-            found += [(n * config.tile_n, (m, head)) for n in range(len(row)) if row[n] != tiles.HIDDEN]
+            seen = [n * span for n in range(len(row)) if row[n] != tiles.HIDDEN]
+            found += [(key, (m, head)) for n in seen for key in range(n, n + span, config.tile_n)]
     return sorted(found)
 
 
+def blocks_of(config: Any, processors: int) -> int:
+    """Blocks that are launched; 0: one for each key block."""
+    return processors * (2 if config.pair else 1) if config.persistent else 0
+
+
 @builds
-@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2], strict=True)))
+@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1], strict=True)))
 def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
     """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     resolved, bounds, options = masked(name, heads, seed)
     traced, processors, config = built.traced(name), 1 + seed % 2, COLUMNS[name]
-    launch = backward(traced, config, QUERIES, KEYS, processors if config.persistent else 0, bounds=bounds, **options)
+    launch = backward(traced, config, QUERIES, KEYS, blocks_of(config, processors), bounds=bounds, **options)
     machine = Agreeing(traced.kernel, launch, seed, processors).run()
     expected = visible_steps(name, resolved)
-    assert sorted(multiplied(machine, *(("do", "v") if config.roles else ("v", "do")))) == expected
-    assert sum(map(len, machine.added.values())) == 2 * len(expected)
-    assert len(machine.added) == 2 * len({queries for _, queries in expected})
+    found = multiplied(machine, *(("do", "v") if config.roles else ("v", "do")))
+    parts = 2
+    if config.pair:  # whose warpgroups begin a product that nobody looks at after the last step, and add dQ in three parts
+        assert set(multiplied(machine, "k", "q")) >= set(expected) == set(found)
+        parts = 3
+    else:
+        assert sorted(found) == expected
+    assert sum(map(len, machine.added.values())) == parts * len(expected)
+    assert len(machine.added) == parts * len({(key % 128 * config.pair, queries) for key, queries in expected})
 
 
 DETERMINISTIC = [
@@ -183,6 +201,7 @@ DETERMINISTIC = [
     ("head_dim 64, window, deterministic", 1),
     ("head_dim 192, causal, deterministic", 2),
     ("head_dims 192 and 128, causal, deterministic", 1),
+    ("head_dim 256, causal, deterministic", 2),
 ]
 
 
@@ -195,14 +214,16 @@ def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int,
     print(f"seed {seed}")
     resolved, bounds, options = masked(name, heads, seed)
     traced = built.traced(name)
-    launch = backward(traced, config, QUERIES, KEYS, processors if config.persistent else 0, bounds=bounds, **options)
+    launch = backward(traced, config, QUERIES, KEYS, blocks_of(config, processors), bounds=bounds, **options)
     machine = Turning(traced.kernel, launch, seed, processors).run()
     expected = defaultdict(list)
     for key, (row, head) in visible_steps(name, resolved):
-        tile = head * -(-QUERIES // config.tile_m) + row // config.tile_m
-        expected[tile].append(key // config.tile_n + 1)
+        counter = 2 * (head * -(-QUERIES // config.tile_m) + row // config.tile_m)
+        if config.pair:  # a counter of each half of the columns
+            counter += key // config.tile_n % 2
+        expected[counter].append(key // (config.tile_n * (2 if config.pair else 1)) + 1)
     first = min(machine.turns) // (1 << 32) * (1 << 32)
-    assert {(at - first) // 8: order for at, order in machine.turns.items()} == expected
+    assert {(at - first) // 4: order for at, order in machine.turns.items()} == expected
 
 
 @builds
@@ -276,7 +297,7 @@ def test_resources(name: str, built: Built) -> None:
     """No spills, and no wait between products that are issued together: more would mean that ptxas serialised wgmma."""
     config, facts, cubin = built[name]
     assert facts["stack"] == 0, "registers spill"
-    waits, last = (8, 2) if config.roles else (4, 1)
+    waits, last = (8, 2) if config.roles else (3, 5) if config.pair else (4, 1)
     assert len(re.findall(r"WARPGROUP\.DEPBAR", machine_code(cubin))) == 2 * waits + last
 
 

@@ -26,8 +26,9 @@ pytestmark = [
 ]
 
 HALVES = [torch.float16, torch.bfloat16]
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)]
-ODD_DIMS = [(136, 72), (160, 128), (72, 136), (168, 168), (184, 192)]  # which run in the tiles past 128
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+# Which run in the tiles past 128.
+ODD_DIMS = [(136, 72), (160, 128), (72, 136), (168, 168), (184, 192), (200, 200), (248, 256), (256, 64)]
 NAN = float("nan")
 
 
@@ -97,7 +98,7 @@ def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: tor
 
 
 @pytest.mark.parametrize("changes", [{"sink": True}, {"lse_gradient": True}, {"softcap": 3.0}, {"strided": True}], ids=str)
-@pytest.mark.parametrize("dim", [64, 72, 96, 176, 192])
+@pytest.mark.parametrize("dim", [64, 72, 96, 176, 192, 256])
 def test_features(dim: int, changes: dict[str, Any]) -> None:
     if "softcap" in changes and dim > 96:
         pytest.skip("has no kernel, of registers")
@@ -168,7 +169,7 @@ def test_keys_that_nobody_sees_and_queries_that_see_nothing_may_hold_anything(di
     assert not found[0][blind].any() and not found[1][~seen].any() and not found[2][~seen].any()
 
 
-@pytest.mark.parametrize("dim", [128, 192])
+@pytest.mark.parametrize("dim", [128, 192, 256])
 def test_more_blocks_than_processors(dim: int) -> None:
     """Persistent blocks pass from one key block to the next, some of which see nothing."""
     generator = torch.Generator().manual_seed(seed())

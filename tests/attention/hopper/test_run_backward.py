@@ -196,7 +196,7 @@ def test_dense(name: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])
-@pytest.mark.parametrize("dims", [(16, 16), (160, 128), (176, 192)], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (160, 128), (176, 192), (256, 200)], ids=str)
 def test_masks(name: str, narrow: bool, dims: tuple[int, int]) -> None:
     """What vectors, which of them, and that no keys are cut off: bounds count blocks of all."""
     call = masked(name, 5, narrow=narrow, dtype=torch.float16, head_dim=dims[0], head_dim_v=dims[1])

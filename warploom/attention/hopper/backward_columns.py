@@ -63,14 +63,19 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def runs(self, work, member):
         """As ``runs_of`` for a query head of the group."""
-        return self.runs_of(work, self.extrema(work, work.head * work.group_size + member))
+        extrema = self.extrema(work, work.head * work.group_size + member)
+        return self.runs_of(work, self.walker(work), extrema)
+
+    def walker(self, work: Any) -> Any:
+        """Number of the block that walks the query tiles, or of the pair of blocks."""
+        return work.n_block // (self.span // self.tile_n)
 
     @cute.jit
-    def runs_of(self, work, extrema):
+    def runs_of(self, work, walker, extrema):
         """Of a head's query tiles: which the block may see, two runs of them that it does not, and what its tests need."""
         given = work.given
         first, whole_first, whole_end, end = self.query_tiles(
-            work.n_block, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
+            walker, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
         )
         gaps = hidden_runs(extrema, work.seqlen_q, self.tile_m)
         gaps = [cutlass.min(cutlass.max(gap, first), end) for gap in gaps]
@@ -114,11 +119,11 @@ class ColumnWalk(BackwardBase):
         return tested
 
     def extrema(self, work: Any, head: Any) -> Any:
-        """Of the block's columns, for a query head; all lanes of a warp ask for the same."""
+        """Of the block's or pair's columns, for a query head; all lanes of a warp ask for the same."""
         bounds = work.given.columns.bounds
-        key = work.n_block * self.tile_n
+        key = self.walker(work) * self.span
         row = mask_row(work.batch, head, work.heads_q, bounds)
-        return extrema_by_lanes(bounds, row, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        return extrema_by_lanes(bounds, row, key, cutlass.min(key + self.span, work.seqlen_k), self.span)
 
     @cute.jit
     def heads_abreast(self, work):
@@ -130,6 +135,29 @@ class ColumnWalk(BackwardBase):
         first = work.head * work.group_size
         alike = self.mask_of(work, first) == self.mask_of(work, first + work.group_size - 1)
         return choose(alike, work.group_size, 1)
+
+    @cute.jit
+    def walk_on(self, work, abreast, turned, member, at, beside, place):
+        """The next step: head, query tile, its number in the workspaces, whether elements are tested; and how the walk stands.
+
+        That is the first of the heads abreast, how many of their tiles are still to come, the place among the heads, and the
+        tile's turn. Those that go abreast have one mask.
+        """
+        while at == 0:
+            member += abreast
+            at = self.keep_runs(work, member)
+        runs = self.kept_runs(work.shared.words)
+        m = self.tile_at(runs, at - 1)
+        tested = self.is_tested(runs, m, work.seqlen_q)
+        if const_expr(self.config.deterministic):  # noqa: SIM102
+            if beside == 0:
+                place = self.turn_of(work, work.head * work.group_size + member, m)
+        other = beside + turned
+        head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
+        beside = choose(beside + 1 == abreast, 0, beside + 1)
+        at = choose(beside == 0, at - 1, at)
+        tile = (work.batch * work.heads_q + head) * work.m_blocks + m
+        return head, m, tile, tested, member, at, beside, place
 
     @cute.jit
     def count_steps(self, work):
@@ -145,9 +173,9 @@ class ColumnWalk(BackwardBase):
     def turn_of(self, work, head, m):
         """The last key block before this one that sees a query tile of a head, counted from 1; 0: none does."""
         mask = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
-        found, past, begin = Int32(0), Int32(0) + work.n_block, Int32(0)
+        found, past, begin = Int32(0), Int32(0) + self.walker(work), Int32(0)
         if const_expr(self.config.left):
-            begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.tile_n
+            begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.span
         while past > begin:
             n_block = past - 1 - cute.arch.lane_idx()
             found = cute.arch.warp_reduction_max(self.sees(work, n_block, mask, m) * (n_block + 1))
@@ -159,8 +187,8 @@ class ColumnWalk(BackwardBase):
         """1 if a key block, not below 0, walks a query tile by a mask's row of the extrema; a lane asks for its own."""
         given, there, seen = work.given, cutlass.max(n_block, 0), Int32(0)
         first, _, _, end = self.query_tiles(there, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right)
-        key, row, row_past = there * self.tile_n, m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
-        extrema = extrema_of(given.columns.bounds, mask, key, cutlass.min(key + self.tile_n, work.seqlen_k), self.tile_n)
+        key, row, row_past = there * self.span, m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
+        extrema = extrema_of(given.columns.bounds, mask, key, cutlass.min(key + self.span, work.seqlen_k), self.span)
         if n_block >= 0 and m >= first and m < end and not hides_all(extrema, row, row_past):
             seen = Int32(1)
         return seen
@@ -186,10 +214,11 @@ class ColumnWalk(BackwardBase):
         tiles, most, rank = Int32(0), Int32(1), Int32(0)
         if thread < count:
             work = self.describe(given, total - count + thread)
-            bounds, first = given.columns.bounds, work.n_block * self.tile_n
+            bounds, first = given.columns.bounds, work.n_block * self.span
             row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
-            past = cutlass.min(first + self.tile_n, work.seqlen_k)
-            tiles = self.tiles_of(self.runs_of(work, extrema_of(bounds, row, first, past, self.tile_n)))
+            past = cutlass.min(first + self.span, work.seqlen_k)
+            extrema = extrema_of(bounds, row, first, past, self.span)
+            tiles = self.tiles_of(self.runs_of(work, work.n_block, extrema))
         seen[thread] = tiles
         cute.arch.sync_threads()
         for i in cutlass.range(LAST_BLOCKS, unroll=16):
@@ -384,12 +413,12 @@ class ColumnWalk(BackwardBase):
             if levels[cutlass.min(row, tile_m - 1)] == Float32.inf:
                 odd = Int32(1)
         if cute.arch.vote_any_sync(odd == 1):
-            self.clear_queries(shared, levels, j)
+            self.clear_queries(r, levels, j)
 
     @cute.jit
-    def clear_queries(self, shared, levels, j):
+    def clear_queries(self, r, levels, j):
         """Zeros for the queries, and in dO, whose level is +inf, once both have arrived."""
-        config, tile_m = self.config, self.tile_m
+        shared, config, tile_m = r.shared, self.config, self.tile_m
         stage, _ = schedule.ring(j, self.stages)
         do_stage, phase = schedule.ring(j, self.dout_stages)
         cute.arch.mbarrier_wait(shared.do_full + do_stage, phase)

@@ -184,20 +184,9 @@ class Producer(ColumnWalk):
                 turned = work.n_block % abreast
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
-                while at == 0:
-                    member += abreast
-                    at = self.keep_runs(work, member)
-                runs = self.kept_runs(shared.words)
-                m = self.tile_at(runs, at - 1)
-                tested = self.is_tested(runs, m, work.seqlen_q)
-                if const_expr(config.deterministic):  # noqa: SIM102
-                    if beside == 0:  # heads that go abreast have one mask
-                        place = self.turn_of(work, work.head * work.group_size + member, m)
-                other = beside + turned
-                head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
-                beside = choose(beside + 1 == abreast, 0, beside + 1)
-                at = choose(beside == 0, at - 1, at)
-                tile = (work.batch * work.heads_q + head) * work.m_blocks + m
+                head, m, tile, tested, member, at, beside, place = self.walk_on(
+                    work, abreast, turned, member, at, beside, place
+                )
             else:
                 head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
@@ -357,12 +346,17 @@ class Producer(ColumnWalk):
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 if const_expr(self.config.columns):
-                    cute.arch.fence_proxy("async.global")
-                    cute.arch.fence_acq_rel_gpu()
-                    count_up(counter, work.n_block + 1 - turn)
+                    self.leave_turn(counter, work.n_block + 1 - turn)
                 else:
                     pass_on(counter)
             cute.arch.sync_warp()
+
+    @cute.jit
+    def leave_turn(self, counter, amount):
+        """One thread counts up after the bulk copies that it has waited for."""
+        cute.arch.fence_proxy("async.global")
+        cute.arch.fence_acq_rel_gpu()
+        count_up(counter, amount)
 
     @cute.jit
     def rank(self, work, m, left, right):

@@ -182,11 +182,10 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 
 
 def takes_columns(features: Features) -> bool:
-    """Whether the backward has a kernel for this call's column mask: of dense calls up to head_dim 192."""
-    small = features.head_dim <= 192 and features.head_dim_v <= 192
+    """Whether the backward has a kernel for this call's column mask: of dense calls."""
     wide = max(features.head_dim, features.head_dim_v) > 96
     full = (wide and (features.softcap or features.dropout)) or (features.dropout and features.deterministic)  # of registers
-    return small and not (full or features.varlen or features.used)
+    return not (full or features.varlen or features.used)
 
 
 def takes_dropout(features: Features) -> bool:
@@ -217,7 +216,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
         persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
-        or (features.columns and tile_n == 128)
+        or (features.columns and (tile_n == 128 or dims in PAIRS))
         or (dims in PAIRS and not (deterministic or softcap or varlen)),
         pair=dims in PAIRS,
         waves=waves,

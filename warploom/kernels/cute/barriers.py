@@ -63,6 +63,7 @@ class PairBarrier(NamedBarriers):
     P_READY = 6  # P is there
     P_TAKEN = 7  # P has been read
     DS_WRITTEN = 8  # the warpgroup of dK has written dS
+    SCORED = 9  # the warpgroup of dV has its S, of queries some of which it is to clear
 
 
 @unique
