@@ -67,6 +67,15 @@ COLUMNS = {
     "head_dim 256, causal, deterministic": backward_config(
         Features(BF16, 256, 256, columns=True, right=True, deterministic=True), short=False
     ),
+    "head_dim 192, causal, softcap": backward_config(
+        Features(BF16, 192, 192, columns=True, right=True, softcap=True), short=False
+    ),
+    "head_dims 192 and 128, causal, dropout, deterministic": backward_config(
+        Features(FP16, 192, 128, columns=True, right=True, dropout=True, deterministic=True), short=False
+    ),
+    "head_dim 256, causal, dropout": backward_config(
+        Features(BF16, 256, 256, columns=True, right=True, dropout=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 230, 300, 110
 
@@ -175,7 +184,7 @@ def blocks_of(config: Any, processors: int) -> int:
 
 
 @builds
-@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1], strict=True)))
+@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2], strict=True)))
 def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
     """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
     seed = random.randrange(2**32)
