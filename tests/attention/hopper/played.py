@@ -175,7 +175,7 @@ def before(
     traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int
 ) -> Launch:
     """The first thread block of the kernel before a masked backward, counters watched; ``q``, ``k``: batch, seqlen, heads."""
-    m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // config.tile_n)
+    m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // (config.tile_n * (2 if config.pair else 1)))
     rows = {"out": (q, config.head_dim_v), "do": (q, config.head_dim_v), "q": (q, config.head_dim), "k": (k, config.head_dim)}
     values: dict[str, Any] = {name: ((*shape, dim), (1 << 20, 1 << 12, 1 << 8)) for name, (shape, dim) in rows.items()}
     values |= {name: ((1 << 20,), ()) for name in ("sums", "stats")}

@@ -158,16 +158,24 @@ def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int
     return resolved, fine_and_coarse(resolved, QUERIES, KEYS), {"left": LEFT} if config.left else {}
 
 
+def span_of(config: Any) -> int:
+    """Keys of a block, or of a pair."""
+    return int(config.tile_n * (2 if config.pair else 1))
+
+
+def touched_bounds(resolved: Any, seqlen_q: int, seqlen_k: int, span: int) -> Tensor:
+    """Extrema of all blocks of bounds that so many keys touch."""
+    fine = tiles.column_bounds(resolved, seqlen_q, seqlen_k, 64)
+    touched = [fine[:, :, n // 64 : -(-(n + span) // 64)] for n in range(0, seqlen_k, span)]
+    least, most = (torch.stack([getattr(t, side)(2) for t in touched], 2) for side in ("amin", "amax"))
+    return torch.where(torch.arange(8) % 2 == 0, least, most)
+
+
 def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
     """(First key, (row, head)) of the tiles that are not hidden by extrema of all that a key block, or a pair, touches."""
-    config = COLUMNS[name]
-    span = config.tile_n * (2 if config.pair else 1)
-    found = []
-    fine = tiles.column_bounds(resolved, QUERIES, KEYS, 64)
-    touched = [fine[:, :, n // 64 : -(-(n + span) // 64)] for n in range(0, KEYS, span)]
-    least, most = (torch.stack([getattr(t, side)(2) for t in touched], 2) for side in ("amin", "amax"))
-    bounds = torch.where(torch.arange(8) % 2 == 0, least, most)
-    edges = tiles.block_edges(KEYS, span)
+    config, found = COLUMNS[name], []
+    span = span_of(config)
+    bounds, edges = touched_bounds(resolved, QUERIES, KEYS, span), tiles.block_edges(KEYS, span)
     for m in range(0, QUERIES, config.tile_m):
         stop = min(m + config.tile_m, QUERIES)
         classes = tiles.classify_row_block(bounds, edges, m, stop, resolved.left, resolved.right, QUERIES, KEYS)
@@ -230,7 +238,7 @@ def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int,
         counter = 2 * (head * -(-QUERIES // config.tile_m) + row // config.tile_m)
         if config.pair:  # a counter of each half of the columns
             counter += key // config.tile_n % 2
-        expected[counter].append(key // (config.tile_n * (2 if config.pair else 1)) + 1)
+        expected[counter].append(key // span_of(config) + 1)
     first = min(machine.turns) // (1 << 32) * (1 << 32)
     assert {(at - first) // 4: order for at, order in machine.turns.items()} == expected
 
@@ -263,33 +271,37 @@ def test_a_block_that_never_comes_is_waited_for(built: Built) -> None:
 
 
 @builds
-def test_a_mask_that_hides_all(built: Built) -> None:
+@pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 192, causal, deterministic", "head_dim 256"])
+def test_a_mask_that_hides_all(name: str, built: Built) -> None:
     """No step; blocks end all the same."""
-    name = "head_dim 128, causal"
     mask = masks.ColumnMask(torch.zeros(1, 1, KEYS, dtype=torch.int32), causal=True).resolve(QUERIES, KEYS)
     traced = built.traced(name)
-    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=fine_and_coarse(mask, QUERIES, KEYS))
+    blocks = blocks_of(COLUMNS[name], 1)
+    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, blocks, bounds=fine_and_coarse(mask, QUERIES, KEYS))
     machine = Agreeing(traced.kernel, launch, 0, 1).run()
-    assert not machine.added and not multiplied(machine, "v", "do")
+    assert not machine.added and not multiplied(machine, "v", "do") and not multiplied(machine, "do", "v")
 
 
 @builds
-@pytest.mark.parametrize("batch", [1, 2])
-def test_last_blocks_go_longest_first(batch: int, built: Built) -> None:
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [("head_dim 64, causal", 1), ("head_dim 64, causal", 2), ("head_dim 192", 2), ("head_dim 256", 2)],
+)
+def test_last_blocks_go_longest_first(name: str, batch: int, built: Built) -> None:
     """Each once, by eighths of the most query tiles, otherwise in their order; of 280 blocks the last ones, or all of 140."""
-    name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 700, 70 * 128, 2, 2
     seed, config = random.randrange(2**32), COLUMNS[name]
+    seqlen_q, seqlen_k, heads_kv, section = 700, 70 * span_of(config), 2, 2
     print(f"seed {seed}")
-    mask = drawn(4, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    mask = drawn(4, seqlen_q, seqlen_k, config.right, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
     bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section)
     noted = Noting(traced.kernel, launch, seed).run().noted
     total = 70 * heads_kv * batch
     count = min(total, LAST_BLOCKS)
-    start = SUMS + 4 * (COUNTERS - 1 - LAST_BLOCKS)
+    start = SUMS + 4 * (COUNTERS - config.persistent - LAST_BLOCKS)
     order = [noted[start + 4 * i] for i in range(count)]
-    edges, wide = tiles.block_edges(seqlen_k, 128), tiles.column_bounds(mask, seqlen_q, seqlen_k, 128)
+    edges, wide = tiles.block_edges(seqlen_k, span_of(config)), touched_bounds(mask, seqlen_q, seqlen_k, span_of(config))
     seen = torch.zeros(4, 70, dtype=torch.int64)
     for m in range(0, seqlen_q, config.tile_m):
         stop = min(m + config.tile_m, seqlen_q)
