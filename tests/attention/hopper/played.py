@@ -212,13 +212,17 @@ def backward(
         values |= {"bounds": ((1, masks, count), (masks * count * 8, count * 8)), "present": 15}
         start = names.index("bounds") + 1 << 32
         words |= {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
-        counter = (names.index("pingpong") + 1 << 32) + 4 * (COUNTERS - 1)
-        words[counter] = handed_out
+        past = (names.index("pingpong") + 1 << 32) + 4 * COUNTERS
+        if config.persistent:
+            past -= 4
+            words[past] = handed_out
         if config.dealt:
-            words |= {counter + 4 * (i - TABLE): number for i, number in enumerate(cut_table(cuts or {}))}
+            words |= {past + 4 * (i - TABLE): number for i, number in enumerate(cut_table(cuts or {}))}
+        words |= {past + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
-        cluster=2 if config.pair else 1, watched=range(SUMS, SUMS + (4 << 20)) if split or cuts else range(0),
+        reads=config.columns, cluster=2 if config.pair else 1,
+        watched=range(SUMS, SUMS + (4 << 20)) if split or cuts else range(0),
     )  # fmt: skip
 
 
@@ -236,7 +240,7 @@ def before(
     processors: int, slots: int,
 ) -> Launch:  # fmt: skip
     """The first thread block of the kernel before a masked backward, counters watched; ``q``, ``k``: batch, seqlen, heads."""
-    m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // config.tile_n)
+    m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // (config.tile_n * (2 if config.pair else 1)))
     rows = {"out": (q, config.head_dim_v), "do": (q, config.head_dim_v), "q": (q, config.head_dim), "k": (k, config.head_dim)}
     values: dict[str, Any] = {name: ((*shape, dim), (1 << 20, 1 << 12, 1 << 8)) for name, (shape, dim) in rows.items()}
     values |= {name: ((1 << 20,), ()) for name in ("sums", "stats")}

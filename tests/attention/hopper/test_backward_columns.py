@@ -10,6 +10,8 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import HangError, Warp
 from warploom import masks
 from warploom.attention.features import Features
-from warploom.attention.hopper.config import TABLE
+from warploom.attention.hopper.config import LAST_BLOCKS, TABLE
 from warploom.attention.hopper.plan import backward_config
 from warploom.attention.hopper.schedule import guided_pieces, sections
 from warploom.masks import Mask, tiles
@@ -50,6 +52,30 @@ COLUMNS = {
     "head_dim 64, causal, softcap": backward_config(
         Features(BF16, 64, 64, columns=True, right=True, softcap=True), short=False
     ),
+    "head_dim 192": backward_config(Features(BF16, 192, 192, columns=True), short=False),
+    "head_dims 192 and 128, window": backward_config(
+        Features(FP16, 192, 128, columns=True, right=True, left=True), short=False
+    ),
+    "head_dim 192, causal, deterministic": backward_config(
+        Features(FP16, 192, 192, columns=True, right=True, deterministic=True), short=False
+    ),
+    "head_dims 192 and 128, causal, deterministic": backward_config(
+        Features(BF16, 192, 128, columns=True, right=True, deterministic=True), short=False
+    ),
+    "head_dim 256": backward_config(Features(FP16, 256, 256, columns=True), short=False),
+    "head_dim 256, window": backward_config(Features(BF16, 256, 256, columns=True, right=True, left=True), short=False),
+    "head_dim 256, causal, deterministic": backward_config(
+        Features(BF16, 256, 256, columns=True, right=True, deterministic=True), short=False
+    ),
+    "head_dim 192, causal, softcap": backward_config(
+        Features(BF16, 192, 192, columns=True, right=True, softcap=True), short=False
+    ),
+    "head_dims 192 and 128, causal, dropout, deterministic": backward_config(
+        Features(FP16, 192, 128, columns=True, right=True, dropout=True, deterministic=True), short=False
+    ),
+    "head_dim 256, causal, dropout": backward_config(
+        Features(BF16, 256, 256, columns=True, right=True, dropout=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 230, 300, 110
 
@@ -70,13 +96,17 @@ def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: tor
 class Agreeing(Machine):
     """Warps that look at the same row statistics find the same: by the seed in every masked tile queries to clear, or none."""
 
+    def __init__(self, kernel: Any, launch: Any, seed: int, *more: Any) -> None:
+        self.cleared = bool(random.Random(seed).getrandbits(1))
+        super().__init__(kernel, launch, seed, *more)
+
     def _vote(self, x: Instruction) -> Run:
-        run, target, cleared = super()._vote(x), str(x.operands[0]), bool(self.draw.getrandbits(1))
+        run, target = super()._vote(x), str(x.operands[0])
 
         def vote(warp: Warp, mask: int) -> bool:
             run(warp, mask)
             if self.value(warp, target) is UNKNOWN:
-                self.set(warp, target, cleared, mask)
+                self.set(warp, target, self.cleared, mask)
             return True
 
         return vote
@@ -128,38 +158,68 @@ def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int
     return resolved, fine_and_coarse(resolved, QUERIES, KEYS), {"left": LEFT} if config.left else {}
 
 
+def span_of(config: Any) -> int:
+    """Keys of a block, or of a pair."""
+    return int(config.tile_n * (2 if config.pair else 1))
+
+
+def touched_bounds(resolved: Any, seqlen_q: int, seqlen_k: int, span: int) -> Tensor:
+    """Extrema of all blocks of bounds that so many keys touch."""
+    fine = tiles.column_bounds(resolved, seqlen_q, seqlen_k, 64)
+    touched = [fine[:, :, n // 64 : -(-(n + span) // 64)] for n in range(0, seqlen_k, span)]
+    least, most = (torch.stack([getattr(t, side)(2) for t in touched], 2) for side in ("amin", "amax"))
+    return torch.where(torch.arange(8) % 2 == 0, least, most)
+
+
 def visible_steps(name: str, resolved: Any) -> list[tuple[int, tuple[int, int]]]:
-    """(First key, (row, head)) of the tiles that are not hidden by extrema of blocks of ``tile_n`` keys."""
-    config = COLUMNS[name]
-    found = []
-    bounds = tiles.column_bounds(resolved, QUERIES, KEYS, config.tile_n)
-    edges = tiles.block_edges(KEYS, config.tile_n)
+    """(First key, (row, head)) of the tiles that are not hidden by extrema of all that a key block, or a pair, touches."""
+    config, found = COLUMNS[name], []
+    span = span_of(config)
+    bounds, edges = touched_bounds(resolved, QUERIES, KEYS, span), tiles.block_edges(KEYS, span)
     for m in range(0, QUERIES, config.tile_m):
         stop = min(m + config.tile_m, QUERIES)
         classes = tiles.classify_row_block(bounds, edges, m, stop, resolved.left, resolved.right, QUERIES, KEYS)
         for head in range(2):
             row = classes[0, min(head, classes.shape[1] - 1)]
-            found += [(n * config.tile_n, (m, head)) for n in range(len(row)) if row[n] != tiles.HIDDEN]
+            seen = [n * span for n in range(len(row)) if row[n] != tiles.HIDDEN]
+            found += [(key, (m, head)) for n in seen for key in range(n, n + span, config.tile_n)]
     return sorted(found)
 
 
+def blocks_of(config: Any, processors: int) -> int:
+    """Blocks that are launched; 0: one for each key block."""
+    return processors * (2 if config.pair else 1) if config.persistent else 0
+
+
 @builds
-@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1], strict=True)))
+@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2], strict=True)))
 def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
     """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     resolved, bounds, options = masked(name, heads, seed)
-    traced, processors = built.traced(name), 1 + seed % 2
-    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, processors, bounds=bounds, **options)
+    traced, processors, config = built.traced(name), 1 + seed % 2, COLUMNS[name]
+    launch = backward(traced, config, QUERIES, KEYS, blocks_of(config, processors), bounds=bounds, **options)
     machine = Agreeing(traced.kernel, launch, seed, processors).run()
     expected = visible_steps(name, resolved)
-    assert sorted(multiplied(machine, "v", "do")) == expected
-    assert sum(map(len, machine.added.values())) == 2 * len(expected)
-    assert len(machine.added) == 2 * len({queries for _, queries in expected})
+    found = multiplied(machine, *(("do", "v") if config.roles else ("v", "do")))
+    parts = 2
+    if config.pair:  # whose warpgroups begin a product that nobody looks at after the last step, and add dQ in three parts
+        assert set(multiplied(machine, "k", "q")) >= set(expected) == set(found)
+        parts = 3
+    else:
+        assert sorted(found) == expected
+    assert sum(map(len, machine.added.values())) == parts * len(expected)
+    assert len(machine.added) == parts * len({(key % 128 * config.pair, queries) for key, queries in expected})
 
 
-DETERMINISTIC = [("head_dim 128, causal, deterministic", 2), ("head_dim 64, window, deterministic", 1)]
+DETERMINISTIC = [
+    ("head_dim 128, causal, deterministic", 2),
+    ("head_dim 64, window, deterministic", 1),
+    ("head_dim 192, causal, deterministic", 2),
+    ("head_dims 192 and 128, causal, deterministic", 1),
+    ("head_dim 256, causal, deterministic", 2),
+]
 
 
 @builds
@@ -171,14 +231,16 @@ def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int,
     print(f"seed {seed}")
     resolved, bounds, options = masked(name, heads, seed)
     traced = built.traced(name)
-    launch = backward(traced, config, QUERIES, KEYS, processors, bounds=bounds, **options)
+    launch = backward(traced, config, QUERIES, KEYS, blocks_of(config, processors), bounds=bounds, **options)
     machine = Turning(traced.kernel, launch, seed, processors).run()
     expected = defaultdict(list)
     for key, (row, head) in visible_steps(name, resolved):
-        tile = head * -(-QUERIES // config.tile_m) + row // config.tile_m
-        expected[tile].append(key // config.tile_n + 1)
+        counter = 2 * (head * -(-QUERIES // config.tile_m) + row // config.tile_m)
+        if config.pair:  # a counter of each half of the columns
+            counter += key // config.tile_n % 2
+        expected[counter].append(key // span_of(config) + 1)
     first = min(machine.turns) // (1 << 32) * (1 << 32)
-    assert {(at - first) // 8: order for at, order in machine.turns.items()} == expected
+    assert {(at - first) // 4: order for at, order in machine.turns.items()} == expected
 
 
 @builds
@@ -209,14 +271,15 @@ def test_a_block_that_never_comes_is_waited_for(built: Built) -> None:
 
 
 @builds
-def test_a_mask_that_hides_all(built: Built) -> None:
+@pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 192, causal, deterministic", "head_dim 256"])
+def test_a_mask_that_hides_all(name: str, built: Built) -> None:
     """No step; blocks end all the same."""
-    name = "head_dim 128, causal"
     mask = masks.ColumnMask(torch.zeros(1, 1, KEYS, dtype=torch.int32), causal=True).resolve(QUERIES, KEYS)
     traced = built.traced(name)
-    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, 1, bounds=fine_and_coarse(mask, QUERIES, KEYS))
+    blocks = blocks_of(COLUMNS[name], 1)
+    launch = backward(traced, COLUMNS[name], QUERIES, KEYS, blocks, bounds=fine_and_coarse(mask, QUERIES, KEYS))
     machine = Agreeing(traced.kernel, launch, 0, 1).run()
-    assert not machine.added and not multiplied(machine, "v", "do")
+    assert not machine.added and not multiplied(machine, "v", "do") and not multiplied(machine, "do", "v")
 
 
 @builds
@@ -273,12 +336,43 @@ def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Bui
 
 
 @builds
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [("head_dim 192", 1), ("head_dim 192", 2), ("head_dim 256", 2)],
+)
+def test_last_blocks_go_longest_first(name: str, batch: int, built: Built) -> None:
+    """Each once, by eighths of the most query tiles, otherwise in their order; of 280 blocks the last ones, or all of 140."""
+    seed, config = random.randrange(2**32), COLUMNS[name]
+    seqlen_q, seqlen_k, heads_kv, section = 700, 70 * span_of(config), 2, 2
+    print(f"seed {seed}")
+    mask = drawn(4, seqlen_q, seqlen_k, config.right, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    traced = built.traced(name, "kernel_cutlass_before")
+    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
+    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, 1, 0)
+    noted = Noting(traced.kernel, launch, seed).run().noted
+    total = 70 * heads_kv * batch
+    count = min(total, LAST_BLOCKS)
+    start = SUMS + 4 * (COUNTERS - config.persistent - LAST_BLOCKS)
+    order = [noted[start + 4 * i] for i in range(count)]
+    edges, wide = tiles.block_edges(seqlen_k, span_of(config)), touched_bounds(mask, seqlen_q, seqlen_k, span_of(config))
+    seen = torch.zeros(4, 70, dtype=torch.int64)
+    for m in range(0, seqlen_q, config.tile_m):
+        stop = min(m + config.tile_m, seqlen_q)
+        classes = tiles.classify_row_block(wide, edges, m, stop, mask.left, mask.right, seqlen_q, seqlen_k)[0]
+        seen += torch.as_tensor(classes != tiles.HIDDEN)
+    blocks = {i: sections(i, 70, heads_kv * batch, section, choose) for i in range(total - count, total)}
+    length = {i: int(seen[slice_ % heads_kv * 2, n]) for i, (n, slice_) in blocks.items()}
+    assert order == sorted(blocks, key=lambda i: (-(length[i] * 8 // max(length.values())), i))
+
+
+@builds
 @pytest.mark.parametrize("name", COLUMNS)
 def test_resources(name: str, built: Built) -> None:
     """No spills, and no wait between products that are issued together: more would mean that ptxas serialised wgmma."""
-    _, facts, cubin = built[name]
+    config, facts, cubin = built[name]
     assert facts["stack"] == 0, "registers spill"
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", machine_code(cubin))) == 2 * 4 + 1
+    waits, last = (8, 2) if config.roles else (3, 5) if config.pair else (4, 1)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", machine_code(cubin))) == 2 * waits + last
 
 
 # The arithmetic, in the kernel's text
@@ -301,6 +395,49 @@ def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
         for stop in [start - 5, *range(start, rows + 9), 1 << 30]:
             expected = sum(1 << c for c, row in enumerate(own) if start <= row < stop)
             assert hidden(start, stop, rows) & (1 << len(own)) - 1 == expected, (start, stop)
+
+
+@pytest.mark.parametrize("keys_each", [48, 56])
+@pytest.mark.parametrize("left", [False, True])
+def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
+    """Past head_dim 128 a lane finds the bits of two keys, of which others have the elements: all that is hidden, no more."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    generator, keys = torch.Generator().manual_seed(seed), 4 * keys_each - 13
+    mask = drawn(1, 200, keys, True, generator).resolve(200, keys)
+    vectors = [t[0, 0].tolist() for t in mask.vectors]
+    shown = masks_dense(mask, 200, keys)[0, 0]
+    band = torch.arange(keys)[None] - (keys - 200) - torch.arange(200)[:, None]
+    shown = shown & (band <= 0) & (band >= -70 if left else band < 1000)
+    arch = SimpleNamespace()
+    names = {
+        "cute": SimpleNamespace(arch=arch), "Int64": int, "QUERIES": 16, "Float32": SimpleNamespace(inf=math.inf),
+        "shifted": shifted, "in_tile": plain(MASKS, "in_tile"), "intervals": lambda _, at: [t[at] for t in vectors],
+    }  # fmt: skip
+    file = "attention/hopper/backward_roles.py"
+    find, hide = (plain(file, f"RolesBackward.{name}", **names) for name in ("find_hidden", "hide"))
+    kernel = SimpleNamespace(
+        config=SimpleNamespace(right=True, left=left), tile_m=64, tile_n=2 * keys_each, keys_each=keys_each, step_word=int
+    )
+    columns = SimpleNamespace(vectors=[SimpleNamespace(shape=(1, 1, keys))])
+    for m, warp, n_block, role in product(range(3), range(4), range(2), range(2)):
+        lanes = [SimpleNamespace(role=role, row=16 * warp + i // 4, hidden_bits=[0]) for i in range(32)]
+        given = SimpleNamespace(columns=columns, left=70, right=0)
+        shared = SimpleNamespace(words=[0, 0, 0, n_block])
+        work = SimpleNamespace(given=given, shared=shared, seqlen_k=keys, shift=keys - 200)
+        for i, r in enumerate(lanes):
+            arch.lane_idx = lambda i=i: i
+            find(kernel, r, work, m, 0)
+        for i, r in enumerate(lanes):
+            arch.lane_idx = lambda i=i: i
+            arch.shuffle_sync = lambda _, source, lanes=lanes: lanes[source].hidden_bits[0]
+            r.rows_s = dict.fromkeys(product(range(2), range(keys_each // 4)), 0.0)
+            hide(kernel, r)
+            for (half, c), score in r.rows_s.items():
+                row = 64 * m + r.row + 8 * half
+                key = (2 * n_block + role) * keys_each + i % 4 * 2 + c // 2 * 8 + c % 2
+                if row < 200:
+                    assert (score == 0.0) == bool(key < keys and shown[row, key]), (row, key)
 
 
 def test_walk_classifies_as_tiles_do() -> None:

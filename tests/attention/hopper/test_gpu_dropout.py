@@ -57,11 +57,11 @@ def test_probabilities(dim: int, options: dict[str, Any], dropout_p: float) -> N
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 96])
-def test_column_masks(dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_column_masks(dims: tuple[int, int], causal: bool) -> None:
     n = 700
     mask = masks.Document(torch.tensor([[100, 450, 150], [1, 600, 99]], device="cuda"), causal=causal)
-    shape = {"seqlen_q": n, "seqlen_k": n, "head_dim": dim}
+    shape = {"seqlen_q": n, "seqlen_k": n, "head_dim": dims[0], "head_dim_v": dims[1]}
     keywords = {"mask": mask, "deterministic": False, **drops()}  # poisoned memory asks for it otherwise
     check(Call(seed(), device="cuda", dtype=torch.float16, keywords=keywords, **shape), "hopper")  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import plan
 from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES, BackwardConfig, ForwardConfig
-from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, tile_dims
+from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, takes_columns, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
 from warploom.runtime import dispatch, module_spec, modules
@@ -46,7 +46,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 408
+    assert len({c.name for c in found}) == len(found) <= 444
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -113,6 +113,24 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:
     assert words in (hopper.BACKEND.supports(problem(**changes)) or "")
+
+
+@pytest.mark.parametrize(
+    ("dims", "refused"),
+    [
+        ((64, 64), "dropout deterministic"), ((96, 72), "dropout deterministic"), ((104, 104), "softcap, dropout"),
+        ((64, 128), "softcap, dropout"), ((136, 64), "softcap deterministic"), ((192, 192), "softcap deterministic"),
+        ((200, 64), "softcap"), ((256, 256), "softcap"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_backward_of_column_masks_where_registers_suffice(dims: tuple[int, int], refused: str) -> None:
+    without = [set(words.split()) for words in refused.split(", ")]
+    for asked in ("", "deterministic", "softcap", "dropout", "softcap deterministic", "dropout deterministic"):
+        flags = dict.fromkeys(asked.split(), True)
+        features = Features(torch.bfloat16, *dims, columns=True, right=True, **flags)
+        assert takes_columns(features) != any(words <= flags.keys() for words in without), asked
+        assert not takes_columns(features._replace(varlen=True))
 
 
 def test_missing_module_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

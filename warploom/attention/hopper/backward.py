@@ -119,7 +119,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         looked_at = q if const_expr(self.config.columns) else None
-        masked = (bounds, k, n_blocks, section, left, right, blocks, split) if const_expr(self.config.dealt) else None
+        masked = None
+        if const_expr(self.config.dealt or self.config.ordered > 0):
+            masked = (bounds, k, n_blocks, section, left, right, blocks, split)
         self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
@@ -205,7 +207,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         stats = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
         counters = cute.make_ptr(Int32, address + 4 * count, cute.AddressSpace.gmem, assumed_align=4)
         partial = cute.make_ptr(Float32, behind, cute.AddressSpace.gmem, assumed_align=16)
-        counted = const_expr(config.states > 0 or config.persistent)
+        counted = const_expr(config.states > 0 or config.persistent or config.ordered > 0)
         return (
             cute.make_tensor(stats, cute.make_layout((count,))),
             cute.make_tensor(counters, cute.make_layout((config.counters(tiles, split),))) if counted else None,
@@ -390,7 +392,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
     @cute.jit
     def play_block(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in a block that works on one key block."""
-        work = self.describe(given, cute.arch.block_idx()[0])
+        if const_expr(self.config.columns):
+            if warp == SCHEDULER:
+                self.hand_out_own(given, counters)
+            work = self.read_block(given, self.next_block(given, Int32(0)), Int32(0), Int32(0))
+        else:
+            work = self.describe(given, cute.arch.block_idx()[0])
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == LOADER:

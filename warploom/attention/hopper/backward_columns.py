@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import BOTH, PACKED_WORDS, SEED_WORDS, WARPGROUPS, BackwardBase
-from warploom.kernels.cute.barriers import StepBarrier, wait
+from warploom.kernels.cute.barriers import BackwardBarrier, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.columns import (
     BLOCK,
@@ -63,14 +63,19 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def runs(self, work, member):
         """As ``runs_of`` for a query head of the group."""
-        return self.runs_of(work, self.extrema(work, work.head * work.group_size + member))
+        extrema = self.extrema(work, work.head * work.group_size + member)
+        return self.runs_of(work, self.walker(work), extrema)
+
+    def walker(self, work: Any) -> Any:
+        """Number of the block that walks the query tiles, or of the pair of blocks."""
+        return work.n_block // (self.span // self.tile_n)
 
     @cute.jit
-    def runs_of(self, work, extrema):
+    def runs_of(self, work, walker, extrema):
         """Of a head's query tiles: which the block may see, two runs of them that it does not, and what its tests need."""
         given = work.given
         first, whole_first, whole_end, end = self.query_tiles(
-            work.n_block, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
+            walker, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right
         )
         gaps = hidden_runs(extrema, work.seqlen_q, self.tile_m)
         gaps = [cutlass.min(cutlass.max(gap, first), end) for gap in gaps]
@@ -114,19 +119,19 @@ class ColumnWalk(BackwardBase):
         return tested
 
     def extrema(self, work: Any, head: Any) -> Any:
-        """Of the block's columns, for a query head; all lanes of a warp ask for the same."""
+        """Of the block's or pair's columns, for a query head; all lanes of a warp ask for the same."""
         bounds = work.given.columns.bounds
         row = mask_row(work.batch, head, work.heads_q, bounds)
-        return extrema_by_lanes(bounds, row, *self.columns_of(work, work.n_block), self.tile_n)
+        return extrema_by_lanes(bounds, row, *self.columns_of(work, self.walker(work)), self.span)
 
     @cute.jit
-    def columns_of(self, work, n_block):
-        """First column of a key block and the one past its last, as the extrema count them.
+    def columns_of(self, work, walker):
+        """First column of a key block, or of a pair of them, and the one past its last, as the extrema count them.
 
         They count blocks of columns from each sequence's first key, and between two sequences they leave room.
         """
-        key, first = n_block * self.tile_n, Int32(0)
-        past = cutlass.min(key + self.tile_n, work.seqlen_k)
+        key, first = walker * self.span, Int32(0)
+        past = cutlass.min(key + self.span, work.seqlen_k)
         if const_expr(self.config.varlen):
             first = first_block(work.sequence, work.k_start) * BLOCK
         return first + key, first + past
@@ -141,6 +146,29 @@ class ColumnWalk(BackwardBase):
         first = work.head * work.group_size
         alike = self.mask_of(work, first) == self.mask_of(work, first + work.group_size - 1)
         return choose(alike, work.group_size, 1)
+
+    @cute.jit
+    def walk_on(self, work, abreast, turned, member, at, beside, place):
+        """The next step: head, query tile, its number in the workspaces, whether elements are tested; and how the walk stands.
+
+        That is the first of the heads abreast, how many of their tiles are still to come, the place among the heads, and the
+        tile's turn. Those that go abreast have one mask.
+        """
+        while at == 0:
+            member += abreast
+            at = self.keep_runs(work, member)
+        runs = self.kept_runs(work.shared.words)
+        m = self.tile_at(runs, at - 1)
+        tested = self.is_tested(runs, m, work.seqlen_q)
+        if const_expr(self.config.deterministic):  # noqa: SIM102
+            if beside == 0:
+                place = self.turn_of(work, work.head * work.group_size + member, m)
+        other = beside + turned
+        head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
+        beside = choose(beside + 1 == abreast, 0, beside + 1)
+        at = choose(beside == 0, at - 1, at)
+        tile = (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
+        return head, m, tile, tested, member, at, beside, place
 
     @cute.jit
     def count_steps(self, work):
@@ -158,9 +186,9 @@ class ColumnWalk(BackwardBase):
     def turn_of(self, work, head, m):
         """The last key block before this one that sees a query tile of a head, counted from 1; 0: none does."""
         mask = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
-        found, past, begin = Int32(0), Int32(0) + work.n_block, Int32(0)
+        found, past, begin = Int32(0), Int32(0) + self.walker(work), Int32(0)
         if const_expr(self.config.left):
-            begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.tile_n
+            begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.span
         while past > begin:
             n_block = past - 1 - cute.arch.lane_idx()
             found = cute.arch.warp_reduction_max(self.sees(work, n_block, mask, m) * (n_block + 1))
@@ -173,7 +201,7 @@ class ColumnWalk(BackwardBase):
         given, there, seen = work.given, cutlass.max(n_block, 0), Int32(0)
         first, _, _, end = self.query_tiles(there, work.seqlen_q, work.seqlen_k, work.shift, given.left, given.right)
         row, row_past = m * self.tile_m, cutlass.min((m + 1) * self.tile_m, work.seqlen_q)
-        extrema = extrema_of(given.columns.bounds, mask, *self.columns_of(work, there), self.tile_n)
+        extrema = extrema_of(given.columns.bounds, mask, *self.columns_of(work, there), self.span)
         if n_block >= 0 and m >= first and m < end and not hides_all(extrema, row, row_past):
             seen = Int32(1)
         return seen
@@ -229,9 +257,13 @@ class ColumnWalk(BackwardBase):
         """The row of the vectors that a query head has."""
         return mask_row(work.batch, head, work.heads_q, work.given.columns.vectors[0])
 
+    def own_columns(self, r: Any, work: Any, row: Any, n_block: Any) -> list[Any]:
+        """This thread's number of each of its keys in a mask's row."""
+        return self.numbers_of(work, row, [n_block * self.tile_n + r.row + 8 * i for i in range(2)])
+
     @cute.jit
-    def own_columns(self, r, work, row, n_block):
-        """This thread's number of each of its keys in a mask's row: lts, lte, uts or ute, by the lane in its quad.
+    def numbers_of(self, work, row, keys):
+        """This thread's number of two keys of its quad in a mask's row: lts, lte, uts or ute, by the lane in it.
 
         Past the last key they hide all.
         """
@@ -245,8 +277,7 @@ class ColumnWalk(BackwardBase):
         beyond = choose(which % 2 == 0, 0, FAR)
         own = []
         for i in cutlass.range_constexpr(2):
-            key = n_block * self.tile_n + r.row + 8 * i
-            found = beyond
+            key, found = keys[i], beyond
             if key < work.seqlen_k:
                 found = absent
                 if (columns.present >> which) & 1 == 1:
@@ -294,6 +325,23 @@ class ColumnWalk(BackwardBase):
 
     # Keys that nobody sees
 
+    def quad_rows(self, r: Any) -> list[Any]:
+        """The two keys of the block that this thread's quad looks after, or rows past its last one."""
+        return [r.row, r.row + 8]
+
+    @cute.jit
+    def find_dead(self, work, keys):
+        """Of two keys of this thread's quad: 1 where no query of the group sees them."""
+        dead = cute.make_rmem_tensor(2, Int32)
+        dead.fill(1)
+        for member in cutlass.range(work.group_size, unroll=1):
+            own = self.numbers_of(work, self.mask_of(work, work.head * work.group_size + member), keys)
+            for i in cutlass.range_constexpr(2):
+                first, end = self.band_rows(work, keys[i])
+                if not sees_none(first, end, *self.interval(own[i])):
+                    dead[i] = Int32(0)
+        return dead
+
     @cute.jit
     def clear_dead(self, r, work):
         """Zeros for keys and values that no query of the group sees: what they hold must not come into a product, even by zero.
@@ -301,21 +349,15 @@ class ColumnWalk(BackwardBase):
         Both warpgroups do it, each in its rows, before the first product that reads them.
         """
         shared, config = work.shared, self.config
-        dead = cute.make_rmem_tensor(2, Int32)
-        dead.fill(1)
-        for member in cutlass.range(work.group_size, unroll=1):
-            own = self.own_columns(r, work, self.mask_of(work, work.head * work.group_size + member), work.n_block)
-            for i in cutlass.range_constexpr(2):
-                first, end = self.band_rows(work, work.n_block * self.tile_n + r.row + 8 * i)
-                if not sees_none(first, end, *self.interval(own[i])):
-                    dead[i] = Int32(0)
+        rows = self.quad_rows(r)
+        dead = self.find_dead(work, [work.n_block * self.tile_n + row for row in rows])
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
-            if dead[i] == 1:
-                self.clear_row(shared.k_start, r.row + 8 * i, self.tile_n, config.head_dim, box_k)
-                self.clear_row(shared.v_start, r.row + 8 * i, self.tile_n, config.head_dim_v, box_v)
+            if dead[i] == 1 and rows[i] < self.tile_n:
+                self.clear_row(shared.k_start, rows[i], self.tile_n, config.head_dim, box_k)
+                self.clear_row(shared.v_start, rows[i], self.tile_n, config.head_dim_v, box_v)
         cute.arch.fence_view_async_shared()
-        wait(StepBarrier.CLEARED, BOTH)
+        wait(BackwardBarrier.CLEARED, BOTH)
 
     # Queries that see nothing
 
@@ -334,12 +376,12 @@ class ColumnWalk(BackwardBase):
             if levels[cutlass.min(row, tile_m - 1)] == Float32.inf:
                 odd = Int32(1)
         if cute.arch.vote_any_sync(odd == 1):
-            self.clear_queries(shared, levels, j)
+            self.clear_queries(r, levels, j)
 
     @cute.jit
-    def clear_queries(self, shared, levels, j):
+    def clear_queries(self, r, levels, j):
         """Zeros for the queries, and in dO, whose level is +inf, once both have arrived."""
-        config, tile_m = self.config, self.tile_m
+        shared, config, tile_m = r.shared, self.config, self.tile_m
         stage, _ = schedule.ring(j, self.stages)
         do_stage, phase = schedule.ring(j, self.dout_stages)
         cute.arch.mbarrier_wait(shared.do_full + do_stage, phase)
@@ -354,7 +396,7 @@ class ColumnWalk(BackwardBase):
                     self.clear_row(q_start, row, tile_m, config.head_dim, box_q)
                     self.clear_row(do_start, row, tile_m, config.head_dim_v, box_do)
         cute.arch.fence_view_async_shared()
-        wait(StepBarrier.CLEARED, BOTH)
+        wait(BackwardBarrier.CLEARED, BOTH)
 
     @cute.jit
     def band_rows(self, work, key):

@@ -114,9 +114,6 @@ class Consumers(Dealer, DropoutSteps):
             if self.steps_of(work) == 0:
                 release(shared.v_empty)
                 release(shared.k_empty)
-        if const_expr(self.config.columns):  # noqa: SIM102
-            if work.bounds[1] == 1 and self.steps_of(work) > 0:
-                self.clear_dead(r, work)
         self.steps(r, work)
         if const_expr(self.config.columns):
             self.finish(r, self.again(work), dk, dv, scale)
@@ -136,6 +133,9 @@ class Consumers(Dealer, DropoutSteps):
             if first < end:
                 cute.arch.mbarrier_wait(shared.k_full, 0)
                 cute.arch.mbarrier_wait(shared.v_full, 0)
+        if const_expr(config.columns and not config.pair):  # noqa: SIM102
+            if whole_first == 1 and first < end:  # keys may be dead
+                self.clear_dead(r, work)
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
@@ -377,7 +377,7 @@ class Consumers(Dealer, DropoutSteps):
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
         m, tested = self.announced(r.shared.words, stage)
         if const_expr(self.config.dropout):
-            block = self.again(work)
+            block = work if const_expr(self.config.pair) else self.again(work)
             tile = r.shared.words[self.step_word(stage) + 2]
             self.take_head(r, block, tile // block.m_blocks - block.batch * block.heads_q)
         if tested == 1:
@@ -545,7 +545,7 @@ class Consumers(Dealer, DropoutSteps):
         count = cute.size(r.acc_dq) // (4 * parts)
         for part in cutlass.range_constexpr(parts):
             wait(BackwardBarrier.DQ_EMPTY, DQ_THREADS, r.group)
-            if const_expr(self.config.columns):
+            if const_expr(self.config.columns and not self.config.pair):
                 self.name_tile(r.shared.words, schedule.ring(j, self.stages)[0], r.group)
             for i in cutlass.range_constexpr(count):
                 four = cute.make_tensor(r.acc_dq.iterator + 4 * (part * count + i), cute.make_layout(4))

@@ -1,9 +1,11 @@
-"""How the key blocks of a masked call are handed out: long ones in pieces, so that processors end together.
+"""How the key blocks of a masked call are handed out: to head_dim 128 long ones in pieces, so that processors end together.
 
 What a block sees is known on the device alone. The kernel before counts the steps of the call's last MOST_BLOCKS blocks and
 cuts those that are longer than processors' shares of all steps from there on into pieces as long (guided self-scheduling,
 Polychronopoulos and Kuck 1987). So a block that all queries see does not outlast the others, and what is handed out last is
 small. The pieces of a block follow each other. Each leaves its sums of dK and dV, and the one that ends last adds them up.
+
+Past 128 the last blocks go longest first instead.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -19,7 +21,7 @@ from cutlass import Int32
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import ROW_THREADS
 from warploom.attention.hopper.backward_columns import ColumnWalk
-from warploom.attention.hopper.config import CUTS, TABLE
+from warploom.attention.hopper.config import CUTS, LAST_BLOCKS, TABLE
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import extrema_of, mask_row
 
@@ -102,10 +104,15 @@ class Dealer(ColumnWalk):
     def steps_seen(self, given, index):
         """Steps of a block, whose heads the first one of the group stands for."""
         work = self.describe(given, index)
-        bounds = given.columns.bounds
+        return work.group_size * self.tiles_seen(work)
+
+    @cute.jit
+    def tiles_seen(self, work):
+        """Query tiles that a block, or a pair of them, sees of the first head of the group."""
+        bounds = work.given.columns.bounds
         row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
-        extrema = extrema_of(bounds, row, *self.columns_of(work, work.n_block), self.tile_n)
-        return work.group_size * self.tiles_of(self.runs_of(work, extrema))
+        extrema = extrema_of(bounds, row, *self.columns_of(work, work.n_block), self.span)
+        return self.tiles_of(self.runs_of(work, work.n_block, extrema))
 
     def table_at(self, counters: Any) -> Any:
         """Where the table begins."""
@@ -140,3 +147,50 @@ class Dealer(ColumnWalk):
         """Those three of a block that was read."""
         word = work.slot
         return word % CUTS, word // CUTS // COUNTED, word // CUTS % COUNTED
+
+    # The order of the last key blocks
+
+    @cute.jit
+    def order_last(self, given, counters):
+        """Numbers of a call's last key blocks, those that see the most query tiles first, for ``last_block``.
+
+        By eighths of the most; within one they keep their order, in which neighbours read the same tiles. The first head of a
+        group stands for all. Each thread of a block ranks one.
+        """
+
+        @cute.struct
+        class Storage:
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
+
+        seen = cutlass.utils.SmemAllocator().allocate(Storage).tiles.get_tensor(cute.make_layout(LAST_BLOCKS))
+        thread = cute.arch.thread_idx()[0]
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, LAST_BLOCKS)
+        tiles, most, rank = Int32(0), Int32(1), Int32(0)
+        if thread < count:
+            work = self.describe(given, total - count + thread)
+            tiles = self.tiles_seen(work)
+        seen[thread] = tiles
+        cute.arch.sync_threads()
+        for i in cutlass.range(LAST_BLOCKS, unroll=16):
+            most = cutlass.max(most, seen[i])
+        cute.arch.sync_threads()
+        own = tiles * 8 // most * LAST_BLOCKS - thread  # no two alike
+        seen[thread] = own
+        cute.arch.sync_threads()
+        for i in cutlass.range(LAST_BLOCKS, unroll=16):
+            rank += choose(seen[i] > own, 1, 0)
+        if thread < count:
+            counters[self.order_at(counters) + rank] = total - count + thread
+
+    def order_at(self, counters: Any) -> Any:
+        """Where the order of the last key blocks begins."""
+        return counters.shape[0] - int(self.config.persistent) - LAST_BLOCKS
+
+    @cute.jit
+    def last_block(self, counters, index, total):
+        """The number of the key block that is the ``index``-th to be handed out."""
+        ordered = index - cutlass.max(total - LAST_BLOCKS, 0)
+        if ordered >= 0 and index < total:
+            index = counters[self.order_at(counters) + ordered]
+        return index

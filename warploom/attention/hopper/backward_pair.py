@@ -23,18 +23,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.backward import HopperBackward
-from warploom.attention.hopper.backward_base import (
-    CONSUMER_REGISTERS,
-    LOADER,
-    PRODUCER_REGISTERS,
-    SCHEDULER,
-    WARPGROUPS,
-    WRITERS,
-)
+from warploom.attention.hopper.backward_base import LOADER, SCHEDULER, WARPGROUPS, WRITERS
 from warploom.attention.hopper.backward_pair_base import KEYS, PAIR, PARTS, VALUES, PairCall, PairShared
 from warploom.attention.hopper.backward_pair_consumers import PairConsumers
 from warploom.attention.hopper.backward_pair_producer import PairProducer
 from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.dropout import dropout_of
 from warploom.kernels.cute.rings import Mbarriers, meet
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
@@ -74,7 +68,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, counters, tma_q, tma_k, tma_v, tma_do, *self.products(),
-            *layouts, *sizes, dropout, *band,
+            *layouts, *sizes, *columns, dropout, *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -120,6 +114,12 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         m_blocks: Int32,
         pairs: Int32,
         batches: Int32,
+        lts: cute.Tensor | None,
+        lte: cute.Tensor | None,
+        uts: cute.Tensor | None,
+        ute: cute.Tensor | None,
+        bounds: cute.Tensor | None,
+        present: Int32 | None,
         dropout: tuple[Any, ...] | None,
         scale: Float32,
         softcap: Float32,
@@ -132,7 +132,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
-        stages, dout_stages, tile_m = self.stages, self.dout_stages, self.tile_m
+        stages, dout_stages, tile_m, words_count = self.stages, self.dout_stages, self.tile_m, self.words_count
         half = tile_layout(self.dtype, (tile_m, self.half), 1, 64)
         halves = tile_layout(self.dtype, (tile_m, self.half), 2, 64)
         halves_q = tile_layout(self.dtype, (tile_m, self.half), 2 * stages, 64)
@@ -140,7 +140,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 8]
-            index: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            index: cute.struct.Align[cute.struct.MemRange[Int32, words_count], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
@@ -171,6 +171,12 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             halves_q=placed(storage.q, halves_q),
             halves_do=placed(storage.dout, halves),
             halves_k=placed(storage.k, halves),
+            words=storage.index.get_tensor(cute.make_layout(words_count)),
+            k_start=storage.k.data_ptr(),
+            v_start=storage.v.data_ptr(),
+            q_start=storage.q.data_ptr(),
+            do_start=storage.dout.data_ptr(),
+            other_start=storage.other.data_ptr(),
         )
         self.store_seed(warp, shared, drops)
         self.init_barriers(warp, shared)
@@ -189,7 +195,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             section=section,
             left=left,
             right=right,
-            columns=None,
+            columns=columns_of((lts, lte, uts, ute, bounds, present)),
             dropout=drops,
             rank=rank,
         )
@@ -217,7 +223,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
     def play_blocks(self, warp, given, loads, dk, dv, sums, counters, products, scale, softcap):
         """A warp's role in all pairs of its cluster."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == LOADER:
                 self.load_blocks(given, *loads)
             for i in cutlass.range_constexpr(WARPGROUPS):
@@ -231,8 +237,14 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
                     work = self.share_of(given, self.next_pair(given, Int32(0)), Int32(0), Int32(0))
                     self.clear_hidden(work, dk, dv)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            values, keys = self.registers_each
+            if const_expr(values == keys):
+                cute.arch.setmaxregister_increase(values)
             if warp < 8:
+                if const_expr(values != keys):
+                    cute.arch.setmaxregister_increase(values)
                 self.play(VALUES, given, dv, products, scale, softcap)
             else:
+                if const_expr(values != keys):
+                    cute.arch.setmaxregister_increase(keys)
                 self.play(KEYS, given, dk, products, scale, softcap)

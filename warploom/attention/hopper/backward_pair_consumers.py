@@ -46,6 +46,7 @@ class PairOperands(Operands):
     other_k: Any
     acc: Any
     hidden: Any
+    hidden_bits: Any  # which elements of a tile this thread's keys hide under a column mask
     ds_target: Any
     p_target: Any
     stats: Any
@@ -100,6 +101,7 @@ class PairConsumers(PairBase, Consumers):
             rows_dp=rows,
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
+            hidden_bits=cute.make_rmem_tensor(2, Int32) if self.config.columns else None,
             ds_target=shared.ds_start + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8,
             p_target=shared.p + own * 4,
             dq_target=(shared.dq + role * (self.quarter // PARTS[VALUES]) + own * 4).align(16),
@@ -138,11 +140,15 @@ class PairConsumers(PairBase, Consumers):
         shared, base = work.shared, work.base
         past = base + self.steps_of(work)
         r = r.but(begin=base, past=past)
-        self.set_limits(r, work, left, right)
+        if const_expr(not self.config.columns):
+            self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
         if base < past:
             stage, phase = schedule.ring(base, self.stages)
             cute.arch.mbarrier_wait(shared.k_full, work.loads & 1)
+            if const_expr(self.config.columns):  # noqa: SIM102
+                if work.bounds[1] == 1:
+                    self.clear_dead(r, work)
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
             gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
             warpgroup.wait_group(0)
@@ -156,11 +162,17 @@ class PairConsumers(PairBase, Consumers):
         self.epilogue(r.acc, dv, work, work.n_block * self.tile_n + r.row, 0, Float32(2.0**-self.lift * self.kept_scale(r)))
 
     @cute.jit
-    def step(self, r, m, j, masked):
-        """One query tile of the warpgroup of dV, and dQ of the one before: that runs under the exponentials."""
+    def step(self, r, m, j, masked, work=None):
+        """One query tile of the warpgroup of dV, and dQ of the one before: that runs under the exponentials.
+
+        Under a column mask ``work`` is the block's; elements are tested before anything is issued, as registers hold no bits.
+        """
         shared = r.shared
         stage, _ = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
+        if const_expr(self.config.columns and masked):
+            self.find_hidden(r, work, m, stage)
+            self.hide(r)
         if const_expr(not self.config.dropout):
             level = self.statistics(r, stage, 0)
         if j > r.begin:
@@ -225,6 +237,10 @@ class PairConsumers(PairBase, Consumers):
         if base < past:
             stage, phase = schedule.ring(base, self.dout_stages)
             cute.arch.mbarrier_wait(shared.v_full, work.loads & 1)
+            if const_expr(self.config.columns):
+                if work.bounds[1] == 1:
+                    self.clear_dead(r, work)
+                self.clear_gradients(r, base)
             cute.arch.mbarrier_wait(shared.do_full + stage, phase)
             gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, stage], False)
             warpgroup.wait_group(0)
@@ -280,6 +296,8 @@ class PairConsumers(PairBase, Consumers):
         self.hand_over(r, j, PARTS[r.role])  # before the wait for dO, which may be long
         dout_stage, dout_phase = schedule.ring(j + 1, self.dout_stages)
         if j + 1 < r.past:
+            if const_expr(self.config.columns):
+                self.clear_gradients(r, j + 1)
             cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         gemm(r.mma_scores, r.acc_s, r.left, r.right[None, None, None, dout_stage], False)
         warpgroup.wait_group(0)
@@ -305,3 +323,59 @@ class PairConsumers(PairBase, Consumers):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(r.shared.came, 2 * tile)
                 bulk_send(start + OTHER * tile, start + OWN * tile, 2 * tile, r.shared.came, r.rank ^ 1)
+
+    # Column masks
+
+    @cute.jit
+    def clear_dead(self, r, work):
+        """Zeros for keys that no query of the group sees, the other block's too, by VALUES, and for their values by KEYS.
+
+        Each does it before its first product; the other's products read them as well.
+        """
+        shared, config = work.shared, self.config
+        rows = self.quad_rows(r)
+        dead = self.find_dead(work, [work.n_block * self.tile_n + row for row in rows])
+        if const_expr(r.role == VALUES):
+            others = self.find_dead(work, [(work.n_block ^ 1) * self.tile_n + row for row in rows])
+        _, box_k, box_v, _ = config.boxes
+        for i in cutlass.range_constexpr(2):
+            if const_expr(r.role == VALUES):
+                if dead[i] == 1:
+                    self.clear_row(shared.k_start, rows[i], self.tile_n, config.head_dim, box_k)
+                if others[i] == 1:
+                    self.clear_row(shared.other_start, rows[i], self.tile_n, self.half, box_k)
+            else:
+                if dead[i] == 1:
+                    self.clear_row(shared.v_start, rows[i], self.tile_n, config.head_dim_v, box_v)
+        cute.arch.fence_view_async_shared()
+        wait(BackwardBarrier.CLEARED, BOTH)
+
+    @cute.jit
+    def clear_gradients(self, r, j):
+        """What KEYS clears of a step, before its dP: VALUES comes there at the step's beginning."""
+        stage, phase = schedule.ring(j, self.stages)
+        cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
+        _, tested = self.announced(r.shared.words, stage)
+        if tested == 1:
+            self.clear_unseeing(r, j)
+
+    @cute.jit
+    def clear_queries(self, r, levels, j):
+        """As ``ColumnWalk`` has it: VALUES, whose S hides them all, clears the queries, and KEYS their dO."""
+        shared, config, tile_m = r.shared, self.config, self.tile_m
+        box_q, _, _, box_do = config.boxes
+        quad = cute.arch.thread_idx()[0] % WARPGROUP // 4
+        if const_expr(r.role == VALUES):
+            wait(PairBarrier.SCORED, WARPGROUP)
+            stage, _ = schedule.ring(j, self.stages)
+            start, columns, box = shared.q_start + stage * (tile_m * config.head_dim), config.head_dim, box_q
+        else:
+            stage, phase = schedule.ring(j, self.dout_stages)
+            cute.arch.mbarrier_wait(shared.do_full + stage, phase)
+            start, columns, box = shared.do_start + stage * (tile_m * config.head_dim_v), config.head_dim_v, box_do
+        for i in cutlass.range_constexpr(tile_m // (WARPGROUP // 4)):
+            row = i * (WARPGROUP // 4) + quad
+            if levels[row] == Float32.inf:
+                self.clear_row(start, row, tile_m, columns, box)
+        cute.arch.fence_view_async_shared()
+        wait(BackwardBarrier.CLEARED, BOTH)

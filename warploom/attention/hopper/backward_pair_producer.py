@@ -36,9 +36,17 @@ class PairProducer(PairBase, Producer):
             if lane == 0:
                 index = cute.arch.atomic_add(counter, Int32(1))
             index = cute.arch.shuffle_sync(index, 0)
+            at, words = index, [index]
+            if const_expr(self.config.columns):
+                if const_expr(self.config.ordered > 0):
+                    at = self.last_block(counters, index, total)
+                work = self.describe(given, cutlass.min(at, total - 1))
+                steps, dead = self.count_steps(work.but(n_block=PAIR * work.n_block))
+                words = [at, 2 * steps + dead]
             if lane < PAIR:
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.block_full, 4, lane)
-                cute.arch.store_async_dsmem(shared.index, index, shared.block_full, lane)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.block_full, 4 * len(words), lane)
+                for i in cutlass.range_constexpr(len(words)):
+                    cute.arch.store_async_dsmem(shared.index + i, words[i], shared.block_full, lane)
             turn += 1
 
     @cute.jit
@@ -70,14 +78,29 @@ class PairProducer(PairBase, Producer):
             own, other = cutlass.min(own, last), cutlass.min(other, last)
         stats_bytes = 8 * self.tile_m
         mask = Int16(3)
+        if const_expr(config.columns):
+            abreast, at, beside = self.heads_abreast(work), Int32(0), Int32(0)
+            member, turned, turn = -abreast, Int32(0), Int32(0)
+            if const_expr(not config.deterministic):
+                turned = self.walker(work) % abreast
         for j in cutlass.range(steps, unroll=1):
-            head, m, number = self.place(work, j)
+            if const_expr(config.columns):
+                head, m, number, tested, member, at, beside, turn = self.walk_on(
+                    work, abreast, turned, member, at, beside, turn
+                )
+            else:
+                head, m, number = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
             queries = tma_views(tma_q, shared.halves_q, cute.local_tile(tq, tile, (m, rank)))
             gradients = tma_views(tma_do, shared.halves_do, cute.local_tile(tdo, tile, (m, rank)))
             stage, phase = schedule.ring(work.base + j, self.stages)
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase ^ 1)
-            expect(shared.q_full + stage, 2 * self.tile_m * config.head_dim + stats_bytes)
+            queries_bytes = 2 * self.tile_m * config.head_dim + stats_bytes
+            if const_expr(config.columns):
+                self.keep_tile(work, work.base + j, number, turn)
+                self.announce(work, stage, m, tested, head, number, turn, queries_bytes)
+            else:
+                expect(shared.q_full + stage, queries_bytes)
             load_tile(queries, None, 2 * stage + rank, shared.q_full, stage, mask)
             with cute.arch.elect_one():
                 source = stats.iterator + Int64(number) * (2 * self.tile_m)
@@ -99,14 +122,23 @@ class PairProducer(PairBase, Producer):
                 load_tile(tma_views(tma_k, shared.other, cute.local_tile(tk, tile, (other, rank))), None, 0, shared.k_full)
 
     @cute.jit
+    def keep_tile(self, work, j, tile, turn):
+        """Leave the number of a step's tile, and its turn, to the writer warps."""
+        with cute.arch.elect_one():
+            work.shared.words[self.kept_tile(j)] = tile
+            work.shared.words[self.kept_tile(j) + 1] = turn
+
+    @cute.jit
     def write_blocks(self, given, sums, counters, warp):
         """A writer warp's part of every pair."""
-        turn = Int32(0)
+        turn, base = Int32(0), Int32(0)
         total = given.n_blocks * given.slices
         index = self.next_pair(given, turn)
         while index < total:
-            work = self.share_of(given, index, Int32(0), Int32(0))
+            work = self.share_of(given, index, base, Int32(0))
             self.take(given)
+            if const_expr(self.config.columns):
+                base += self.steps_of(work)
             if const_expr(self.config.deterministic):
                 self.write_in_order(work, sums, counters, warp, given.left, given.right)
             else:
@@ -120,19 +152,24 @@ class PairProducer(PairBase, Producer):
     def write_quarters(self, work, sums, counters, role):
         """Add a warpgroup's quarter of dQ to the accumulator, tile after tile; or store it where blocks claim tiles."""
         size = self.quarter // PARTS[role]
-        source = work.shared.dq + role * (self.quarter // PARTS[VALUES])
+        shared = work.shared
+        source = shared.dq + role * (self.quarter // PARTS[VALUES])
         steps = self.steps_of(work)
         if steps > 0:
             arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, role)
         for j in cutlass.range(steps, unroll=1):
-            _, _, tile = self.place(work, j)
-            start = self.quarter_start(work, tile, role)
+            tile, start = Int32(0), Int64(0)
+            if const_expr(not self.config.columns):
+                _, _, tile = self.place(work, j)
+                start = self.quarter_start(work, tile, role)
             found, first = Int32(0), Int32(0)
             if const_expr(self.config.claims):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     found = load_acquire(self.state(work, counters, tile, role))  # its latency hides under the wait for dQ
             for part in cutlass.range_constexpr(PARTS[role]):
                 wait(BackwardBarrier.DQ_FULL, DQ_THREADS, role)
+                if const_expr(self.config.columns and part == 0):
+                    start = self.quarter_start(work, shared.words[self.kept_tile(work.base + j)], role)
                 if cute.arch.lane_idx() == 0:
                     target = sums.iterator + (start + part * size)
                     if const_expr(self.config.claims):
@@ -169,20 +206,31 @@ class PairProducer(PairBase, Producer):
         dK's warpgroup hands its quarter over first: the other's runs under the exponentials of the next step.
         """
         shared = work.shared
-        steps = self.steps_of(work)
-        if parity == 1 and steps > 0:
+        steps, ahead = self.steps_of(work), parity
+        if const_expr(self.config.columns):
+            ahead = (work.base + parity) & 1
+        if ahead == 1 and steps > 0:
             for group in cutlass.range_constexpr(WARPGROUPS):
                 arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
-        for j in cutlass.range(parity, steps, 2, unroll=1):
-            _, m, tile = self.place(work, j)
+        for j in cutlass.range(ahead, steps, 2, unroll=1):
+            m, tile, turn = Int32(0), Int32(0), Int32(0)
+            if const_expr(not self.config.columns):
+                _, m, tile = self.place(work, j)
             counter = counters.iterator + (Int64(tile) * WARPGROUPS + work.rank)
             for group in cutlass.range_constexpr(WARPGROUPS - 1, -1, -1):
                 size = self.quarter // PARTS[group]
                 for part in cutlass.range_constexpr(PARTS[group]):
                     wait(BackwardBarrier.DQ_FULL, DQ_THREADS, group + parity * DQ_ODD)
+                    if const_expr(self.config.columns and group == KEYS and part == 0):
+                        at = self.kept_tile(work.base + j)
+                        tile, turn = shared.words[at], shared.words[at + 1]
+                        counter = counters.iterator + (Int64(tile) * WARPGROUPS + work.rank)
                     if cute.arch.lane_idx() == 0:
                         if const_expr(group == KEYS and part == 0):
-                            wait_for(counter, self.rank(work, m, left, right))
+                            if const_expr(self.config.columns):
+                                wait_for(counter, turn)
+                            else:
+                                wait_for(counter, self.rank(work, m, left, right))
                         target = sums.iterator + (self.quarter_start(work, tile, group) + part * size)
                         bulk_add(target, shared.dq + group * (self.quarter // PARTS[VALUES]), 4 * size)
                         cute.arch.cp_async_bulk_commit_group()
@@ -192,5 +240,8 @@ class PairProducer(PairBase, Producer):
                         arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-                pass_on(counter)
+                if const_expr(self.config.columns):
+                    self.leave_turn(counter, self.walker(work) + 1 - turn)
+                else:
+                    pass_on(counter)
             cute.arch.sync_warp()

@@ -103,6 +103,17 @@ class Producer(Dealer):
                     self.clear_hidden(work, dk, dv)
 
     @cute.jit
+    def hand_out_own(self, given, counters):
+        """As ``hand_out``, under a column mask, to blocks that are launched one for each key block: the block's own."""
+        index = cute.arch.block_idx()[0]
+        if const_expr(self.config.ordered > 0):
+            index = self.last_block(counters, index, given.n_blocks * given.slices)
+        work = self.describe(given, index)
+        steps, dead = self.count_steps(work)
+        words = [work.n_block, work.head, work.batch, Int32(0), dead, Int32(0), steps, work.rising]
+        publish(given.shared.words, self.words_at(Int32(0)), words, given.shared.block_full)
+
+    @cute.jit
     def hand_out_stream_k(self, given, counters):
         """As ``hand_out``, the last blocks by stream-K: in shares of as many steps."""
         shared = given.shared
@@ -191,20 +202,9 @@ class Producer(Dealer):
                     rest -= tiles * abreast
         for j in cutlass.range(steps, unroll=1):
             if const_expr(config.columns):
-                while at == 0:
-                    member += abreast
-                    at = self.keep_runs(work, member)
-                runs = self.kept_runs(shared.words)
-                m = self.tile_at(runs, at - 1)
-                tested = self.is_tested(runs, m, work.seqlen_q)
-                if const_expr(config.deterministic):  # noqa: SIM102
-                    if beside == 0:  # heads that go abreast have one mask
-                        place = self.turn_of(work, work.head * work.group_size + member, m)
-                other = beside + turned
-                head = work.head * work.group_size + member + choose(other >= abreast, other - abreast, other)
-                beside = choose(beside + 1 == abreast, 0, beside + 1)
-                at = choose(beside == 0, at - 1, at)
-                tile = (work.batch * work.heads_q + head) * work.m_blocks + work.first_tile + m
+                head, m, tile, tested, member, at, beside, place = self.walk_on(
+                    work, abreast, turned, member, at, beside, place
+                )
             else:
                 head, m, tile = self.place(work, j)
             tq, tdo = (self.sequence(t, head, work.batch, work.q_start, work.seqlen_q) for t in (q, dout))
@@ -364,12 +364,17 @@ class Producer(Dealer):
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 if const_expr(self.config.columns):
-                    cute.arch.fence_proxy("async.global")
-                    cute.arch.fence_acq_rel_gpu()
-                    count_up(counter, work.n_block + 1 - turn)
+                    self.leave_turn(counter, work.n_block + 1 - turn)
                 else:
                     pass_on(counter)
             cute.arch.sync_warp()
+
+    @cute.jit
+    def leave_turn(self, counter, amount):
+        """One thread counts up after the bulk copies that it has waited for."""
+        cute.arch.fence_proxy("async.global")
+        cute.arch.fence_acq_rel_gpu()
+        count_up(counter, amount)
 
     @cute.jit
     def rank(self, work, m, left, right):

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper import schedule
@@ -22,8 +22,9 @@ from warploom.attention.hopper.backward_base import BOTH, WARPGROUPS, Operands
 from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.kernels.cute.barriers import BackwardBarrier, RolesBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.columns import in_tile, intervals
 from warploom.kernels.cute.dropout import bits_of_rows, kept
-from warploom.kernels.cute.instructions import pack16, pin_bits, store_matrices
+from warploom.kernels.cute.instructions import pack16, pin_bits, shifted, store_matrices
 from warploom.kernels.cute.rings import release
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import transposed
@@ -31,13 +32,14 @@ from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_SHARED, accumulator_rows
 
 VALUES, KEYS = 0, 1  # the warpgroup of dV, and that of dK
 P_SLOT, DS_SLOT = 0, 1
+QUERIES = 16  # of a tile, in a warp's rows
 
 
 class RolesOperands(Operands):
     """Of a warpgroup that keeps one gradient."""
 
     role: int  # VALUES or KEYS
-    steps: Any  # of the block
+    past: Any  # the step past a block's last
     mma_gradient: Any
     q: Any
     dout: Any
@@ -50,6 +52,7 @@ class RolesOperands(Operands):
     acc_dp: Any
     acc: Any
     slopes: Any  # of the softcap
+    hidden_bits: Any  # of the warp's queries, which this lane's keys hide under a column mask
     tile_rows: Any  # where a lane's rows of P and dS go
 
 
@@ -59,8 +62,11 @@ class RolesBackward(HopperBackward):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.keys_each = config.tile_n // WARPGROUPS
-        # Of VALUES and KEYS; less than 504 with the producer's, which is what the block starts with.
+        # Of VALUES and KEYS; no more than 504 with the producer's, which is what the block starts with.
         self.registers_each = (224, 256) if config.head_dim_v < config.head_dim else (240, 240)
+        if config.columns and config.deterministic:
+            self.registers_each = (208, 256) if config.head_dim_v < config.head_dim else (232, 232)
+            self.producer_registers = 40
         self.width = box_columns(config.tile_n)  # of a swizzled row of P and dS
 
     def products(self) -> tuple[Any, Any, Any, Any]:
@@ -81,7 +87,8 @@ class RolesBackward(HopperBackward):
     def play(self, role, work, target, products, scale, softcap, left, right):
         """All steps of one warpgroup, and its gradient."""
         r = self.operands(work, products, scale, softcap, role)
-        self.set_limits(r, work, left, right)
+        if const_expr(not self.config.columns):
+            self.set_limits(r, work, left, right)
         r.acc.fill(0.0)
         self.steps(r, work)
         warpgroup.wait_group(0)
@@ -113,10 +120,9 @@ class RolesBackward(HopperBackward):
         acc_dp = mma_scores.make_fragment_C(scores.partition_shape_C((64, self.keys_each)))
         multiplier, cap_in = multipliers(self.config, scale, softcap)
         slot = P_SLOT if role == VALUES else DS_SLOT
-        first, _, _, end = work.bounds
         return RolesOperands(
             role=role,
-            steps=work.group_size * (end - first),
+            past=work.base + self.steps_of(work),
             shared=shared,
             group=role,
             multiplier=multiplier,
@@ -141,6 +147,7 @@ class RolesBackward(HopperBackward):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             drops=self.drops(work),
             slopes=cute.make_rmem_tensor((2, self.keys_each // 4), Float32),
+            hidden_bits=cute.make_rmem_tensor(1, Int32) if self.config.columns else None,
             tile_rows=self.tile_rows(shared.ds_start, own // 32, lane, role),
             dq_target=(shared.dq + role * self.part + own * 4).align(16),
             row=own // 32 * 16 + lane // 4,  # of the query tile, and that + 8
@@ -163,27 +170,36 @@ class RolesBackward(HopperBackward):
         return found
 
     @cute.jit
-    def step(self, r, m, j, masked):
+    def step(self, r, m, j, masked, work=None):
         """One query tile.
 
         P and dS have one slot each. The writer of P knows that dV has read the last one, because dO is there, which has one
         stage. The writer of dS has met the other warpgroup after all reads of the last dS.
+
+        Under a column mask the first wait is over, and ``work`` is the block's. A stage of Q is let go at the step's end, until
+        when what the loader said of the step is read.
         """
-        shared = r.shared
+        shared, columns = r.shared, const_expr(self.config.columns)
         stage, phase = schedule.ring(j, self.stages)
         dout_stage, dout_phase = schedule.ring(j, self.dout_stages)
-        cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(not columns):
+            cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(columns and masked):
+            self.find_hidden(r, work, m, stage)
         gemm(r.mma_scores, r.acc_s, r.q[None, None, None, stage], r.k, False)
         level, delta = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
         self.find_kept(r, m)
         warpgroup.wait_group(1)
-        if const_expr(r.role == VALUES):
-            release(shared.q_empty + stage)
-        else:
-            if j > 0:  # dK of the step before has ended
-                release(shared.q_empty + (stage ^ 1))
+        if const_expr(not columns):
+            if const_expr(r.role == VALUES):
+                release(shared.q_empty + stage)
+            else:
+                if j > 0:  # dK of the step before has ended
+                    release(shared.q_empty + (stage ^ 1))
+        if const_expr(columns and masked):
+            self.hide(r)
         self.probabilities(r, m, level, masked)
         self.share(r, r.acc_s, P_SLOT)
         cute.arch.fence_view_async_shared()
@@ -208,8 +224,52 @@ class RolesBackward(HopperBackward):
             warpgroup.wait_group(1)
         self.hand_over(r, j)
         # ptxas would serialise all products were dK running where such loops begin anew.
-        if const_expr(self.config.deterministic and r.role == KEYS):
+        if const_expr((self.config.deterministic or columns) and r.role == KEYS):
             warpgroup.wait_group(0)
+        if const_expr(columns):
+            release(shared.q_empty + stage)
+
+    # Column masks
+
+    @cute.jit
+    def find_hidden(self, r, work, m, stage):
+        """Which of the warp's 16 queries this lane's keys hide, or the band: bits of two of the warpgroup's keys, 32 apart.
+
+        The numbers are read anew in each such step, from L1 but for a block's first: registers have no room for them.
+        """
+        given, at, words = work.given, self.step_word(stage), work.shared.words
+        n_block, mask = words[at + 3], words[at + 1]
+        lane, columns = cute.arch.lane_idx(), given.columns
+        top = m * self.tile_m + r.row - lane // 4
+        length, found = columns.vectors[0].shape[2], Int32(0)
+        for i in cutlass.range_constexpr(2):
+            own = 32 * i + lane
+            key, bits = n_block * self.tile_n + r.role * self.keys_each + own, Int32(-1)
+            if own < self.keys_each and key < work.seqlen_k:
+                limits = [in_tile(row, top, QUERIES) for row in intervals(columns, Int64(mask) * length + key)]
+                bits = (shifted(-1, limits[0]) & ~shifted(-1, limits[1])) | (shifted(-1, limits[2]) & ~shifted(-1, limits[3]))
+                diagonal = key - work.shift
+                if const_expr(self.config.right):
+                    bits |= ~shifted(-1, in_tile(diagonal - given.right, top, QUERIES))
+                if const_expr(self.config.left):
+                    bits |= shifted(-1, in_tile(diagonal + given.left + 1, top, QUERIES))
+            found |= (bits & ((1 << QUERIES) - 1)) << (QUERIES * i)
+        r.hidden_bits[0] = found
+
+    @cute.jit
+    def hide(self, r):
+        """-inf for scores of hidden elements, whose bits the lanes of a warp have by keys."""
+        lane = cute.arch.lane_idx()
+        for c in cutlass.range_constexpr(8):
+            bits = cute.arch.shuffle_sync(r.hidden_bits[0], c // 2 * 8 + lane % 4 * 2 + c % 2) >> (lane // 4)
+            for n in cutlass.range_constexpr(c, self.keys_each // 4, 8):
+                for i in cutlass.range_constexpr(2):
+                    bit = 1 << (n // 8 * QUERIES + 8 * i)
+                    r.rows_s[i, n] = r.rows_s[i, n] if bits & bit == 0 else -Float32.inf
+
+    def quad_rows(self, r: Any) -> list[Any]:
+        quad = cute.arch.thread_idx()[0] // 4 - WARPGROUP // 4
+        return [quad, quad + BOTH // 4]
 
     @cute.jit
     def gemm_keys(self, r, left):
@@ -246,7 +306,7 @@ class RolesBackward(HopperBackward):
                 past = cutlass.min(past, row + r.limits[0, 1])
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 raw, at = r.rows_s[i, c], c // 2 * 8 + c % 2
-                if const_expr(masked):
+                if const_expr(masked and not self.config.columns):
                     raw = raw if at < past else -Float32.inf
                     if const_expr(self.config.left):
                         raw = raw if at >= first else -Float32.inf

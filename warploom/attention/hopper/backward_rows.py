@@ -73,7 +73,10 @@ class RowKernels(Dealer):
         if const_expr(masked is not None):  # noqa: SIM102
             if index == 0:
                 *sizes, processors, slots = masked  # type: ignore[misc]
-                self.deal(self.key_blocks(out, m_blocks, sizes), counters, processors, slots)
+                if const_expr(self.config.dealt):
+                    self.deal(self.key_blocks(out, m_blocks, sizes), counters, processors, slots)
+                else:
+                    self.order_last(self.key_blocks(out, m_blocks, sizes), counters)
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
                 counters[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]

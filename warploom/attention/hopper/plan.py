@@ -182,12 +182,21 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
     return seqlen_q <= (SHORT_GROUPED if grouped else SHORT)
 
 
+def backward_dims(features: Features) -> tuple[int, int]:
+    """Head dims of the backward's tile that holds a call's."""
+    return min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
+
+
 def takes_columns(features: Features) -> bool:
-    """Whether the backward has a kernel for this call's column mask: up to head_dim 128."""
-    small = features.head_dim <= 128 and features.head_dim_v <= 128
-    wide = max(features.head_dim, features.head_dim_v) > 96
-    full = (wide and (features.softcap or features.dropout)) or (features.dropout and features.deterministic)  # of registers
-    return small and not full
+    """Whether the backward has a kernel for this call's column mask: where registers suffice; of packed calls to 128."""
+    dims, softcap, dropout = backward_dims(features), features.softcap, features.dropout
+    if max(dims) < 128:
+        spills = dropout and features.deterministic
+    elif max(dims) == 128:
+        spills = softcap or dropout
+    else:
+        spills = (softcap and (features.deterministic or dims in PAIRS)) or features.varlen
+    return not spills
 
 
 def takes_dropout(features: Features) -> bool:
@@ -198,7 +207,7 @@ def takes_dropout(features: Features) -> bool:
 @cache
 def backward_config(features: Features, short: bool, waves: bool = False) -> BackwardConfig:
     """The variant for a call's features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
-    dims = min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
+    dims = backward_dims(features)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
     if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
@@ -218,7 +227,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
         persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
-        or features.columns
+        or (features.columns and (tile_n == 128 or dims in PAIRS))
         or (dims in PAIRS and not (deterministic or softcap or varlen)),
         pair=dims in PAIRS,
         waves=waves,

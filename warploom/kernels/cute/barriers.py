@@ -37,6 +37,7 @@ class BackwardBarrier(NamedBarriers):
     DS_READY = 1  # both warpgroups have written their dS
     DQ_EMPTY = 2, 2  # a warpgroup's dQ buffer may be written
     DQ_FULL = 4, 2  # it may be read
+    CLEARED = 10  # what stands for nothing in keys, values, queries and dO is 0
     DQ_FULL_ODD = 12, 2  # the same in odd steps when deterministic
 
 
@@ -45,7 +46,6 @@ class StepBarrier(NamedBarriers):
     """Of the backward whose warpgroups compute the same, each of its own keys."""
 
     PING_PONG = 6, 2  # a warpgroup's turn to issue S and dP
-    CLEARED = 8  # keys and values that nobody sees are 0
 
 
 @unique
@@ -63,6 +63,7 @@ class PairBarrier(NamedBarriers):
     P_READY = 6  # P is there
     P_TAKEN = 7  # P has been read
     DS_WRITTEN = 8  # the warpgroup of dK has written dS
+    SCORED = 9  # the warpgroup of dV has its S, of queries some of which it is to clear
 
 
 @unique
