@@ -11,7 +11,9 @@ When deterministic, a tile's counter names the last key block that has added to 
 before it that sees the tile. Its loader finds that one by the arithmetic of that block's own walk, a lane for each of 32
 blocks; blocks are handed out in their order, so none waits for one that has not begun.
 
-A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers.
+A thread of Sᵀ has two keys, and so have the other three of its quad: each keeps one of their four numbers. Past head_dim 128
+blocks that keep one gradient a warpgroup find their elements otherwise, as ``backward_roles`` has it. Both blocks of a pair
+walk the tiles that either sees: the block whose tiles these are is the pair.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """

@@ -50,7 +50,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         order: tuple[Any, Any, Any],
         stream: Any,
     ) -> None:
-        """As ``HopperBackward``; persistent clusters where neither lengths differ nor blocks wait for each other."""
+        """As ``HopperBackward``; persistent clusters, unless lengths differ or, without a mask, blocks wait for others."""
         config = self.config
         tq, tk, tv, tdo = views
         dk, dv, sums, _, stats, counters = buffers
