@@ -26,6 +26,7 @@ from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import extrema_of, mask_row
 
 MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
+MOST_STEPS = (1 << 30) // MOST_BLOCKS
 NO_CUT = -(1 << 30)
 COUNTED = schedule.MOST_PIECES + 1
 HALF = 1 << 16  # two counts share a word: of cut blocks and of the items that they add
@@ -102,9 +103,9 @@ class Dealer(ColumnWalk):
 
     @cute.jit
     def steps_seen(self, given, index):
-        """Steps of a block, whose heads the first one of the group stands for."""
+        """Steps of a block, whose heads the first one of the group stands for; so many at the most that sums stay in 32 bits."""
         work = self.describe(given, index)
-        return work.group_size * self.tiles_seen(work)
+        return cutlass.min(work.group_size * self.tiles_seen(work), MOST_STEPS)
 
     @cute.jit
     def tiles_seen(self, work):
