@@ -103,7 +103,7 @@ class Dealer(ColumnWalk):
 
     @cute.jit
     def steps_seen(self, given, index):
-        """Steps of a block, whose heads the first one of the group stands for; so many at the most that sums stay in 32 bits."""
+        """Steps of a block, whose heads the first of the group stands for; so many at the most that sums stay in 32 bits."""
         work = self.describe(given, index)
         return cutlass.min(work.group_size * self.tiles_seen(work), MOST_STEPS)
 
