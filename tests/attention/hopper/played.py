@@ -158,7 +158,8 @@ def backward_names(config: BackwardConfig) -> list[str]:
     """Parameters of the kernel of key blocks, in their order; the i-th, if it is a tensor, stands at address i + 1 << 32."""
     return names_of(
         "q k v do dk dv sums", True, "partial", not config.pair, "stats", True,
-        "pingpong", config.states > 0 or config.persistent, "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
+        "pingpong", config.states > 0 or config.persistent or config.ordered > 0,
+        "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
         "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
         DROPOUT, config.dropout, "scale softcap left right section", True,

@@ -221,7 +221,8 @@ class Consumers(Dealer, DropoutSteps):
     def add_up(self, r, work):
         """Leave the sums of a cut block's piece; 1 for the warp whose piece ends last, which then has those of all.
 
-        In order of their ends each would wait for the one before: steps take longer where no other block is near.
+        It adds them in their order, its own among them, so that the bits are the same whoever ends last. Were each piece to
+        add to the one before, it would wait for that one: steps take longer where no other block is near.
         """
         first, _, steps, _ = work.bounds
         entry, start, pieces = self.cut_of(work)
@@ -236,10 +237,11 @@ class Consumers(Dealer, DropoutSteps):
         if cute.arch.shuffle_sync(found, 0) == pieces - 1:
             last = Int32(1)
             cute.arch.fence_acq_rel_gpu()
-            for other in cutlass.range(pieces, unroll=1):
-                if other != piece:
-                    for i, four in self.sums(r):
-                        add(four, self.sums_of(work, start + other, i))
+            for i, four in self.sums(r):
+                cute.autovec_copy(self.sums_of(work, start, i), four)
+            for other in cutlass.range(1, pieces, unroll=1):
+                for i, four in self.sums(r):
+                    add(four, self.sums_of(work, start + other, i))
         return last
 
     @cute.jit

@@ -47,9 +47,9 @@ def locate(bounds: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     document inside is False and the others have no meaning.
     """
     count = bounds.shape[1] - 1
-    position = columns(seqlen_k, bounds.device).expand(bounds.shape[0], seqlen_k).contiguous()
-    # A copy: of a view, which a single row's is, torch.compile knows no strides.
-    index = torch.searchsorted(bounds[:, 1:].clone(), position, right=True)
+    position = columns(seqlen_k, bounds.device).expand(bounds.shape[0], seqlen_k)
+    # Searched in another dtype: of a view Inductor knows no strides up to torch 2.11, and a clone it leaves out.
+    index = torch.searchsorted(bounds[:, 1:].to(torch.int64), position.to(torch.int64), right=True)
     start = bounds.gather(1, index)
     end = bounds.gather(1, (index + 1).clamp(max=count))
     return index, (index < count) & (position >= bounds[:, :1]), start, end
