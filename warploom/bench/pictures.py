@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from warploom.bench import svg
 from warploom.bench.bars import measured
 from warploom.bench.mask_bars import DENSE, Row
-from warploom.bench.summary import Runs, kernels, machine
+from warploom.bench.summary import SHAPE, Runs, kernels, machine
 from warploom.bench.tables import Run
 
 NAMES = {
@@ -39,13 +39,19 @@ def rates(title: str, rows: Sequence[Row], roofs: Mapping[str, float]) -> str | 
         ]
         found = [(case, numbers) for case, numbers in found if numbers]
         if found and (len(found) > 1 or unit == "tflops"):
+            shapes = {shape[0] if (shape := re.search(SHAPE, case)) else "" for case, _ in found}
+            if len(shapes) == 1:  # said once
+                title += shapes.pop()
+                found = [(re.sub(SHAPE, "", case), numbers) for case, numbers in found]
             return svg.bars(svg.Chart(title, what, found, roof=roof))
     return None
 
 
 def headline(runs: Runs) -> str | None:
     """Causal calls of the Hopper kernels beside their peers; None where no run has them."""
-    found, machines, roof = [], {}, 0.0
+    found: list[tuple[str, dict[str, float]]] = []
+    machines: dict[str, None] = {}
+    roof = 0.0
     for name, run in runs.items():
         if "roofs" not in run or kernels(name, run) != "Hopper":
             continue
@@ -81,6 +87,5 @@ def training(run: Run) -> str:
     apart = {
         name: [a - b for a, b in zip(each, losses["fp32"], strict=True)] for name, each in losses.items() if name != "fp32"
     }
-    return svg.curves(
-        svg.Curves("Training with bf16 kernels and with fp32 attention", (("loss", losses), ("minus fp32's", apart)), "step")
-    )
+    panels = [("loss", losses), *([("minus fp32's", apart)] if apart else [])]
+    return svg.curves(svg.Curves("Training with bf16 kernels and with fp32 attention", panels, "step"))

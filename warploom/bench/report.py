@@ -34,8 +34,17 @@ MEASURES = {
     ("masks", "host"): "Host time of a call",
     ("decode", "graph"): "Replayed from a graph",
     ("decode", "eager"): "Queued by the host",
-    ("decode", "graph, a layer"): "32 layers in a graph, time of one",
+    ("decode", "graph, a layer"): "A layer of a graph of many",
     ("linear", "graph"): "A step, replayed from a graph",
+}
+NOTES = {
+    (
+        "masks",
+        "mask",
+    ): 'What a new mask costs before its first use: "warploom" from vectors that exist, "warploom, with the vectors" '
+    "from lengths and the like on the device.",
+    ("masks", "host"): "Time until a forward call returns on an idle device.",
+    ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
 }
 PASSES = ("forward", "backward")
 # What tells the kinds of files that have a section.
@@ -110,28 +119,43 @@ def _summary(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str]:
 
 
 def _devices(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str]:
-    """The suites of `warploom bench`, each once, the Hopper kernels' runs before the Triton kernels'."""
-    order = sorted(
-        (name for name in runs if "roofs" in runs[name]), key=lambda name: summary.kernels(name, runs[name]) == "Triton"
-    )
-    timed = {name: measured(runs[name]) for name in order}
-    suites = dict.fromkeys([*SUITES, *(row["suite"] for rows in timed.values() for row in rows)])
-    for name in order:
-        if runs[name].get("left_out"):
-            yield f"Left out for want of time in `{name}`: {', '.join(runs[name]['left_out'])}.\n"
-        yield from (f"{row['case']} failed: {row['failed']}.\n" for row in runs[name]["rows"] if "failed" in row)
-    for suite in suites:
-        titles: set[str] = set()
-        for name, rows in timed.items():
-            for measure in dict.fromkeys(row["measure"] for row in rows if row["suite"] == suite):
-                if not titles:
-                    yield f"## {SUITES.get(suite, suite.capitalize())}\n"
-                title = _title(suite, measure, name, runs[name])
-                title += f", {Path(name).stem}" if title in titles else ""
-                titles.add(title)
-                chosen = [row for row in rows if (row["suite"], row["measure"]) == (suite, measure)]
-                yield f"### {title}\n"
-                yield from _measure(title, name, runs[name], chosen, images)
+    """The suites of `warploom bench`, each once: the Hopper kernels before the Triton kernels, passes before the rest."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for name, run in runs.items():
+        for row in measured(run) if "roofs" in run else ():
+            found.setdefault((row["suite"], name, row["measure"]), []).append(row)
+
+    def place(key: tuple[str, str, str]) -> tuple[int, bool, int]:
+        suite, name, measure = key
+        known = [*SUITES].index(suite) if suite in SUITES else len(SUITES)
+        return known, summary.kernels(name, runs[name]) == "Triton", PASSES.index(measure) if measure in PASSES else len(PASSES)
+
+    titles: set[str] = set()
+    told: set[str] = set()
+    for key in sorted(found, key=place):
+        suite, name, measure = key
+        title = f"## {SUITES.get(suite, suite.capitalize())}\n"
+        if title not in titles:
+            yield title
+        titles.add(title)
+        title = _title(suite, measure, name, runs[name])
+        title += f", {Path(name).stem}" if suite + title in titles else ""
+        titles.add(suite + title)
+        yield f"### {title}\n"
+        yield from _measure(title, name, runs[name], found[key], images)
+        yield from _missing(runs[name]) if name not in told else ()
+        told.add(name)
+    for name in runs:
+        if "roofs" in runs[name] and name not in told:
+            yield tables.where(name, runs[name])
+            yield from _missing(runs[name])
+
+
+def _missing(run: Run) -> Iterator[str]:
+    """What a run left out, and what failed."""
+    if run.get("left_out"):
+        yield f"Left out for want of time: {', '.join(run['left_out'])}.\n"
+    yield from (f"{row['case']} failed: {row['failed']}.\n" for row in run["rows"] if "failed" in row)
 
 
 def _title(suite: str, measure: str, name: str, run: Run) -> str:
@@ -142,6 +166,8 @@ def _title(suite: str, measure: str, name: str, run: Run) -> str:
 
 def _measure(title: str, name: str, run: Run, rows: list[Row], images: dict[str, str]) -> Iterator[str]:
     suite, measure = rows[0]["suite"], rows[0]["measure"]
+    if (suite, measure) in NOTES:
+        yield f"{NOTES[suite, measure]}\n"
     yield tables.where(name, run)
     titles = SUITES.get(suite, suite.capitalize()), title if "kernels" in title else title[0].lower() + title[1:]
     drawn = pictures.rates(f"{', '.join(titles)}, {summary.machine(run)}", rows, run["roofs"])

@@ -30,51 +30,51 @@ class Family:
 
 FAMILIES = (
     Family(
-        "Dense attention, Hopper kernels",
+        "Dense, Hopper",
         "dense",
         "Hopper",
         {"torch's cuDNN": ("cuDNN",), "FlashAttention-4": ("FA4",)},
     ),
     Family(
-        "Column masks, Hopper kernels",
+        "Column masks, Hopper",
         "masks",
         "Hopper",
         {"cuDNN's FlexAttention": (mask_bars.CUDNN,), "torch's FlexAttention": (mask_bars.FLEX,)},
     ),
     Family(
-        "Dense attention, Triton kernels",
+        "Dense, Triton",
         "dense",
         "Triton",
         {"torch's cuDNN": ("cuDNN",), "torch's FlashAttention-2": ("FA2",), "torch's FlexAttention": ("FlexAttention",)},
     ),
-    Family("Column masks, Triton kernels", "masks", "Triton", {"torch's FlexAttention": ("FlexAttention",)}),
+    Family("Column masks, Triton", "masks", "Triton", {"torch's FlexAttention": ("FlexAttention",)}),
     Family("Decode", "decode", None, {"torch's cuDNN": ("cuDNN",), "torch's FlashAttention-2": ("FA2",)}, ("graph", None)),
-    Family("Linear attention", "linear", None, {"fla's faster kernel": ("fla, chunk", "fla, fused chunk")}),
+    Family("Linear", "linear", None, {"fla's faster kernel": ("fla, chunk", "fla, fused chunk")}),
     Family(
-        "Linear attention, normalized",
+        "Linear, normalized",
         "linear",
         None,
         {"fla's faster kernel": ("fla, chunk", "fla, fused chunk")},
         ("forward, normalized", "backward, normalized"),
     ),
-    Family("Linear attention, a step", "linear", None, {"fla's recurrent kernel": ("fla, recurrent",)}, ("graph", None)),
+    Family("Linear, a step", "linear", None, {"fla's recurrent kernel": ("fla, recurrent",)}, ("graph", None)),
 )
 # Of the files that benchmarks/cpu_attention.py and cpu_linear.py write: what, cases, beside what.
 PROCESSOR = (
     ("Packed documents, CPU", "documents", "torch, dense mask", "torch with a dense mask"),
-    ("Packed documents, CPU", "documents", "torch, documents as a batch", "torch, a batch of equal documents"),
+    ("Packed documents, CPU", "documents", "torch, documents as a batch", "torch, documents as a batch"),
     ("Full and causal, CPU", "", "torch", "torch"),
-    ("Linear attention, CPU", "", "token by token, fused", "a fused loop over tokens"),
+    ("Linear, CPU", "", "token by token, fused", "a fused loop over tokens"),
 )
 # What README.md shows of the table.
 HEADLINE = (
-    ("Dense attention, Hopper kernels", "torch's cuDNN"),
-    ("Dense attention, Hopper kernels", "FlashAttention-4"),
-    ("Column masks, Hopper kernels", "cuDNN's FlexAttention"),
-    ("Dense attention, Triton kernels", "torch's cuDNN"),
-    ("Column masks, Triton kernels", "torch's FlexAttention"),
+    ("Dense, Hopper", "torch's cuDNN"),
+    ("Dense, Hopper", "FlashAttention-4"),
+    ("Column masks, Hopper", "cuDNN's FlexAttention"),
+    ("Dense, Triton", "torch's cuDNN"),
+    ("Column masks, Triton", "torch's FlexAttention"),
     ("Decode", "torch's cuDNN"),
-    ("Linear attention", "fla's faster kernel"),
+    ("Linear", "fla's faster kernel"),
     ("Packed documents, CPU", "torch with a dense mask"),
 )
 
@@ -93,9 +93,9 @@ def kernels(name: str, run: dict[str, Any]) -> str | None:
 
 
 def machine(run: dict[str, Any]) -> str:
-    """In a word or two: H100, or CPU and its threads."""
+    """In a word or two, as H100."""
     if "processor" in run:
-        return f"{run['threads']} CPU threads"
+        return "CPU"
     found = re.search(r"\b[A-Z]{1,2}\d+\w*", run["device"].removeprefix("NVIDIA "))
     return found.group() if found else str(run["device"])
 

@@ -2,7 +2,7 @@
 
 A page shows them through `<img>`, where neither its styles nor its fonts reach. So every chart has a background: where a
 page is dark and the reader's system is not, or the other way round, text still stands on what it was made for. A width of
-480 and text of 15 leave 11 pixels of text on a screen 390 wide.
+460 and text of 15 leave 11 pixels of text on a screen 390 wide.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import count
 
-WIDTH, EDGE, TEXT = 480, 14, 15
+WIDTH, EDGE = 460, 14
 ROW, BAR = 40, 12  # a row: its name, its bar below
 VALUE = 54  # room for our number right of the bars
 
@@ -132,13 +132,14 @@ def curves(chart: Curves) -> str:
         found.append(_text(EDGE, top + 14, what, "quiet"))
         top += 26
         low, high = (pick(pick(line) for line in lines.values()) for pick in (min, max))
+        high = high if high > low else low + 1.0
         for tick in _between(low, high):
             y = top + (high - tick) / (high - low) * height
             found.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>')
             found.append(_text(left - 6, y + 5, f"{tick:g}", "quiet", "end"))
         for name, line in lines.items():
             points = " ".join(
-                f"{left + n * (right - left) / (steps - 1):.1f},{top + (high - value) / (high - low) * height:.1f}"
+                f"{left + n * (right - left) / max(steps - 1, 1):.1f},{top + (high - value) / (high - low) * height:.1f}"
                 for n, value in enumerate(line)
             )
             found.append(f'<polyline class="line s{names.index(name)}" points="{points}"/>')
@@ -153,7 +154,7 @@ def _head(
 ) -> tuple[int, list[str]]:
     """Where the chart begins below, and the title and the legend: of bars and marks by their slots, without any of lines."""
     found, y = [], EDGE
-    for part in _wrapped(title, 50):
+    for part in _wrapped(title, 44):
         y += 18
         found.append(_text(EDGE, y - 2, part, "title"))
     x, y = EDGE, y + 24

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", nargs="?", choices=["run", "report", *SUITES], default="run", help="a suite's name runs that; default: run"
     )
-    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json, and README.md's table")
+    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json, for README.md too")
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
     parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: the folder of performance.md; default: docs")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: where performance.md goes; default: docs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
