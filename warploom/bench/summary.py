@@ -107,12 +107,12 @@ def table(runs: Runs, short: bool = False) -> str:
     if not lines:
         return ""
     head = [
-        "| ours | beside | forward, mean (worst) | backward, mean (worst) | on | cases |",
+        "| ours | beside | forward, mean (worst) | backward, mean (worst) | on | cases a pass |",
         "| --- | --- | ---: | ---: | --- | ---: |",
     ]
     words = (
         "Numbers are the peer's time over ours, so more than 1 means that ours is faster: the geometric mean of the cases, and "
-        "the worst of them, both rounded down."
+        'the worst of them, both rounded down. "Hopper" and "Triton" say whose kernels ran.'
     )
     if any("processor" in run for run in runs.values()):
         words += " On CPUs the backward is timed together with its forward."
@@ -145,7 +145,7 @@ def preparation(runs: Runs) -> str:
                 found.append(
                     f"A new mask ({row['case']}, {machine(run)}) is prepared in {ours * 1e3:.1f} us from its vectors, in "
                     f"{made * 1e3:.1f} us with the vectors made from lengths on the device; cuDNN's FlexAttention takes "
-                    f"{plan * 1e3:.0f} us for its plan, from intervals that are there.\n"
+                    f"{plan * 1e3:.0f} us for its plan, from intervals that are there. The times above are without either.\n"
                 )
     return "\n".join(found)
 
@@ -187,5 +187,5 @@ def _processors(runs: Runs) -> Iterator[tuple[str, str, str]]:
 
 def _cells(found: Sequence[Sequence[float]], on: str) -> str:
     cells = [f"{rounded_down(geometric_mean(each))} ({rounded_down(min(each))})" if each else "–" for each in found]
-    cases = " + ".join(str(len(each)) for each in found if each)
+    cases = " + ".join(dict.fromkeys(str(len(each)) for each in found if each))
     return " | ".join([*cells, on, cases])
