@@ -178,7 +178,8 @@ def _measure(title: str, name: str, run: Run, rows: list[Row], images: dict[str,
         images[image] = drawn
         yield f"![{'TFLOP/s' if 'TFLOP/s' in drawn else 'GB/s'} by case](images/{image})\n"
     # What a mask costs before its first use differs in kind, not only in time.
-    yield tables.timed(rows, compared=measure != "mask")
+    table = tables.timed(rows, compared=measure != "mask")
+    yield tables.folded(table) if drawn else table
     bars = BARS.get((suite, measure))
     if bars is not None:
         yield tables.asked(bars(rows))
@@ -209,7 +210,7 @@ def _processors(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str
             yield f"{run['shape']}.\n"
             yield tables.where(name, run)
             yield f"![Milliseconds by case](images/{image})\n"
-            yield tables.processor(run)
+            yield tables.folded(tables.processor(run))
 
 
 def _shared_memory(runs: Mapping[str, Run]) -> Iterator[str]:

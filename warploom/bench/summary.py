@@ -145,7 +145,7 @@ def preparation(runs: Runs) -> str:
                 found.append(
                     f"A new mask ({row['case']}, {machine(run)}) is prepared in {ours * 1e3:.1f} us from its vectors, in "
                     f"{made * 1e3:.1f} us with the vectors made from lengths on the device; cuDNN's FlexAttention takes "
-                    f"{plan * 1e3:.0f} us for its plan, from intervals that are there. The times above are without either.\n"
+                    f"{plan * 1e3:.0f} us for its plan, from intervals that are there. The numbers above include neither.\n"
                 )
     return "\n".join(found)
 

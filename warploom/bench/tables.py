@@ -10,6 +10,7 @@ from warploom.bench import mask_bars
 from warploom.bench.mask_bars import Bar, Row
 
 Run = dict[str, Any]
+MOST_ROWS = 10  # of a table that a page shows at once
 
 
 def where(name: str, run: Run) -> str:
@@ -27,6 +28,16 @@ def where(name: str, run: Run) -> str:
 def rounded_down(ratio: float | None) -> str:
     """Two decimals, never better than measured; – where nothing was."""
     return "–" if ratio is None else f"{math.floor(ratio * 100 + 1e-6) / 100:.2f}"
+
+
+def folded(table: str) -> str:
+    """The table behind a line to click on, where it is long; its notes stay below."""
+    rows, _, notes = table.partition("\n\n")
+    cases = rows.count("\n| ") - 1
+    if cases <= MOST_ROWS:
+        return table
+    found = f'<details markdown="1">\n<summary>All {cases} rows</summary>\n\n{rows.rstrip()}\n\n</details>\n'
+    return f"{found}\n{notes}" if notes else found
 
 
 def timed(rows: Sequence[Row], compared: bool) -> str:
