@@ -1,6 +1,6 @@
 """Train a small transformer with fp32 attention and with bf16 kernels: writes the loss curves, fails where they part.
 
-    python benchmarks/training.py [--steps 300] [--out benchmarks/results/training.json] [--plot docs/images/training.svg]
+    python benchmarks/training.py [--steps 300] [--out benchmarks/results/training.json]
     python benchmarks/training.py --backends hopper "hopper packed" "hopper packed deterministic"
 
 Four layers with four kinds of attention: causal, head_dim 64; causal, grouped, head_dim 128; a window, head_dim 64; causal,
@@ -9,7 +9,7 @@ of Markov chains: each sequence follows one of eight, which has to be inferred f
 formula in fp32; "again" the same of q, k and v rounded to bf16, which shows what noise of this size does to a curve; the
 others give such q, k and v to a backend. "packed" puts eight sequences behind each other, after a few tokens so that none
 begins where a tile does, under a mask of documents: the same numbers through the kernels of column masks. How long a step of
-a packed model takes is what `warploom bench training` measures.
+a packed model takes is what `warploom bench training` measures; `warploom bench report` draws the curves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import warploom
+from warploom.bench.harness import environment
 from warploom.masks import Document, SlidingWindow
 
 VOCABULARY, SEQLEN, BATCH, WIDTH, CHAINS = 64, 512, 16, 512, 8
@@ -149,29 +150,11 @@ def distance(losses: list[float], reference: list[float]) -> tuple[float, float]
     return (a - b).abs().mean().item(), (a[-LAST:].mean() - b[-LAST:].mean()).abs().item()
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(2, 1), layout="constrained")
-    for name, losses in curves.items():
-        label = "fp32, q, k, v rounded" if name == "again" else name
-        (line,) = above.plot(losses, label=label, linewidth=1)
-        if name != "fp32":
-            apart = [a - b for a, b in zip(losses, curves["fp32"], strict=True)]
-            below.plot(apart, linewidth=0.8, color=line.get_color())
-    above.set_ylabel("loss")
-    above.legend()
-    below.set_ylabel("minus fp32's")
-    below.set_xlabel("step")
-    figure.savefig(path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--backends", nargs="*", default=["hopper", "hopper deterministic"])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -187,11 +170,7 @@ def main() -> int:
     for name, (everywhere, at_end) in found.items():
         print(f"{name:24} last {curves[name][-1]:.4f}, from fp32's: {everywhere:.5f} on average, {at_end:.5f} at the end")
     if options.out:
-        options.out.write_text(
-            json.dumps({"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "loss": curves})
-        )
-    if options.plot:
-        plot(curves, options.plot)
+        options.out.write_text(json.dumps({**environment(torch.device(device)), "loss": curves}))
     # Noise of one rounding parts curves by so much; kernels round P and dS too.
     noise = found.pop("again")
     apart = [name for name, gaps in found.items() if any(a > 3 * b + 2e-3 for a, b in zip(gaps, noise, strict=True))]

@@ -313,6 +313,77 @@ def test_mean_is_geometric() -> None:
     assert report.mean([4.0, 1.0]) == pytest.approx(2.0)
 
 
+PART = "<!-- bench: {} -->"
+PAGE = f"before\n{PART.format('headline, written by `warploom bench report`')}\n{PART.format('end')}\nafter\n"
+
+
+def results(folder: Path) -> Path:
+    run = {
+        "device": "NVIDIA H100",
+        "date": "today",
+        "commit": "0",
+        "roofs": {"gemm_tflops": 700.0, "copy_gb_s": 3000.0},
+        "rows": [row("dense", "forward", "a", warploom=contender(1.0), cuDNN=contender(1.5))],
+    }
+    (folder / "benchmarks" / "results").mkdir(parents=True)
+    data = folder / "benchmarks" / "results" / "dense.json"
+    data.write_text(json.dumps(run))
+    return data
+
+
+def test_report_writes_the_table_of_other_pages(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = results(tmp_path)
+    (tmp_path / "docs").mkdir()
+    readme, home = tmp_path / "README.md", tmp_path / "docs" / "index.md"
+    readme.write_text(PAGE)
+    home.write_text("no part of the report\n")
+    with contextlib.chdir(tmp_path):
+        assert main(["bench", "report", str(data)]) == 0
+        assert readme.read_text() == PAGE  # a table of some files would be a part of itself
+        capsys.readouterr()
+        assert main(["bench", "report", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == ["docs/performance.md", "README.md"]
+    text = readme.read_text()
+    assert "| Dense, Hopper | torch's cuDNN | 1.50 (1.50) |" in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert report.fill(text, report.read([data])) == text  # again: nothing changes
+    assert home.read_text() == "no part of the report\n"
+
+
+def test_a_part_that_the_report_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="asks for the part 'tail' of the report; there is headline"):
+        report.fill(PAGE.replace("headline", "tail"), {})
+
+
+def test_runs_of_one_suite_stand_under_one_title(tmp_path: Path) -> None:
+    """The Hopper kernels' run before the Triton kernels', whatever their files are called; passes before the rest."""
+    data = results(tmp_path)
+    run = json.loads(data.read_text())
+    other, third = data.with_name("a-triton.json"), data.with_name("masks.json")
+    other.write_text(json.dumps(run))
+    run["rows"] = [row("masks", measure, "a", warploom=contender(1.0)) for measure in ("host", "mask", "backward", "forward")]
+    third.write_text(json.dumps(run))
+    page = report.write(sorted(data.parent.glob("*.json")), tmp_path)[0].read_text()
+    titles = [line for line in page.splitlines() if line.startswith("#")]
+    assert titles == [
+        "# Performance",
+        "## Summary",
+        "## Dense attention",
+        "### Hopper kernels: forward",
+        "### Triton kernels: forward",
+        "## Column masks",
+        "### Hopper kernels: forward",
+        "### Hopper kernels: backward",
+        "### Hopper kernels: host time of a call",
+        "### Hopper kernels: preparing a mask",
+    ]
+    again = report.write([data, data.with_name("dense.json")], tmp_path)[0].read_text()
+    assert again.count("### Hopper kernels: forward") == 1
+    twice = data.with_name("later.json")
+    twice.write_text(data.read_text())
+    assert "### Hopper kernels: forward, later\n" in report.write([data, twice], tmp_path)[0].read_text()
+
+
 def test_the_report_of_this_repository_is_the_one_that_is_committed(tmp_path: Path) -> None:
     """What fuzzers, sanitizers and sweeps wrote lies beside the runs and has no section."""
     root = Path(__file__).parents[2]
@@ -323,3 +394,5 @@ def test_the_report_of_this_repository_is_the_one_that_is_committed(tmp_path: Pa
         pages = report.write(runs, tmp_path)
     for page in pages:
         assert page.read_text() == (root / "docs" / page.relative_to(tmp_path)).read_text(), page
+    drawn = {page.name for page in pages if page.name.startswith("performance-")}
+    assert drawn == {path.name for path in (root / "docs" / "images").glob("performance-*")}, "a picture of no run"

@@ -29,7 +29,8 @@ EXAMPLES = """examples:
   warploom bench masks --peers cuDNN-Flex --list       what would run, and about how long
   warploom bench --suite masks --warm 8        compile everything first, eight processes at once
   warploom bench --suite decode --device cpu --quick
-  warploom bench report                        docs/performance.md from benchmarks/results/*.json
+  warploom bench report                        docs/performance.md and README.md's table from benchmarks/results/*.json
+  warploom bench report run.json --docs out    out/performance.md from one file; README.md stays as it is
 """
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", nargs="?", choices=["run", "report", *SUITES], default="run", help="a suite's name runs that; default: run"
     )
-    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json")
+    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json, for README.md too")
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
     parser.add_argument(
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
     parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: the folder of performance.md")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: where performance.md goes; default: docs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -230,11 +231,19 @@ def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from warploom.bench.report import is_run, write
+    from warploom.bench.report import fill, is_run, read, write
 
     files = options.files or [path for path in sorted(Path("benchmarks/results").glob("*.json")) if is_run(path)]
     if not files:
         raise ValueError("report found no files in benchmarks/results")
     pages = write(files, options.docs)
+    # Of some files the table would be a part of itself.
+    for page in [] if options.files else [Path("README.md"), options.docs / "index.md"]:
+        if page.exists():
+            before = page.read_text()
+            after = fill(before, read(files))
+            if after != before:
+                page.write_text(after)
+                pages.append(page)
     print(json.dumps({"written": [str(p) for p in pages]}) if options.json else "\n".join(f"wrote {p}" for p in pages))
     return 0
