@@ -91,13 +91,13 @@ def _tma(mode: str, name: str) -> Picture:
         cells.append(tuple(line))
     column = predict(access("ldmatrix.x1"), [box.address(row, 0, PIECE) for row in range(CORE)]).wavefronts
     step = LINE // width
-    moved = {"none": "Rows lie one after the other as they are."}.get(
-        mode,
-        f"Piece c of row r lies in place c XOR {'r' if step == 1 else f'(r / {step})'} mod {across} of its row's {width} bytes.",
-    )
+    source = "r" if step == 1 else f"(r / {step})"
+    moved = f"Piece c of row r lies in place c XOR {source} mod {across} of its row's {width} bytes."
+    if mode == "none":
+        moved = "Rows lie one after the other as they are."
     served = "1 wavefront" if column == 1 else f"{column} wavefronts"
     notes = (moved, f"Eight rows of one column, as ldmatrix and wgmma read them, take {served}.")
-    title = f"TMA without a swizzle, rows of {width} bytes" if mode == "none" else f"TMA's {mode}-byte swizzle"
+    title = f"TMA, no swizzle, rows of {width} bytes" if mode == "none" else f"TMA's {mode}-byte swizzle"
     banks = tuple(f"{bank}-{bank + 3}" for bank in range(0, BANKS, PIECE // BANK_BYTES))
     lines = tuple(str(n) for n in range(CORE))
     return Picture(
@@ -168,8 +168,8 @@ def _operand(major: str, mode: str, name: str) -> Picture:
     else:
         further = f"The next 16 of K begin {2 * (leading if mode == 'none' else stride)} bytes further on."
     notes = (
-        "A cell is 8 elements of 16 bits, a core matrix 8 cells in a column. Its number counts 16 bytes of shared memory, its colour "
-        "is the four banks in which it lies.",
+        "A cell is 8 elements of 16 bits, a core matrix 8 cells in a column. "
+        "Its number counts 16 bytes of shared memory, its colour is the four banks in which it lies.",
         f"Matrix descriptor: leading byte offset {used}, stride byte offset {stride} bytes, swizzle mode {MODE_BITS[mode]}; "
         f"{descriptor(major, mode):#018x} with the start address 0.",
         further,
@@ -177,7 +177,7 @@ def _operand(major: str, mode: str, name: str) -> Picture:
     swizzle = "no swizzle" if mode == "none" else f"{mode}-byte swizzle"
     return Picture(
         name,
-        f"wgmma operand, {'K' if major == 'k' else 'MN'}-major, {swizzle}",
+        f"wgmma {'K' if major == 'k' else 'MN'}-major, {swizzle}",
         text,
         *names,
         tuple(map(str, range(shown))),
@@ -215,7 +215,7 @@ def _registers(letter: str, what: str, notes: Sequence[str], name: str) -> Pictu
 _ACCUMULATOR = partial(
     _registers,
     "d",
-    "wgmma accumulator D, m64n16: the first warp's rows",
+    "wgmma accumulator D, m64n16, warp 0",
     (
         "Wider ones go on the same way: 8 columns more are 4 elements more a thread.",
         "The four threads of a row are neighbours, so a row's maximum takes two shuffles.",
@@ -224,9 +224,9 @@ _ACCUMULATOR = partial(
 _LEFT = partial(
     _registers,
     "a",
-    "wgmma operand A in registers, m64k16 of 16-bit elements: the first warp's rows",
+    "wgmma A in registers, m64k16, warp 0",
     (
-        "Two elements make one 32-bit register; a colour is one register.",
+        "Elements have 16 bits: two make one register, a colour is one register.",
         "An accumulator's 16 columns lie in the same threads in the same order: rounded to 16 bits they are an A operand.",
     ),
 )

@@ -129,16 +129,17 @@ def _draw_words(axes: Any, one: TileCount, number: int, height: int) -> None:
 def _draw_elements(axes: Any, tile: LaidTile) -> None:
     """Every element at its coordinate, coloured by its bank; with its offset where there is room."""
     where = tile.bytes
-    axes.imshow(where // BANK_BYTES % BANKS, cmap="twilight", vmin=0, vmax=BANKS, aspect="auto", interpolation="nearest")
+    banks = (where // BANK_BYTES % BANKS).tolist()
+    axes.imshow(banks, cmap="twilight", vmin=0, vmax=BANKS, aspect="auto", interpolation="nearest")
     if tile.rows * tile.cols <= LABELS_UP_TO:
         for row, line in enumerate((where // tile.itemsize).tolist()):
             for column, offset in enumerate(line):
-                dark = 8 < int(where[row, column]) // BANK_BYTES % BANKS < 24
-                axes.text(
-                    column, row, str(offset), ha="center", va="center", fontsize=6, color="white" if dark else "black"
-                )
+                dark = 8 < banks[row][column] < 24
+                color = "white" if dark else "black"
+                axes.text(column, row, str(offset), ha="center", va="center", fontsize=6, color=color)
     axes.set(xlabel="column", ylabel="row")
-    axes.set_title(f"{tile}: offsets, coloured by bank" if tile.rows * tile.cols <= LABELS_UP_TO else f"{tile}: banks", fontsize=9.5)
+    what = "offsets, coloured by bank" if tile.rows * tile.cols <= LABELS_UP_TO else "banks"
+    axes.set_title(f"{tile}: {what}", fontsize=9.5)
     _quiet(axes)
 
 

@@ -98,7 +98,9 @@ class LaidTile:
             if int(self.bytes[row, n]) != first + (n - column) * self.itemsize:
                 raise ValueError(f"layout {self.layout}: the {width} bytes of one lane from {where} on do not lie together")
         if first % width:
-            raise ValueError(f"layout {self.layout}: {where} lies at byte {first}, off the {width}-byte alignment of the access")
+            raise ValueError(
+                f"layout {self.layout}: {where} lies at byte {first}, off the {width}-byte alignment of the access"
+            )
         return first
 
     def __str__(self) -> str:
