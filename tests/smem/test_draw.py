@@ -148,8 +148,9 @@ def test_padding_is_shown_where_no_swizzle_is_as_good(tmp_path: Path) -> None:
 def test_a_text_that_is_no_layout_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
     page = tmp_path / "banks.html"
     write_page(page, [count("lds.32", LaidTile.of("(8,64):(64,1)", "f16", 4))])
-    typed = 'for (const text of ["(8,64):(64,x)", "(8,64):(64,1)"]) { openLayout(text); document.title += $("error").textContent; }'
-    page.write_text(page.read_text() + f"<script>{typed}</script>")
+    typed = 'openLayout(text); document.title += $("error").textContent;'
+    texts = '["(8,64):(64,x)", "(8,64):(64,1)"]'
+    page.write_text(page.read_text() + f"<script>for (const text of {texts}) {{ {typed} }}</script>")
     assert "<title>Shared-memory bankslayout takes a number or \"(\" where ▸ stands: (8,64):(64,▸x)</title>" in opened(page)
 
 
@@ -158,7 +159,7 @@ def test_page_of_a_layout(tmp_path: Path) -> None:
     write_page(tmp_path / "banks.html", [count("ldmatrix.x4", tile)])
     document = opened(tmp_path / "banks.html")
     assert shown(document) == {"phases": "64", "wavefronts": "64", "excess": "0", "excess-without-the-swizzle": "448"}
-    assert "64×64 elements, coloured by bank" in document
+    assert "64×64 elements, the first mode down, coloured by bank" in document
 
 
 def test_pictures_of_layouts(tmp_path: Path) -> None:

@@ -23,14 +23,15 @@ def leaves(tree: int | tuple) -> list[int]:
 def multiplied(layout: Layout) -> list[int]:
     """Offsets in colexicographic order: all coordinates of the flattened layout, the first digit fastest."""
     digits = [range(extent) for extent in reversed(leaves(layout.shape))]
-    strides = leaves(layout.stride)
+    strides, item = leaves(layout.stride), (layout.bits or 8) // 8
     found = []
     for digit in product(*digits):
         offset = layout.offset + sum(n * step for n, step in zip(reversed(digit), strides, strict=True))
+        byte = offset * item
         for swizzle in reversed(layout.swizzles):
-            source = offset >> (swizzle.m + swizzle.s)
-            offset ^= source % 2**swizzle.b * 2**swizzle.m
-        found.append(offset)
+            source = byte >> (swizzle.m + swizzle.s)
+            byte ^= source % 2**swizzle.b * 2**swizzle.m
+        found.append(byte // item)
     return found
 
 
@@ -61,6 +62,7 @@ def test_known_layouts() -> None:
     assert parse_layout("((2,4),3):((1,8),2)")((5, 1)) == 1 + 2 * 8 + 2
     assert parse_layout("Swizzle<3,3,3> o (8,64):(64,1)")((1, 0)) == 64 + 8
     assert compact((4, (2, 3))) == (1, (4, 8))
+    assert parse_layout("Swizzle<3,4,3> o smem_ptr[16b] o (8,64):(64,1)")((1, 0)) == 64 + 8
     # The offset comes before the swizzle.
     assert parse_layout("Swizzle<1,0,1> o 2 o 4:1")(0) == 3
 

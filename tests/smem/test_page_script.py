@@ -135,8 +135,10 @@ def test_texts_are_read_alike_and_refused_alike() -> None:
         except ValueError as error:
             expected.append({"error": str(error)})
     found = evaluate(
-        "(({ shape, stride, offset, swizzles }) => Array.from({ length: 60 }, (_, n) => swizzles.reduceRight(swizzled,"
-        " offset + inner(Math.floor(n * sizeOf(shape) / 60), shape, stride))))(parseLayout(input))",
+        "(({ shape, stride, offset, swizzles, bits }, count) => Array.from({ length: count }, (_, n) => {"
+        " const unit = (bits || 8) / 8, linear = offset + inner(Math.floor(n * sizeOf(shape) / count), shape, stride);"
+        " return Math.floor(swizzles.reduceRight(swizzled, linear * unit) / unit); }))"
+        f"(parseLayout(input), {SAMPLES})",
         inputs,
     )
     for text, one, other in zip(inputs, found, expected, strict=True):

@@ -45,10 +45,12 @@ class Layout:
         return self.offset + inner(coordinate, self.shape, self.stride)
 
     def __call__(self, coordinate: Tree) -> int:
-        moved = self.linear(coordinate)
+        """The offset of a coordinate, in elements; a byte within one, where a swizzle of bytes moves to it, is left out."""
+        unit = 1 if self.bits is None else self.bits // 8
+        moved = self.linear(coordinate) * unit
         for swizzle in reversed(self.swizzles):
             moved = swizzle(moved)
-        return moved
+        return moved // unit
 
     def __str__(self) -> str:
         between = [f"Swizzle{one}" for one in self.swizzles]

@@ -97,7 +97,7 @@ function drawMap(tile) {
     pen.fillText(byte / tile.item, (column + .5) * across, (row + .5) * down);
   }
   const part = rows < tile.rows || cols < tile.cols ? `, the first ${rows}×${cols}` : "";
-  $("map-title").textContent = `${tile.rows}×${tile.cols} elements, coloured by bank${part}`;
+  $("map-title").textContent = `${tile.rows}×${tile.cols} elements, the first mode down, coloured by bank${part}`;
   canvas.onpointermove = canvas.onpointerdown = event => {
     const row = Math.floor(event.offsetY / down), column = Math.floor(event.offsetX / across);
     if (row < 0 || row >= rows || column < 0 || column >= cols) return;
