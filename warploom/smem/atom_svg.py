@@ -26,11 +26,14 @@ def svg(shown: Picture, style: bool = True) -> str:
     left, top = 30 + 7 * max(map(len, shown.row_names)), 58
     right, bottom = left + width * len(shown.col_names), top + HEIGHT * len(shown.cells)
     whole = max(right + 10, 8 * len(shown.title) + 20)
+    height = bottom + 12
+    # In a page of its own it has its size; within another's document it takes the width there is, up to that.
+    extent = f'width="{whole}" height="{height}"' if style else f'style="max-width:{whole}px"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {bottom + 12}" role="img" style="max-width:{whole}px">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {height}" {extent} role="img">',
         f"<title>{escape(shown.title)}</title>",
         f"<style>{STYLE}</style>" if style else "",
-        f'<rect class="card" width="{whole}" height="{bottom + 12}" rx="6"/>',
+        f'<rect class="card" width="{whole}" height="{height}" rx="6"/>',
         f'<text class="title" x="10" y="16">{escape(shown.title)}</text>',
         f'<text class="name" x="{(left + right) / 2:g}" y="34">{escape(shown.across)}</text>',
         f'<text class="name" transform="translate(12 {(top + bottom) / 2:g}) rotate(-90)">{escape(shown.down)}</text>',
