@@ -87,9 +87,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_wheel_holds_our_source_and_nothing_compiled(wheel: zipfile.ZipFile) -> None:
     names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom").rglob("*.py")}
-    assert source | {"warploom/py.typed"} <= set(names)
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom/smem/web").iterdir()}
+    assert len(page) == 7 and source | page | {"warploom/py.typed"} <= set(names)
     assert {Path(name).parts[0] for name in names} == {"warploom"}
-    assert {Path(name).suffix for name in names} <= {".py", ".typed"}
+    assert {Path(name).suffix for name in names} <= {".py", ".typed", ".html", ".css", ".js"}
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:

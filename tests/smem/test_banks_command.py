@@ -117,7 +117,7 @@ def test_text_names_the_conflict(capsys: pytest.CaptureFixture) -> None:
         ("--access lds.32 --rows 8 --cols 8 --swizzle 1,2", "swizzle takes B,M,S"),
         ("--access lds.32 --rows 8 --cols 8 --draw tile.jpg", "ending in .svg, .png or .html"),
         ("--design --access lds.32 --rows 8 --cols 8 --pad 1", "without padding"),
-        ("--access sts.128 --access lds.32 --rows 8 --cols 8 --draw tile.html", "takes one access"),
+        ("--access sts.128 --access lds.32 --access lds.16 --rows 8 --cols 8 --draw tile.html", "takes one or two accesses"),
         ("--access lds.32 --rows 8 --cols 8 --size 128", "--size takes one of --gemm and --attention"),
         ("--gemm --access lds.32 --rows 8 --cols 8", "take no --access"),
     ],
@@ -134,3 +134,40 @@ def test_help_lists_accesses_and_orders(capsys: pytest.CaptureFixture) -> None:
     text = capsys.readouterr().out
     assert all(access in text for access in CANONICAL)
     assert "fragment" in text and "ACCESS@ROWSxCOLS" in text
+
+
+def test_a_layout(capsys: pytest.CaptureFixture) -> None:
+    text = "Swizzle<3,3,3> o (64,64):(64,1)"
+    arguments = ["--layout", text, "--access", "ldmatrix.x4", "--access", "lds.32@columns"]
+    result = json.loads(printed(capsys, *arguments, "--json"))
+    assert (result["layout"], result["rows"], result["cols"], result["bytes"]) == (text, 64, 64, 8192)
+    assert [one["excess"] for one in result["accesses"]] == [0, 192] and result["excess"] == 192
+    shown = printed(capsys, *arguments)
+    assert "first conflict: lds.32@columns, instruction 0, phase 0 (lanes 0 to 31): 4 different words in bank 0" in shown
+    assert result["swizzle_unit"] == "elements" and "note" not in shown
+
+
+def test_an_atom_as_the_dsl_prints_it(capsys: pytest.CaptureFixture) -> None:
+    """Its swizzle is of bytes; read as one of elements it leaves conflicts, and a note says why."""
+    arguments = ["--layout", "S<3,4,3> o 0 o (8,64):(64,1)", "--access", "ldmatrix.x1"]
+    shown = printed(capsys, *arguments)
+    assert "8 excess" in shown and "--swizzle-bytes" in shown
+    shown = printed(capsys, *arguments, "--swizzle-bytes")
+    assert " 0 excess" in shown and "note" not in shown
+    assert "rows along the second mode" in printed(capsys, "--layout", "(64,16):(1,64)", "--access", "ldmatrix.x4.trans")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layout", "(8,64):(64,x)", "--access", "lds.32"], "where ▸ stands: (8,64):(64,▸x)"),
+        (["--layout", "(8,64)"], "--layout takes an --access beside it"),
+        (["--layout", "(8,64)", "--access", "cp.async.128"], "access takes one of"),
+        (["--layout", "(8,64)", "--access", "lds.32", "--rows", "8"], "--layout takes no --rows"),
+        (["--layout", "(8,64)", "--access", "lds.32", "--design"], "--layout takes no --design"),
+        (["--swizzle-bytes", "--access", "lds.32", "--rows", "8", "--cols", "8"], "--swizzle-bytes takes a --layout"),
+    ],
+)
+def test_layouts_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["banks", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from warploom.cli import main
+from warploom.smem.atom_svg import svg
+from warploom.smem.atoms import picture
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "smem.md").read_text(encoding="utf-8")
@@ -17,6 +19,20 @@ def test_pictures_exist_and_their_commands_are_shown() -> None:
     for name in pictures:
         assert (DOCS / "images" / name).stat().st_size > 10_000
         assert f"--draw {name}" in PAGE
+
+
+def test_hopper_pictures_are_what_their_commands_write() -> None:
+    pictures = re.findall(r"\]\(images/((?:tma|wgmma)-[a-z0-9-]+)\.svg\)", PAGE)
+    assert len(pictures) == 4
+    for name in pictures:
+        assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == svg(picture(name))
+        assert f"--atom {name} --draw {name}.svg" in PAGE
+
+
+def test_links_into_the_page_name_its_parts() -> None:
+    document = (DOCS / "images" / "banks.html").read_text(encoding="utf-8")
+    parts = re.findall(r"images/banks\.html#([a-z]+)\)", PAGE)
+    assert parts and all(f'id="tab-{part}"' in document for part in parts)
 
 
 def test_the_interactive_page_is_what_its_command_writes(tmp_path: Path) -> None:

@@ -6,24 +6,26 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from warploom.commands.banks_text import draw_counts, many, sums, totals
+from warploom.commands.banks_written import run_atom, run_layout
 from warploom.runtime.table import table
 from warploom.smem import copies
 from warploom.smem.access import ACCESSES, ORDERS, Pattern, parse_pattern
-from warploom.smem.copies import CopyCount
 from warploom.smem.explain import describe, witness
 from warploom.smem.layout import DTYPES, Tile, join, parse_swizzles, tma_refusals
 from warploom.smem.model import Prediction, predict
 from warploom.smem.swizzle import design
-from warploom.smem.walk import TileCount, count
+from warploom.smem.walk import count
 
 EXAMPLES = f"""examples:
   warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16
   warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16 --swizzle 3,3,4 --draw tile.svg
   warploom banks --access lds.64 --addresses 0,8,16,24,-,...       (32 byte addresses, - for a lane that is off)
   warploom banks --design --rows 16 --cols 16 --access sts.128 --access ldmatrix.x4
+  warploom banks --layout "Swizzle<3,3,3> o (64,64):(64,1)" --access ldmatrix.x4
+  warploom banks --atom wgmma-k-128 --draw operand.svg
   warploom banks --ladder --gemm --attention                       (needs a GPU and cuda-core: checks and times the kernels)
   warploom banks --verify                                          (needs ncu too: predicted against measured)
 
@@ -32,6 +34,8 @@ also {copies.NAME}, which fills the tile by cp.async
 orders, as in lds.32@columns:
 {table([(name, meaning) for name, meaning in ORDERS.items()])}
 ACCESS@ROWSxCOLS, as in ldmatrix.x4@256x16, sees the same memory in another shape.
+
+atoms: tma-MODE, wgmma-k-MODE, wgmma-mn-MODE for MODE of none, 32, 64, 128; wgmma-accumulator, wgmma-a
 """
 
 
@@ -44,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tile.add_argument("--dtype", choices=DTYPES, default="f16", metavar="TYPE", help=f"{', '.join(DTYPES)}; default: f16")
     tile.add_argument("--pad", type=_number, default=0, metavar="N", help="elements after each row")
     tile.add_argument("--swizzle", metavar="B,M,S", help="in elements; two in a row joined by +")
+    written = parser.add_argument_group("a tile by its layout in CuTe's notation, or one of Hopper's own as a picture")
+    written.add_argument("--layout", metavar="TEXT", help='as in "Swizzle<3,3,3> o (64,64):(64,1)"; rows are its first mode')
+    written.add_argument("--swizzle-bytes", action="store_true", help="its swizzles are of byte addresses, as in smem atoms")
+    written.add_argument("--atom", metavar="NAME", help="a swizzle of TMA, an operand or accumulator of wgmma")
     actions = parser.add_argument_group("what to do with it, beside counting")
     actions.add_argument("--design", action="store_true", help="search the best swizzle, padding and pair of swizzles")
     actions.add_argument("--draw", metavar="FILE", help="a picture, .svg or .png, or an interactive page, .html")
@@ -68,6 +76,12 @@ def run(options: argparse.Namespace) -> int:
         return _verify(options) if options.verify else _time(options)
     if options.size is not None:
         raise ValueError("--size takes one of --gemm and --attention beside it")
+    if options.atom is not None:
+        return run_atom(options)
+    if options.layout is not None:
+        return run_layout(options)
+    if options.swizzle_bytes:
+        raise ValueError("--swizzle-bytes takes a --layout beside it")
     named = options.access or []
     copied = named.count(copies.NAME)
     patterns = [parse_pattern(text) for text in named if text != copies.NAME]
@@ -97,7 +111,7 @@ def _addresses(options: argparse.Namespace, patterns: Sequence[Pattern]) -> int:
         result = {"access": prediction.access.name, **prediction.to_dict(), "lanes": lanes, "words_by_bank": words}
         print(json.dumps(result))
     else:
-        print(f"access    {prediction.access.name}\n{_totals(prediction)}")
+        print(f"access    {prediction.access.name}\n{totals(prediction)}")
         rows = [
             (str(n), f"{phase.lanes[0]} to {phase.lanes[-1]}", str(phase.wavefronts), _busiest(prediction, n))
             for n, phase in enumerate(prediction.phases)
@@ -116,15 +130,15 @@ def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern],
     counts = [count(pattern, tile) for pattern in patterns]
     filled = [copies.count(tile)] * copied
     if options.draw:
-        _draw(options.draw, counts)
+        draw_counts(options.draw, counts)
     if options.json:
-        print(json.dumps({**_tile(tile), **_sums([*filled, *counts]), "tma": tma_refusals(tile), "drawn": options.draw}))
+        print(json.dumps({**_tile(tile), **sums([*filled, *counts]), "tma": tma_refusals(tile), "drawn": options.draw}))
         return 0
     print(f"tile      {tile}, rows of {tile.pitch_bytes} bytes")
     for copy in filled:
-        print(f"access    {copies.NAME}, {_many(copy.instructions)}, each row from a line of global memory on\n{_totals(copy)}")
+        print(f"access    {copies.NAME}, {many(copy.instructions)}, each row from a line of global memory on\n{totals(copy)}")
     for one in counts:
-        print(f"access    {one.pattern}, {_many(len(one.instructions))}\n{_totals(one)}")
+        print(f"access    {one.pattern}, {many(len(one.instructions))}\n{totals(one)}")
         conflict = witness(one.pattern, tile)
         if conflict:
             print(f"  first conflict: {conflict}")
@@ -138,7 +152,7 @@ def _count(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern],
 def _design(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]) -> int:
     found = design(tile, patterns)
     if options.draw:
-        _draw(options.draw, [count(pattern, found.best) for pattern in patterns])
+        draw_counts(options.draw, [count(pattern, found.best) for pattern in patterns])
     if options.json:
         best = {"pad": found.best.pad, "swizzle": _numbers(found.best)}
         print(json.dumps({**_tile(tile), **found.to_dict(), "best": best, "words": describe(found), "drawn": options.draw}))
@@ -147,17 +161,6 @@ def _design(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]
     if options.draw:
         print(f"drawn     {options.draw}")
     return 0
-
-
-def _draw(path: str, counts: Sequence[TileCount]) -> None:
-    if Path(path).suffix == ".html":
-        from warploom.smem.page import write_page
-
-        write_page(path, counts)
-    else:
-        from warploom.smem.draw import draw
-
-        draw(path, counts)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -188,24 +191,6 @@ def _time(options: argparse.Namespace) -> int:
     else:
         print("\n".join(map(report, trials)))
     return 0 if all(trial.right for trial in trials) else 1
-
-
-def _many(instructions: int) -> str:
-    return f"{instructions} instruction{'s' * (instructions > 1)}"
-
-
-def _totals(one: Prediction | TileCount | CopyCount) -> str:
-    phases: int = one.to_dict()["phases"]
-    shown = f"{phases} phase{'s' * (phases != 1)}, {one.wavefronts} wavefront{'s' * (one.wavefronts != 1)}"
-    return f"  {shown}, {one.ideal} ideal, {one.excess} excess"
-
-
-def _sums(counts: Sequence[TileCount | CopyCount]) -> dict[str, Any]:
-    if len(counts) == 1:
-        return counts[0].to_dict()
-    each = [one.to_dict() for one in counts]
-    sums = {name: sum(one[name] for one in each) for name in ("phases", "wavefronts", "ideal", "excess")}
-    return {**sums, "accesses": each}
 
 
 def _tile(tile: Tile) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The shared-memory laboratory: bank conflicts predicted without a GPU, swizzles designed, both proved by counters."""
 
 from warploom.smem.access import ACCESSES, Access, Pattern, access, parse_pattern
+from warploom.smem.laid import LaidTile
 from warploom.smem.layout import TMA_MODES, Swizzle, Tile, tma_refusals
 from warploom.smem.model import Phase, Prediction, predict
+from warploom.smem.notation import Layout, parse_layout
 from warploom.smem.swizzle import Design, design
 from warploom.smem.walk import TileCount, count
 
@@ -11,6 +13,8 @@ __all__ = [
     "TMA_MODES",
     "Access",
     "Design",
+    "LaidTile",
+    "Layout",
     "Pattern",
     "Phase",
     "Prediction",
@@ -20,6 +24,7 @@ __all__ = [
     "access",
     "count",
     "design",
+    "parse_layout",
     "parse_pattern",
     "predict",
     "tma_refusals",

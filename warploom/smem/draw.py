@@ -7,19 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from warploom.smem.layout import Tile
+from warploom.smem.laid import LaidTile
 from warploom.smem.model import BANK_BYTES, BANKS, Prediction
-from warploom.smem.walk import TileCount, count
+from warploom.smem.walk import AnyTile, TileCount, count
 
 COLORS = ("#4c78a8", "#f2a65a", "#6aa36f", "#b279a2")  # by phase
 UNTOUCHED = "#eceff1"
 CONFLICT = "#d62728"
+LABELS_UP_TO = 640  # elements whose offsets are written out
 LINES_UP_TO = 40  # lines of 128 bytes drawn in full; of larger tiles only those that the instruction touches
 
 
-def plain(tile: Tile) -> Tile:
+def plain(tile: AnyTile) -> AnyTile:
     """The same tile without padding and swizzles."""
-    return replace(tile, pad=0, swizzles=())
+    return tile.plain() if isinstance(tile, LaidTile) else replace(tile, pad=0, swizzles=())
 
 
 def shown_instruction(counts: Sequence[TileCount]) -> int:
@@ -43,10 +44,16 @@ def draw(path: str | Path, counts: Sequence[TileCount]) -> None:
     columns = [_layouts(one) for one in counts]
     lines = [[_lines(one, shown_instruction(layouts)) for one in layouts] for layouts in columns]
     heights = [max(map(len, row)) for row in lines]
-    figure = Figure(figsize=(9.5 * max(map(len, columns)), sum(0.2 * h + 2.6 for h in heights) + 0.3), layout="constrained")
+    inches = [0.2 * h + 2.6 for h in heights]
+    # A layout is also shown in its own coordinates, below.
+    laid = [one.tile for one in counts[:1] if isinstance(one.tile, LaidTile)]
+    inches += [min(0.2 * tile.rows, 8) + 1 for tile in laid]
+    figure = Figure(figsize=(9.5 * max(map(len, columns)), sum(inches) + 0.3), layout="constrained")
     FigureCanvasAgg(figure)  # a figure of its own rather than pyplot's: no global state, no window
-    outer = figure.subfigures(len(counts), 1, squeeze=False, height_ratios=[0.2 * h + 2.6 for h in heights])
-    for part, layouts, height in zip(outer[:, 0], columns, heights, strict=True):
+    outer = figure.subfigures(len(inches), 1, squeeze=False, height_ratios=inches)
+    for part, tile in zip(outer[len(counts) :, 0], laid, strict=True):
+        _draw_elements(part.subplots(), tile)
+    for part, layouts, height in zip(outer[: len(counts), 0], columns, heights, strict=True):
         number = shown_instruction(layouts)
         axes = part.subplots(2, len(layouts), squeeze=False, height_ratios=[max(height, 3), 4])
         for above, below, one in zip(axes[0], axes[1], layouts, strict=True):
@@ -117,6 +124,23 @@ def _draw_words(axes: Any, one: TileCount, number: int, height: int) -> None:
         f"{one.excess} excess over the tile",
         fontsize=9.5,
     )
+
+
+def _draw_elements(axes: Any, tile: LaidTile) -> None:
+    """Every element at its coordinate, coloured by its bank; with its offset where there is room."""
+    where = tile.bytes
+    banks = (where // BANK_BYTES % BANKS).tolist()
+    axes.imshow(banks, cmap="twilight", vmin=0, vmax=BANKS, aspect="auto", interpolation="nearest")
+    if tile.rows * tile.cols <= LABELS_UP_TO:
+        for row, line in enumerate((where // tile.itemsize).tolist()):
+            for column, offset in enumerate(line):
+                dark = 8 < banks[row][column] < 24
+                color = "white" if dark else "black"
+                axes.text(column, row, str(offset), ha="center", va="center", fontsize=6, color=color)
+    axes.set(xlabel="column", ylabel="row")
+    what = "offsets, coloured by bank" if tile.rows * tile.cols <= LABELS_UP_TO else "banks"
+    axes.set_title(f"{tile}: {what}", fontsize=9.5)
+    _quiet(axes)
 
 
 def first_words(one: TileCount, number: int) -> list[tuple[int, int]]:

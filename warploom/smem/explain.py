@@ -9,9 +9,9 @@ from warploom.smem import copies
 from warploom.smem.access import Pattern
 from warploom.smem.classes import LINE, TOP, PhaseClasses, Places, excess_by_phase
 from warploom.smem.layout import Swizzle, Tile, join
-from warploom.smem.model import BANK_BYTES, predict
+from warploom.smem.model import BANK_BYTES, Phase, predict
 from warploom.smem.swizzle import Design
-from warploom.smem.walk import NOWHERE, addresses, viewed
+from warploom.smem.walk import NOWHERE, TileCount, addresses, viewed
 
 BANK_BITS = range(BANK_BYTES.bit_length() - 1, TOP)
 
@@ -185,6 +185,19 @@ def witness(pattern: Pattern, tile: Tile) -> str | None:
     number, index = conflicts[0].tolist()
     lanes = [None if address == NOWHERE else address for address in addresses(pattern, tile)[number].tolist()]
     phase = predict(pattern.access, lanes).phases[index]
+    return _told(pattern, number, index, phase)
+
+
+def first_conflict(one: TileCount) -> str | None:
+    """The same of an access that has been counted, which may read one address in several lanes."""
+    for number, prediction in enumerate(one.instructions):
+        for index, phase in enumerate(prediction.phases):
+            if phase.wavefronts > 1:
+                return _told(one.pattern, number, index, phase)
+    return None
+
+
+def _told(pattern: Pattern, number: int, index: int, phase: Phase) -> str:
     bank, words = next((b, w) for b, w in phase.banks.items() if len(w) == phase.wavefronts)
     which = f"instruction {number}, phase {index} (lanes {phase.lanes[0]} to {phase.lanes[-1]})"
     shown = ", ".join(map(str, words[:4])) + (", ..." if len(words) > 4 else "")

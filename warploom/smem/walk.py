@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from warploom.smem.access import WARP, Access, Pattern, parse_pattern
+from warploom.smem.laid import LaidTile
 from warploom.smem.layout import Tile
 from warploom.smem.model import Prediction, predict
 
 Lane = tuple[int, int] | None  # (row, byte within the row); None: the tile ends before this lane
+AnyTile = Tile | LaidTile
 NOWHERE = -1  # the row, byte and address of such a lane in a tensor
 
 
@@ -22,7 +24,7 @@ class TileCount:
     """The instructions that cover a tile once, and their sums."""
 
     pattern: Pattern
-    tile: Tile
+    tile: AnyTile
     instructions: tuple[Prediction, ...]
 
     @property
@@ -52,10 +54,20 @@ class TileCount:
         }
 
 
-def viewed(tile: Tile, pattern: Pattern) -> Tile:
+@overload
+def viewed(tile: Tile, pattern: Pattern) -> Tile: ...
+
+
+@overload
+def viewed(tile: AnyTile, pattern: Pattern) -> AnyTile: ...
+
+
+def viewed(tile: AnyTile, pattern: Pattern) -> AnyTile:
     """The tile as the pattern sees it: itself, or another shape over the same memory."""
     if pattern.view is None:
         return tile
+    if isinstance(tile, LaidTile):
+        raise ValueError(f"access {pattern}: a view takes a tile of rows, and no layout")
     rows, cols = pattern.view
     if rows * cols != tile.rows * tile.cols or tile.pad:
         raise ValueError(
@@ -64,7 +76,7 @@ def viewed(tile: Tile, pattern: Pattern) -> Tile:
     return replace(tile, rows=rows, cols=cols)
 
 
-def places(pattern: Pattern, tile: Tile) -> Tensor:
+def places(pattern: Pattern, tile: AnyTile) -> Tensor:
     """Row and byte within it of every lane: int32 (instructions, lanes, 2), NOWHERE past the end of the tile."""
     tile = viewed(tile, pattern)
     which = pattern.access
@@ -80,13 +92,13 @@ def places(pattern: Pattern, tile: Tile) -> Tensor:
     return table.reshape(-1, which.lanes, 2)
 
 
-def walk(pattern: Pattern, tile: Tile) -> Iterator[list[Lane]]:
+def walk(pattern: Pattern, tile: AnyTile) -> Iterator[list[Lane]]:
     """For each instruction, where each of its lanes reads or writes; the last ones may have lanes without work."""
     for group in places(pattern, tile).tolist():
         yield [None if row == NOWHERE else (row, byte) for row, byte in group]
 
 
-def _lines(pattern: Pattern, tile: Tile, across: int) -> tuple[Tensor, Tensor]:
+def _lines(pattern: Pattern, tile: AnyTile, across: int) -> tuple[Tensor, Tensor]:
     """Rows and pieces, one lane after the other."""
     index = torch.arange(tile.rows * across)
     if pattern.order == "rows":
@@ -103,7 +115,7 @@ def _lines(pattern: Pattern, tile: Tile, across: int) -> tuple[Tensor, Tensor]:
     return block % tops * 8 + lane // 4, block // tops * 4 + lane % 4
 
 
-def _matrices(which: Access, tile: Tile, across: int) -> tuple[Tensor, Tensor]:
+def _matrices(which: Access, tile: AnyTile, across: int) -> tuple[Tensor, Tensor]:
     """Rows of 8×8 matrices, one instruction's after the other."""
     count = which.lanes // 8
     shapes = [(2, 2), (1, 4), (4, 1)] if count == 4 else [(2, 1), (1, 2)] if count == 2 else [(1, 1)]
@@ -120,37 +132,40 @@ def _matrices(which: Access, tile: Tile, across: int) -> tuple[Tensor, Tensor]:
     return top + lane // 8 % down * 8 + lane % 8, left + lane // 8 // down
 
 
-def addresses(pattern: Pattern, tile: Tile) -> Tensor:
+def addresses(pattern: Pattern, tile: AnyTile) -> Tensor:
     """The byte address of every lane: int64 (instructions, lanes), NOWHERE past the end of the tile."""
     seen, width = viewed(tile, pattern), pattern.access.width
     lanes = places(pattern, tile).long()
-    rows, starts = lanes[..., 0], lanes[..., 1]
-    offsets = (rows * seen.pitch_bytes + starts).masked_fill(rows == NOWHERE, 0)
-    moved = _moved(seen, offsets)
-    apart = offsets % width != 0
+    absent = lanes[..., 0] == NOWHERE
+    rows, starts = lanes.clamp(min=0).unbind(-1)
+    first = _at(seen, rows, starts)
+    apart = first % width != 0
     for n in range(seen.itemsize, width, seen.itemsize):
-        apart |= _moved(seen, offsets + n) != moved + n
+        apart |= _at(seen, rows, starts + n) != first + n
     if apart.any():
         row, start = lanes[apart][0].tolist()
         seen.address(row, start, width)  # says what is wrong
-    return moved.masked_fill(rows == NOWHERE, NOWHERE)
+    return first.masked_fill(absent, NOWHERE)
 
 
-def _moved(tile: Tile, offsets: Tensor) -> Tensor:
-    """Byte offsets after the tile's swizzles."""
+def _at(tile: AnyTile, rows: Tensor, starts: Tensor) -> Tensor:
+    """The address of a byte of each row."""
+    if isinstance(tile, LaidTile):
+        return tile.bytes[rows, starts // tile.itemsize] + starts % tile.itemsize
+    offsets = rows * tile.pitch_bytes + starts
     for swizzle in tile.swizzles:
         one = swizzle.in_bytes(tile.itemsize)
         offsets = offsets ^ (offsets >> one.s & ((1 << one.b) - 1) << one.m)
     return offsets
 
 
-def lane_addresses(pattern: Pattern, tile: Tile) -> Iterator[list[int | None]]:
+def lane_addresses(pattern: Pattern, tile: AnyTile) -> Iterator[list[int | None]]:
     """For each instruction, the byte address of each of its lanes."""
     for lanes in addresses(pattern, tile).tolist():
         yield [None if address == NOWHERE else address for address in lanes]
 
 
-def count(pattern: Pattern | str, tile: Tile) -> TileCount:
+def count(pattern: Pattern | str, tile: AnyTile) -> TileCount:
     """What reading or writing the whole tile once costs.
 
     `pattern` is an instruction with the order of its lanes, or its name as `parse_pattern` takes it.
