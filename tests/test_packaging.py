@@ -100,7 +100,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     required = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert required == ["torch>=2.11"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "hopper", "lab", "transformers", "demo", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "hopper", "lab", "transformers", "demo", "docs", "dev"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
