@@ -84,9 +84,11 @@ def expressible(truth):
     """Whether some band leaves at most two runs of hidden rows to each column: every band is tried."""
     q, k = truth.shape[-2:]
     distance = torch.arange(q).view(-1, 1) + (k - q) - torch.arange(k)
-    limits = range(-q - k, q + k + 1)
-    bands = ((distance <= left) & (distance >= -right) for left in limits for right in limits)
-    return any(not (truth & ~band).any() and runs_of_hidden(truth | ~band).max() <= 2 for band in bands)
+    limits = torch.arange(-q - k, q + k + 1)
+    bands = (distance <= limits.view(-1, 1, 1, 1)) & (distance >= -limits.view(-1, 1, 1))
+    bands = bands.flatten(0, 1)
+    holds = bands[[not (truth & ~band).any() for band in bands]]
+    return any(runs_of_hidden(truth | ~band).max() <= 2 for band in holds)
 
 
 def test_from_dense_round_trip(seed):

@@ -71,7 +71,8 @@ def check(what: str, runs: list[Interval], count: Tensor, seqlen_q: int, seqlen_
 def tight_band(runs: list[Interval], count: Tensor, seqlen_q: int, seqlen_k: int) -> Band:
     """The narrowest band that holds everything visible; no band where nothing is.
 
-    If any band helps a column, this one does: a band spares a run only where it ends with the first visible row.
+    If any band helps a column, this one does: a band spares a run only where it ends with the first visible row. Columns
+    whose last run was not kept, which no band helps, are left out.
     """
     starts = torch.stack([start for start, _ in runs if start is not None])
     ends = torch.stack([end for _, end in runs if end is not None])
@@ -80,7 +81,7 @@ def tight_band(runs: list[Interval], count: Tensor, seqlen_q: int, seqlen_k: int
     top = torch.where(some & (starts[0] == 0), ends[0], 0)
     bottom = torch.where(some & (ends.gather(0, last)[0] == seqlen_q), starts.gather(0, last)[0], seqlen_q)
     diagonal = torch.arange(seqlen_k, device=count.device) - (seqlen_k - seqlen_q)
-    seen = top < bottom
+    seen = (top < bottom) & (count <= len(runs))
     if not bool(seen.any()):
         return None, None
     far = seqlen_q + seqlen_k + 1

@@ -25,14 +25,12 @@ def from_mask_mod(
 ) -> ResolvedMask:
     """See `ColumnMask.from_mask_mod`."""
     _check_function(mask_mod)
-    sizes = [integer("batch", batch, 0, optional=True), integer("heads", heads, 0, optional=True)]
     shape = (
-        *(1 if size is None else size for size in sizes),
-        *(integer(name, size, 0) for name, size in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))),
+        _size("batch", 1 if batch is None else batch, optional=True),
+        _size("heads", 1 if heads is None else heads, optional=True),
+        _size("seqlen_q", seqlen_q),
+        _size("seqlen_k", seqlen_k),
     )
-    for name, size in (("seqlen_q", shape[2]), ("seqlen_k", shape[3])):
-        if size > LONGEST:
-            raise ValueError(f"{name} must be at most {LONGEST}, as rows are counted in 32 bits, got {size}")
     if torch.compiler.is_compiling():
         raise ValueError("from_mask_mod reads every value of the mask: call it outside of the compiled region")
     where = _place(device)
@@ -46,6 +44,13 @@ def from_mask_mod(
             return scan(f"mask_mod {name}", _blocks(mask_mod, name, where), shape, where, progress.step)
     finally:
         progress.close()
+
+
+def _size(name: str, value: Any, optional: bool = False) -> int:
+    size: int = integer(name, value, 0, optional)
+    if size > LONGEST:
+        raise ValueError(f"{name} must be at most {LONGEST}, got {size}")
+    return size
 
 
 def _check_function(mask_mod: Any) -> None:

@@ -23,7 +23,8 @@ class Runs:
         self.rows = rows
         # A column begins visible; an odd change begins a hidden run, an even one ends it.
         self._changes = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._at = [torch.full(shape, rows, dtype=torch.int32, device=device) for _ in range(2 * keep)]
+        # Rows of the first 2 · keep changes, and of one more, which takes what is not kept.
+        self._at = torch.full((2 * keep + 1, *shape), rows, dtype=torch.int32, device=device)
         self._above = torch.ones((*shape[:-1], 1, shape[-1]), dtype=torch.bool, device=device)
 
     @property
@@ -34,36 +35,33 @@ class Runs:
     @property
     def kept(self) -> list[tuple[Tensor, Tensor]]:
         """First and past-the-last row of each kept run, int32, in order; both are `rows` where there is none."""
-        return list(zip(self._at[::2], self._at[1::2], strict=True))
+        at = self._at[:-1].unbind()
+        return list(zip(at[::2], at[1::2], strict=True))
 
     def add(self, low: int, visible: Tensor) -> None:
         """Adds rows from `low` on: bool (..., rows, columns), True = visible."""
         changed = visible ^ torch.cat([self._above, visible[..., :-1, :]], -2)
         self._above = visible[..., -1:, :].clone()
         if torch.compiler.is_compiling():
-            self._changes, self._at = self._counted(low, changed, self._changes, self._at, range(len(self._at)))
+            self._at = self._noted(low, changed, self._changes, self._at, self._at.shape[0])
+            self._changes = self._changes + changed.sum(-2, dtype=torch.int32)
             return
         touched = changed.view(torch.uint8).amax(-2)  # by far the quickest "any" of a column on a CPU
         columns = touched.reshape(-1, touched.shape[-1]).amax(0).nonzero()[:, 0]
         if not columns.numel():
             return
-        before = self._changes[..., columns]
         changed = changed.index_select(-1, columns)
-        after = before + changed.sum(-2, dtype=torch.int32)
-        numbers = range(int(before.min()), min(int(after.max()), len(self._at)))
-        before, at = self._counted(low, changed, before, [each[..., columns] for each in self._at], numbers)
-        self._changes[..., columns] = before
-        for each, found in zip(self._at, at, strict=True):
-            each[..., columns] = found
+        before, more = self._changes[..., columns], changed.sum(-2, dtype=torch.int32)
+        most = min(int(more.max()), self._at.shape[0])
+        self._at[..., columns] = self._noted(low, changed, before, self._at[..., columns], most)
+        self._changes[..., columns] = before + more
 
-    def _counted(
-        self, low: int, changed: Tensor, before: Tensor, at: list[Tensor], numbers: range
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Changes counted and those of `numbers` found, for some columns."""
-        ordinal = before.unsqueeze(-2) + changed.cumsum(-2, dtype=torch.int32)
+    def _noted(self, low: int, changed: Tensor, before: Tensor, at: Tensor, most: int) -> Tensor:
+        """Rows of the changes, of some columns, with up to `most` more, found one after the other."""
         index = torch.arange(low, low + changed.shape[-2], dtype=torch.int32, device=changed.device).unsqueeze(-1)
-        at = list(at)
-        for number in numbers:
-            found = torch.where(changed & (ordinal == number + 1), index, self.rows).amin(-2)
-            at[number] = torch.minimum(at[number], found)
-        return ordinal[..., -1, :], at
+        for number in range(most):
+            found = torch.where(changed, index, self.rows).amin(-2)
+            slot = torch.where(found < self.rows, before + number, at.shape[0] - 1).clamp(max=at.shape[0] - 1)
+            at = at.scatter(0, slot.long().unsqueeze(0), found.unsqueeze(0))
+            changed = changed & (index > found.unsqueeze(-2))
+        return at
