@@ -135,8 +135,7 @@ def _with_band(band: Band, runs: list[Interval], count: Tensor, seqlen_q: int, s
         lte = torch.where(two, e2, torch.where(one, e1, seqlen_q))
         return ResolvedMask(*band, lts, lte, None, torch.where(two, e1, 0))
     uts, ute = torch.where(upper, s1, seqlen_q), torch.where(upper, e1, seqlen_q)
-    lte = None if lower_to_end else torch.where(two, e2, seqlen_q)
-    return ResolvedMask(*band, lts, lte, uts, ute)
+    return ResolvedMask(*band, lts, None if lower_to_end else torch.where(two, e2, seqlen_q), uts, ute)
 
 
 def _vectors(mask: ResolvedMask) -> int:

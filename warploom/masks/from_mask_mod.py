@@ -76,7 +76,7 @@ def _place(device: torch.device | str | None) -> torch.device:
             return torch.device(device)
         except (RuntimeError, TypeError):
             raise ValueError(f"device takes a device such as 'cpu' or 'cuda', got {describe(device)}") from None
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _blocks(mask_mod: Callable[..., Any], name: str, device: torch.device) -> Callable[[Span, Span, Span, Span], Tensor]:

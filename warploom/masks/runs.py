@@ -23,8 +23,7 @@ class Runs:
         self.rows = rows
         # A column begins visible; an odd change begins a hidden run, an even one ends it.
         self._changes = torch.zeros(shape, dtype=torch.int32, device=device)
-        # Rows of the first 2 · keep changes, and of one more, which takes what is not kept.
-        self._at = torch.full((2 * keep + 1, *shape), rows, dtype=torch.int32, device=device)
+        self._at = torch.full((2 * keep, *shape), rows, dtype=torch.int32, device=device)  # rows of the first changes
         self._above = torch.ones((*shape[:-1], 1, shape[-1]), dtype=torch.bool, device=device)
 
     @property
@@ -35,7 +34,7 @@ class Runs:
     @property
     def kept(self) -> list[tuple[Tensor, Tensor]]:
         """First and past-the-last row of each kept run, int32, in order; both are `rows` where there is none."""
-        at = self._at[:-1].unbind()
+        at = self._at.unbind()
         return list(zip(at[::2], at[1::2], strict=True))
 
     def add(self, low: int, visible: Tensor) -> None:
@@ -59,9 +58,9 @@ class Runs:
     def _noted(self, low: int, changed: Tensor, before: Tensor, at: Tensor, most: int) -> Tensor:
         """Rows of the changes, of some columns, with up to `most` more, found one after the other."""
         index = torch.arange(low, low + changed.shape[-2], dtype=torch.int32, device=changed.device).unsqueeze(-1)
+        slots = torch.arange(at.shape[0], dtype=torch.int32, device=changed.device).view(-1, *[1] * before.ndim)
         for number in range(most):
-            found = torch.where(changed, index, self.rows).amin(-2)
-            slot = torch.where(found < self.rows, before + number, at.shape[0] - 1).clamp(max=at.shape[0] - 1)
-            at = at.scatter(0, slot.long().unsqueeze(0), found.unsqueeze(0))
+            found = torch.where(changed, index, self.rows).amin(-2)  # where there is none, as it is already
+            at = torch.where(slots == before + number, found, at)
             changed = changed & (index > found.unsqueeze(-2))
         return at
