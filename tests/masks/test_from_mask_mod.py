@@ -163,11 +163,15 @@ def test_a_mask_serves_attention_and_other_masks():
 
 
 ERRORS = [
-    (lambda: made(lambda b, h, q, k: (q - k) % 3 == 0, 12, 12), ValueError, r"mask_mod <lambda> is not a column mask: column 0 "),
+    (
+        lambda: made(lambda b, h, q, k: (q - k) % 3 == 0, 12, 12),
+        ValueError,
+        r"mask_mod <lambda> is not a column mask: column 0 ",
+    ),
     (
         lambda: made(lambda b, h, q, k: (h < 2) | (k < 5) | (q % 2 == 0), 12, 12, 2, 3),
         ValueError,
-        r"column 5 \(batch 0, head 2\) hides 6 separate runs of rows, and a column has two intervals; docs/masks.md, 'Masks that",
+        r"column 5 \(batch 0, head 2\) hides 6 separate runs of rows, and a column has two intervals; docs/masks.md, 'Masks",
     ),
     (lambda: made(3, 4, 4), TypeError, r"takes a function mask_mod\(b, h, q_idx, kv_idx\), got"),
     (lambda: made(lambda s, b, h, q, k: s, 4, 4), TypeError, "of 5 arguments; with five it is a score_mod"),

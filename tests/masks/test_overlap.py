@@ -11,7 +11,7 @@ from warploom import masks
 from warploom.masks import Causal, ColumnMask, Document, Full, Padding, PrefixLM, SlidingWindow
 
 from .samples import SAMPLERS
-from .test_columns import expressible, vector
+from .test_columns import expressible
 from .test_tiles import adversarial
 
 SEEDS = st.integers(0, 2**30)
@@ -98,7 +98,9 @@ def test_any_two_builders(first, seed):
             truth = a.mask.dense(q, k) | b.mask.dense(q, k)
         except (ValueError, RuntimeError):
             continue  # b is for another length or batch
-        assert exactly(lambda a=a, b=b: a.mask | b.mask, truth, q, k), f"seed {seed} round {round_}: {a.mask} | {b.mask} {q} {k}"
+        assert exactly(lambda a=a, b=b: a.mask | b.mask, truth, q, k), (
+            f"seed {seed} round {round_}: {a.mask} | {b.mask} {q} {k}"
+        )
 
 
 def test_bands_that_meet_give_a_band():

@@ -91,7 +91,7 @@ def _blocks(mask_mod: Callable[..., Any], name: str, device: torch.device) -> Ca
             return mask_mod(*(i + start if start else i for i, (start, _) in zip((b, h, q_idx, kv_idx), spans, strict=True)))
 
         try:
-            seen: Tensor = create_mask(shifted, *lengths, device=device)
+            seen: Tensor = create_mask(shifted, lengths[0], lengths[1], lengths[2], lengths[3], device)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             raise ValueError(

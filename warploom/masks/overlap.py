@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,7 @@ from warploom.masks.intervals import (
 from warploom.masks.united import check_readable
 
 
-def overlap(
-    mask: object, a: ResolvedMask, b: ResolvedMask, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> ResolvedMask:
+def overlap(mask: object, a: ResolvedMask, b: ResolvedMask, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
     """The union of what a and b show, exactly, or ValueError, which names `mask`.
 
     Args:
@@ -35,7 +35,7 @@ def overlap(
     check_readable(mask, first + second)
     spread = over_heads(first + second)
     first, second = spread[: len(first)], spread[len(first) :]
-    common = [_common(x, y, seqlen_q) for x in first for y in second]
+    common: list[Interval] = [_common(x, y, seqlen_q) for x in first for y in second]
     runs, count = merge_by_value((None, None), common, seqlen_q, seqlen_k, KEPT)
     return fit(repr(mask), runs, count, seqlen_q, seqlen_k)
 
@@ -72,5 +72,5 @@ def _common(x: Interval, y: Interval, seqlen_q: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _extreme(pick, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+def _extreme(pick: Callable[[Tensor, Tensor], Tensor], x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else pick(x, y)
