@@ -61,7 +61,7 @@ def class_lines(cls: type) -> Iterator[str]:
     own = [part for part in cls.__mro__ if part.__module__.startswith("warploom") and not (base and issubclass(base, part))]
     members = {name: value for part in reversed(own) for name, value in vars(part).items()}
     for name, value in sorted(members.items()):
-        if name.startswith("_") and name not in ("__and__", "__call__"):
+        if name.startswith("_") and name not in ("__and__", "__call__", "__or__"):
             continue
         if isinstance(value, (classmethod, staticmethod)):
             yield f"  .{name}{signature(getattr(cls, name))} ({type(value).__name__})"

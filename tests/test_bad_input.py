@@ -386,6 +386,11 @@ ENTRIES: dict[str, Entry] = {
         lambda: {"from_dense": torch.ones(3, 3, dtype=torch.bool)},
         {"from_dense": "tensor"},
     ),
+    "ColumnMask.from_mask_mod": (
+        lambda **given: masks.ColumnMask.from_mask_mod(lambda b, h, q, k: q >= k, device="cpu", **given),
+        lambda: {"seqlen_q": 8, "seqlen_k": 9, "batch": 2, "heads": 3},
+        {"seqlen_q": "size", "seqlen_k": "size", "batch": "size or none", "heads": "size or none"},
+    ),
     **{
         f"Mask.{method}": (
             lambda method=method, **given: getattr(masks.SlidingWindow(2), method)(**given),

@@ -60,6 +60,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window entry": ({"window": (1.5, 0)}, TypeError, "window's left must be an int or None, got 1.5"),
     "dense mask": ({"mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError, "torch.bool tensor.*ColumnMask.from_dense"),
     "float mask": ({"mask": torch.zeros(8, 8)}, TypeError, "torch.float32 tensor"),
+    "dense mask, ways": ({"mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError, "docs/masks.md, 'Masks that are not column"),
+    "mask_mod": ({"mask": lambda b, h, q, k: q >= k}, TypeError, r"got function; .*ColumnMask.from_mask_mod \(docs/from-flex"),
     "mask type": ({"mask": "causal"}, TypeError, "mask must be a builder or ColumnMask.*got str"),
     "mask length": ({"mask": masks.ColumnMask(torch.zeros(1, 1, 9, dtype=I32))}, ValueError, "9.*8"),
     "mask batch": (

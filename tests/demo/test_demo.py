@@ -18,9 +18,9 @@ from warploom.cli import main
 from warploom.demo import encoder, machine, sentences
 from warploom.demo.machine import OtherPrograms
 from warploom.demo.pipeline import DemoOptions, run_demo
-from warploom.demo.progress import Progress
 from warploom.demo.report import Comparison
 from warploom.demo.routes import ROUTES, groups
+from warploom.runtime.progress import Progress
 
 COUNT = 12
 OPTIONS = DemoOptions(sentences=COUNT, seed=3, repeats=2, device="cpu", batch_size=4, row_tokens=128)

@@ -180,3 +180,21 @@ def test_pytree_moves_masks():
     mask = masks.Document([3, 5]) & masks.Padding([7])
     moved = _pytree.tree_map(lambda t: t.cuda(), mask)
     assert moved.device.type == "cuda" and torch.equal(moved.dense(8, 8).cpu(), mask.dense(8, 8))
+
+
+def test_a_function_is_read_on_the_accelerator():
+    """By default, as create_block_mask does it, with captured tensors there; deterministic algorithms are enough."""
+    document = (torch.arange(300) // 70).cuda()
+
+    def packed(b, h, q_idx, kv_idx):
+        return (document[q_idx] == document[kv_idx]) & (q_idx >= kv_idx)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        mask = masks.ColumnMask.from_mask_mod(packed, 300, 300)
+        united = masks.Document([40, 260]).to("cuda") | mask
+    finally:
+        torch.use_deterministic_algorithms(False)
+    truth = masks.Document([70, 70, 70, 70, 20]).dense(300, 300)
+    assert mask.device.type == "cuda" and torch.equal(mask.dense(300, 300).cpu(), truth)
+    assert torch.equal(united.dense(300, 300).cpu(), truth | masks.Document([40, 260]).dense(300, 300))

@@ -213,7 +213,13 @@ def _check_mask(mask: object) -> None:
         raise TypeError(
             f"mask must be a builder or ColumnMask of warploom.masks, got a {mask.dtype} tensor of shape "
             f"{tuple(mask.shape)}; "
-            "turn a dense boolean mask into columns once with warploom.masks.ColumnMask.from_dense(mask)"
+            "turn a dense boolean mask into columns once with warploom.masks.ColumnMask.from_dense(mask); docs/masks.md, "
+            "'Masks that are not column masks', says what to do where that is refused"
+        )
+    if hasattr(mask, "mask_mod") or callable(mask):
+        raise TypeError(
+            f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}; turn a FlexAttention mask_mod "
+            "into columns once with warploom.masks.ColumnMask.from_mask_mod (docs/from-flexattention.md)"
         )
     raise TypeError(f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}")
 

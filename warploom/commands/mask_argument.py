@@ -20,7 +20,7 @@ def parse_mask(text: str) -> Any:
 
     Args:
         text: a builder of `warploom.masks` called with numbers, booleans, None and lists of them, or several
-            joined by `&`.
+            joined by `&` and `|`.
 
     Raises:
         ValueError: the text is anything else, or the builder refuses its arguments.
@@ -36,6 +36,8 @@ def _build(node: ast.expr, text: str) -> Any:
     known = builders()
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
         return _build(node.left, text) & _build(node.right, text)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _build(node.left, text) | _build(node.right, text)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in known:
         names = ", ".join(sorted(known))
         raise ValueError(f"--mask: {ast.unparse(node)!r} is no mask; the builders are {names}")

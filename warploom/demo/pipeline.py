@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.runtime.progress import Progress
+
 from . import encoder, sentences
 from .machine import OtherPrograms
 from .memory import PeakMemory
-from .progress import Progress
 from .report import Comparison, DemoReport, Neighbour, Timing
 from .routes import ROUTES, Route, embed, groups
 

@@ -7,6 +7,7 @@ a few comparisons tell which tiles to skip and which to leave unmasked. Builders
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from warploom.masks import intervals as iv
 from warploom.masks.arguments import boolean, describe, saturated, strided, summary, with_values
 from warploom.masks.base import rebuild
 from warploom.masks.intersect import Intersection, Mask, check_broadcast
-from warploom.masks.intervals import ResolvedMask
+from warploom.masks.intervals import ResolvedMask, finish
 from warploom.masks.united import united
 from warploom.masks.zoo.bands import Band
 from warploom.runtime.arguments import INTEGERS
@@ -112,13 +113,48 @@ class ColumnMask(Mask):
             visible: bool (seqlen_q, seqlen_k) or (batch|1, heads|1, seqlen_q, seqlen_k), True = visible.
 
         Raises:
-            ValueError: some column hides more than two runs of rows; the first such batch, head and column is
-                named.
+            ValueError: some column hides more than two runs of rows, besides a band; the first such batch entry, head
+                and column is named.
         """
-        from warploom.masks.from_dense import column_intervals
+        from warploom.masks.from_dense import from_dense
 
-        lts, lte, uts, ute, causal = column_intervals(visible)
-        return cls(lts, lte, uts, ute, causal=causal)
+        return rebuild(cls, finish(from_dense(visible))._asdict())
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> ColumnMask:
+        """The column mask of FlexAttention's mask_mod, exactly, for one pair of lengths.
+
+        Every pair of positions is evaluated once, in blocks: time is O(seqlen_q · seqlen_k), memory that of the vectors and
+        of one block. Make it once and keep it. A terminal shows progress after two seconds.
+
+        Args:
+            mask_mod: `mask_mod(b, h, q_idx, kv_idx)` -> bool, True = visible. It is called as FlexAttention calls it,
+                under torch.vmap with one index each, and may index tensors that it captures. `q_idx` is the row of the
+                call: `q_idx >= kv_idx` is aligned top-left, `causal=True` of `warploom.attention` bottom-right.
+            seqlen_q, seqlen_k: lengths of the call.
+            batch, heads: batch entries and heads that it tells apart, as B and H of `create_block_mask`; None: it uses no
+                b, or h, and the mask is one for all.
+            device: where indices are and vectors go; default: the accelerator if there is one, as with
+                `create_block_mask`.
+
+        Raises:
+            TypeError: no function of four arguments, or one that returns no bool.
+            ValueError: some column hides more than two runs of rows, besides a band; the first such batch entry, head
+                and column is named. Or the function fails under torch.vmap.
+        """
+        from warploom.masks.from_mask_mod import from_mask_mod
+
+        found = from_mask_mod(mask_mod, seqlen_q, seqlen_k, batch, heads, device)
+        return rebuild(cls, finish(found)._asdict())
 
     def _extent(self) -> int | None:
         vector = self.lts if self.lts is not None else self.ute
@@ -145,7 +181,7 @@ class ColumnMask(Mask):
         assert length is not None
         other._check_length("the mask", length, other._extent() or 0)
         vectors = both._tensors()
-        check_broadcast(both, vectors)
+        check_broadcast("intersect", both, vectors)
         limits = iv.intersect_bands((self.left, self.right), (other.left, other.right))
         merged = iv.merge_by_structure(self._hidden_intervals() + other._hidden_intervals())
         if len(merged) <= 2:
@@ -156,7 +192,8 @@ class ColumnMask(Mask):
             and limits == (None, None)
         ):
             # Refuses now where no length can help: with more rows a column never needs fewer intervals.
-            united(both, limits, merged, min(length, max(int(v.max()) for v in vectors)), length)
+            rows = min(length, max(int(v.max()) for v in vectors))
+            united(both, limits, merged, rows, length, any_band=True)
         return both
 
     def _hidden_intervals(self) -> list[iv.Interval]:

@@ -83,6 +83,21 @@ def intersect_bands(a: tuple[int | None, int | None], b: tuple[int | None, int |
     return tighter(a[0], b[0]), tighter(a[1], b[1])
 
 
+def unite_bands(
+    a: tuple[int | None, int | None], b: tuple[int | None, int | None]
+) -> tuple[int | None, int | None] | None:
+    """The band visible in either, or None where that is two bands apart."""
+    # Distances p - j from -right to left, None unlimited.
+    for (left, right), other in ((a, b), (b, a)):
+        if left is not None and right is not None and -right > left:
+            return other  # it shows nothing
+    for (left, _), (_, right) in ((a, b), (b, a)):
+        if left is not None and right is not None and -right > left + 1:
+            return None
+    lefts, rights = (a[0], b[0]), (a[1], b[1])
+    return None if None in lefts else max(lefts), None if None in rights else max(rights)  # type: ignore[type-var]
+
+
 def merge_by_structure(intervals: list[Interval]) -> list[Interval]:
     """Unites intervals that unite whatever their values: those that start at row 0, and those that end at seqlen_q.
 
@@ -91,7 +106,7 @@ def merge_by_structure(intervals: list[Interval]) -> list[Interval]:
     to_end: Tensor | None = None
     from_zero: Tensor | None = None
     others: list[Interval] = []
-    for start, end in _over_heads(intervals):
+    for start, end in over_heads(intervals):
         if end is None and start is not None:
             to_end = start if to_end is None else torch.minimum(to_end, start)
         elif start is None and end is not None:
@@ -103,7 +118,8 @@ def merge_by_structure(intervals: list[Interval]) -> list[Interval]:
     return merged if from_zero is None else [*merged, (None, from_zero)]
 
 
-def _over_heads(intervals: list[Interval]) -> list[Interval]:
+def over_heads(intervals: list[Interval]) -> list[Interval]:
+    """Vectors of key heads repeated for the query heads of each, where both kinds are there."""
     heads = {t.shape[1] for interval in intervals for t in interval if t is not None} - {1}
     if len(heads) < 2:
         return intervals
@@ -164,12 +180,12 @@ def clip(interval: Interval, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor
 
 
 def merge_by_value(
-    mask_band: tuple[int | None, int | None], intervals: list[Interval], seqlen_q: int, seqlen_k: int
+    mask_band: tuple[int | None, int | None], intervals: list[Interval], seqlen_q: int, seqlen_k: int, most: int = 2
 ) -> tuple[list[Interval], Tensor]:
-    """The same rows as two intervals per column, and how many intervals each column needs, int64.
+    """The same rows as `most` intervals per column, ascending and apart, and how many each column needs, int64.
 
-    A column that needs more than two cannot be expressed. Rows that the band hides do not count: intervals are cut to
-    what the band shows first.
+    Where fewer are needed the last ones are empty; where more are, they are left out. Rows that the band hides do not
+    count: intervals are cut to what the band shows first.
     """
     device = next(t for pair in intervals for t in pair if t is not None).device
     columns = torch.arange(seqlen_k, dtype=torch.int32, device=device).view(1, 1, -1)
@@ -187,7 +203,7 @@ def merge_by_value(
     begins[..., 1:] &= start[..., 1:] > reached[..., :-1]
     component = begins.cumsum(-1)
     merged: list[Interval] = []
-    for number in (1, 2):
+    for number in range(1, most + 1):
         member = (component == number) & (end > start)
         merged.append((torch.where(member, start, seqlen_q).amin(-1), torch.where(member, end, 0).amax(-1)))
     return merged, component[..., -1]

@@ -554,7 +554,7 @@ def excuse(p: Attention, given: dict[str, Any], error: Exception) -> str | None:
     seen = dense_masks.visible(_STANDARD, p.mask, g)
     edges = torch.nn.functional.pad(~seen, (0, 0, 1, 0)).to(torch.int8).diff(dim=2) > 0
     runs = int(edges.sum(2).max()) if edges.numel() else 0
-    return f"intersection of {runs} runs in a column" if runs > 2 and "separate intervals" in str(error) else None
+    return f"intersection of {runs} runs in a column" if runs > 2 and "separate runs" in str(error) else None
 
 
 def shrink(p: Attention) -> Iterator[Attention]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from warploom.masks.runs import Runs
+
 CHUNK_ELEMENTS = 1 << 24  # 16 MiB of booleans at a time, whatever the sequence length
 
 
@@ -27,29 +29,21 @@ def reduce_rows(
     """
     compiling = torch.compiler.is_compiling()
     step = seqlen_q if compiling else max(1, CHUNK_ELEMENTS // max(1, batch * seqlen_k))
-    count = torch.zeros(batch, seqlen_k, dtype=torch.int32, device=device)
-    before = torch.zeros(batch, 1, seqlen_k, dtype=torch.bool, device=device)
-    first = [torch.full_like(count, seqlen_q) for _ in range(2)]
-    last = [torch.zeros_like(count) for _ in range(2)]
+    runs = Runs((batch, seqlen_k), seqlen_q, keep=2, device=device)
     for low in range(0, seqlen_q, step):
         high = min(low + step, seqlen_q)
-        hidden = ~rows(low, high)[:, 0].expand(batch, high - low, seqlen_k)
-        opens = hidden & ~torch.cat([before, hidden[:, :-1]], 1)
-        ordinal = count[:, None] + opens.cumsum(1, dtype=torch.int32)
-        index = torch.arange(low, high, dtype=torch.int32, device=device)[None, :, None]
-        for k in range(2):
-            run = hidden & (ordinal == k + 1)
-            first[k] = torch.minimum(first[k], torch.where(run, index, seqlen_q).amin(1))
-            last[k] = torch.maximum(last[k], torch.where(run, index + 1, 0).amax(1))
-        count, before = ordinal[:, -1], hidden[:, -1:]
-    _refuse_third_run(count, compiling)
+        runs.add(low, rows(low, high)[:, 0].expand(batch, high - low, seqlen_k))
+    _refuse_third_run(runs.count, compiling)
     # Of two runs the earlier is the upper interval; a single run is the lower one unless it starts at row 0.
-    swap = (count <= 1) & (first[0] > 0)
-    lower_start, lower_end = torch.where(swap, first[0], first[1]), torch.where(swap, last[0], last[1])
-    upper_start, upper_end = torch.where(swap, first[1], first[0]), torch.where(swap, last[1], last[0])
-    # A run that is not there was left as [seqlen_q, 0).
-    lower_start, upper_start = torch.minimum(lower_start, lower_end), torch.minimum(upper_start, upper_end)
-    return torch.stack([lower_start, lower_end, upper_start, upper_end]).unsqueeze(2).permute(1, 2, 3, 0)
+    (start, end), (start2, end2) = runs.kept
+    lower = (runs.count <= 1) & (start > 0)
+    bounds = [
+        torch.where(lower, start, start2),
+        torch.where(lower, end, end2),
+        torch.where(lower, start2, start),
+        torch.where(lower, end2, end),
+    ]
+    return torch.stack(bounds).unsqueeze(2).permute(1, 2, 3, 0)
 
 
 def _refuse_third_run(count: Tensor, compiling: bool) -> None:

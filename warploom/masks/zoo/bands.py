@@ -10,7 +10,7 @@ from torch import Tensor
 from warploom.masks.arguments import check_values, describe, integer, per_batch_rows, readable, strided, summary, with_values
 from warploom.masks.base import LONGEST, rebuild
 from warploom.masks.intersect import Mask
-from warploom.masks.intervals import ResolvedMask, intersect_bands
+from warploom.masks.intervals import ResolvedMask, intersect_bands, unite_bands
 from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
 from warploom.runtime.arguments import FLOATS, INTEGERS, check_not_unlimited
@@ -30,6 +30,14 @@ class Band(Mask):
         if isinstance(other, Band):
             return band(*intersect_bands((self.left, self.right), (other.left, other.right)))
         return other if self.left is None and self.right is None else None
+
+    def _or(self, other: Mask) -> Mask | None:
+        if self.left is None and self.right is None:
+            return self
+        if isinstance(other, Band):
+            limits = unite_bands((self.left, self.right), (other.left, other.right))
+            return None if limits is None else band(*limits)
+        return None
 
 
 class Full(Band):
