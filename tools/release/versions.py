@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 UNRELEASED = "unreleased"
-_ENTRY = re.compile(r"^## (?P<version>\S+) \((?P<date>[^)]*)\)$", re.MULTILINE)
+_ENTRY = re.compile(r"## (?P<version>\S+) \((?P<date>[^)]*)\)")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -24,9 +24,11 @@ def disagreements(root: Path, final: bool = False) -> list[str]:
         final: a release is about to be made, so that its entry must have a date.
     """
     version, citation = project_version(root), _citation(root)
-    entry = _ENTRY.search((root / "CHANGELOG.md").read_text())
+    lines = (root / "CHANGELOG.md").read_text().splitlines()
+    first = next((line for line in lines if line.startswith("## ")), "")
+    entry = _ENTRY.fullmatch(first)
     if entry is None:
-        return ["CHANGELOG.md has no entry '## VERSION (DATE)'"]
+        return [f"CHANGELOG.md's first entry is {first!r}; it takes '## VERSION (DATE)'"]
     found = []
     for name, has in (("CITATION.cff", citation.get("version")), ("CHANGELOG.md's first entry", entry["version"])):
         if has != version:
