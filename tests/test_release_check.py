@@ -145,6 +145,19 @@ def test_interpreters_are_looked_for_and_the_missing_said(tmp_path: Path, monkey
     assert found == [environments.Interpreter(mine, str(there / "python3")), environments.Interpreter("3.99", None)]
 
 
+def test_the_size_of_an_extra_leaves_out_what_every_environment_has(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    for name, size in (
+        ("triton/a.so", 3_000_000),
+        ("triton/a.pyc", 9_000_000),
+        ("pip/b.py", 5_000_000),
+        ("alone.py", 1_000_000),
+    ):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(bytes(size))
+    assert environments.megabytes(tmp_path) == 4
+
+
 def test_every_extra_is_installed_for_something() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(environments.MODULES) == {None, *project["optional-dependencies"]}

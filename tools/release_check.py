@@ -110,7 +110,7 @@ def check_archives(report: Report, folder: Path, final: bool) -> Path | None:
 def check_environments(report: Report, folder: Path, wheel: Path, options: argparse.Namespace) -> None:
     """One Python after another, and of each one environment after another: torch takes gigabytes."""
     version = versions.project_version(ROOT)
-    extras = options.extra or list(environments.MODULES)
+    extras = [None if extra == "none" else extra for extra in options.extra or environments.MODULES]
     for found in environments.interpreters(options.python or environments.supported(archives.metadata(wheel))):
         name = f"Python {found.version}"
         if found.path is None:
@@ -129,7 +129,8 @@ def check_environments(report: Report, folder: Path, wheel: Path, options: argpa
                 def install(path: str = path, base: Path = base, extra: str | None = extra, at: Path = at) -> str:
                     wanted = str(wheel) + (f"[{extra}]" if extra else "")
                     python = environments.make(path, at, wanted, below=base)
-                    return environments.smoke(python, folder, version, extra)
+                    found = environments.smoke(python, folder, version, extra)
+                    return f"{found}; brought {environments.megabytes(at)} MB beside torch"
 
                 report.step(f"{name}, {f'[{extra}]' if extra else 'no extra'}", install)
                 shutil.rmtree(at, ignore_errors=True)
@@ -142,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--final", action="store_true", help="a release is about to be made: its changelog entry must have a date"
     )
     parser.add_argument("--python", action="append", metavar="3.X", help="only this version; may be given again")
-    known = [name for name in environments.MODULES if name]
-    parser.add_argument("--extra", action="append", choices=known, help="only this extra; may be given again")
+    known = [name or "none" for name in environments.MODULES]
+    parser.add_argument("--extra", action="append", choices=known, help="only this extra, or none; may be given again")
     parser.add_argument("--torch", default="torch", metavar="SPEC", help="what pip installs as torch, as torch==2.11.0")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the wheel and the source archive there")
     options = parser.parse_args(arguments)

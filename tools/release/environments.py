@@ -111,6 +111,14 @@ def make(python: str, folder: Path, *requirements: str, below: Path | None = Non
     return own
 
 
+def megabytes(folder: Path) -> int:
+    """What an environment holds by itself, less pip and the package: what its extra brought."""
+    (site,) = folder.glob("lib/python*/site-packages")
+    ours = ("pip", "setuptools", "warploom", "_distutils_hack")
+    files = (path for each in site.iterdir() if not each.name.startswith(ours) for path in (each, *each.rglob("*")))
+    return round(sum(path.stat().st_size for path in files if path.is_file() and path.suffix != ".pyc") / 1e6)
+
+
 def smoke(python: str, folder: Path, version: str, extra: str | None) -> str:
     """Imports, calls and the command line of an installed wheel; what it found of torch."""
     wanted = json.dumps([version, MODULES[extra], str(Path(python).parent.parent)])
