@@ -13,7 +13,7 @@ demo-env:
 	@$(PYTHON) tools/environment.py $(VENV) demo
 endif
 
-.PHONY: help test demo lint docs wheel gpu-test sanitize fuzz fuzz-gpu transformers-sweep clean dev demo-env
+.PHONY: help test demo lint docs wheel gpu-test sanitize fuzz fuzz-gpu transformers-sweep release-check clean dev demo-env
 
 help:
 	@echo "make test      lint, types, tests and docs, as CI runs them"
@@ -26,6 +26,7 @@ help:
 	@echo "make fuzz      random problems against an oracle, on this CPU, up to ten minutes (ARGS='--seed 7')"
 	@echo "make fuzz-gpu  the same on a CUDA device"
 	@echo "make transformers-sweep  every model class of transformers, eager against warploom; about an hour"
+	@echo "make release-check  archives, metadata, and clean installs for each Python here; an hour, and the network (ARGS='--python 3.12')"
 	@echo "make clean     remove what the other targets made, .venv included"
 
 test: dev
@@ -57,6 +58,9 @@ fuzz-gpu: dev
 
 transformers-sweep: dev
 	@$(PY) -m tests.integrations.sweep $(ARGS)
+
+release-check: dev
+	@$(PY) tools/release_check.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist site demo-out fuzz-failures *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,15 +6,16 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
-from email.parser import Parser
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tools.release import archives, versions
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,38 +71,64 @@ def test_ci_compiles_what_compile_tests_ask_for() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from a copy so that the working tree stays clean."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "warploom", folder / "warploom", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    (path,) = (folder / "dist").iterdir()
-    assert path.name.endswith("-py3-none-any.whl")
-    return zipfile.ZipFile(path)
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive and the wheel from it, made of a copy so that the working tree stays clean."""
+    folder = tmp_path_factory.mktemp("built")
+    archives.copy(ROOT, folder / "sources")
+    return archives.build(sys.executable, folder / "sources", folder / "dist", "--no-isolation")
 
 
-def test_wheel_holds_our_source_and_nothing_compiled(wheel: zipfile.ZipFile) -> None:
-    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+def test_wheel_holds_our_source_and_nothing_compiled(built: tuple[Path, Path]) -> None:
+    wheel = built[1]
+    assert archives.wheel_faults(wheel, versions.project_version(ROOT)) == []
     source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom").rglob("*.py")}
     page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom/smem/web").iterdir()}
-    assert len(page) == 7 and source | page | {"warploom/py.typed"} <= set(names)
-    assert {Path(name).parts[0] for name in names} == {"warploom"}
-    assert {Path(name).suffix for name in names} <= {".py", ".typed", ".html", ".css", ".js"}
+    assert len(page) == 7 and source | page | {"warploom/py.typed"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(wheel.read(name).decode())
-    assert metadata["License-Expression"] == "Apache-2.0"
+def test_wheel_metadata(built: tuple[Path, Path]) -> None:
+    metadata = archives.metadata(built[1])
+    assert archives.metadata_faults(metadata) == []
     assert metadata["Requires-Python"] == ">=3.11"
     required = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert required == ["torch>=2.11"]
     assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "hopper", "lab", "transformers", "demo", "docs", "dev"}
-    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+
+
+def test_source_archive_brings_what_its_tests_and_docs_need(built: tuple[Path, Path], tmp_path: Path) -> None:
+    archive = built[0]
+    assert archives.archive_faults(archive, ROOT, versions.project_version(ROOT)) == []
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    (here,) = tmp_path.iterdir()
+    where = "import warploom; print(warploom.__file__)"
+    tests = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_tiny.py", "tests/test_structure.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command, expected in ((["-c", where], str(here / "warploom")), (tests, " passed")):
+        run = subprocess.run([sys.executable, *command], cwd=here, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0 and expected in run.stdout, run.stdout + run.stderr
+
+
+def test_nothing_of_ours_warns_on_the_way_in() -> None:
+    """Neither `import warploom` nor any module that needs no extra; what others warn of is theirs."""
+    python(
+        """
+import pkgutil, warnings
+import torch
+warnings.simplefilter("error")
+for others in ("torch", "numpy", "triton", "transformers", "matplotlib"):
+    warnings.filterwarnings("ignore", module=others + r"(\\.|$)")
+import warploom
+optional = ("kernels", "hopper", "ampere", "triton", "integrations", "device", "compile")
+for module in pkgutil.walk_packages(warploom.__path__, "warploom."):
+    if not {*optional, "__main__"} & set(module.name.split(".")) and not module.name.endswith("_kernel"):
+        __import__(module.name)
+q = torch.randn(1, 16, 2, 16, requires_grad=True)
+warploom.attention(q, q, q, mask=warploom.masks.Document([10, 6])).sum().backward()
+warploom.linear_attention(q, q, q).sum().backward()
+"""
+    )
 
 
 @pytest.fixture

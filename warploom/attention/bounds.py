@@ -28,6 +28,7 @@ from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.masks.intervals import ResolvedMask
+from warploom.runtime import flops
 from warploom.runtime.device import on_device
 from warploom.runtime.op import plain
 
@@ -279,3 +280,5 @@ for _dispatch_key in ("CPU", "CUDA"):
     _library.impl("packed_column_bounds", _packed_bounds, _dispatch_key)
 torch.library.register_fake("warploom::column_bounds", _column_bounds_fake, lib=_library)
 torch.library.register_fake("warploom::packed_column_bounds", _packed_bounds_fake, lib=_library)
+for _name in ("column_bounds", "packed_column_bounds"):
+    flops.register(_name, flops.nothing)

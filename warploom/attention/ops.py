@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import dispatch
+from warploom.runtime.flops import lengths_of
 from warploom.runtime.op import DifferentiableOp, schema, settled_dtypes
 
 
@@ -17,6 +18,7 @@ class AttentionOp(DifferentiableOp):
     """out, lse = attention(*AttentionArgs), differentiable in q, k, v and sink."""
 
     name, public = "attention", "warploom.attention"
+    without = "export the model with backend='reference' or torch's scaled_dot_product_attention in its place"
     arguments, names = schema(AttentionArgs), AttentionArgs._fields
     results, upstream, kept = 2, (0, 1), (0, 1)
     gradients = ("q", "k", "v", "sink")
@@ -52,6 +54,29 @@ class AttentionOp(DifferentiableOp):
         args = AttentionArgs(*flat)
         dsink = args.q.new_empty(0) if args.sink is None else args.sink.new_empty(args.sink.shape)
         return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink)
+
+    def flops(self, *flat: Any) -> Any:
+        args = AttentionArgs(*flat)
+        return 2 * _scores(args) * (args.q.shape[-1] + args.v.shape[-1])  # q kᵀ, p v
+
+    def flops_backward(self, *flat: Any) -> Any:
+        args = AttentionArgs(*flat)
+        return 2 * _scores(args) * (3 * args.q.shape[-1] + 2 * args.v.shape[-1])  # q kᵀ, ds k, dsᵀ q; do vᵀ, pᵀ do
+
+
+def _scores(args: AttentionArgs) -> Any:
+    """Scores of all heads, masked ones too: pairs of a query and a key of its sequence, as torch counts them."""
+    if args.cu_seqlens_q is None:
+        batch, seqlen_q, heads, _ = args.q.shape
+        return batch * heads * seqlen_q * args.k.shape[1]
+    starts_q, starts_k, used = args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    sequences = starts_q.shape[0] - 1
+    if used is None:
+        starts_k = starts_q if starts_k is None else starts_k
+        used = starts_k.diff()
+    queries = lengths_of(starts_q.diff(), sequences, args.max_seqlen_q)
+    keys = lengths_of(used, sequences, args.max_seqlen_k)
+    return args.q.shape[1] * sum(n * m for n, m in zip(queries, keys, strict=True))
 
 
 def _lse_shape(args: AttentionArgs) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from warploom.decode.append import append
 from warploom.decode.backend import DecodeBackend
 from warploom.decode.problem import AppendArgs, DecodeArgs
 from warploom.runtime import dispatch
+from warploom.runtime.flops import lengths_of, nothing
 from warploom.runtime.op import Op, schema, settled_dtypes
 
 
@@ -38,11 +39,18 @@ class DecodeOp(Op):
         out = args.q.new_empty((batch, queries, heads_q, args.v.shape[-1]))
         return out, args.q.new_empty((batch, heads_q, queries), dtype=torch.float32)
 
+    def flops(self, *flat: Any) -> Any:
+        args = DecodeArgs(*flat)
+        batch, queries, heads_q, head_dim = args.q.shape
+        keys = sum(lengths_of(args.lengths, batch, args.capacity))
+        return 2 * queries * heads_q * keys * (head_dim + args.v.shape[-1])
+
 
 class AppendOp(Op):
     """Write validated new keys and values behind each sequence's length."""
 
     name, public = "decode_append", "append() of a cache"
+    without = "write keys and values with torch's index_put in its place"
     signature = (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) lengths, Tensor? block_table, Tensor? slot_mapping, "
         "Tensor k, Tensor v, bool advance) -> ()"
@@ -61,6 +69,9 @@ class AppendOp(Op):
 
     def fake(self, *flat: Any) -> None:
         pass
+
+    def flops(self, *flat: Any) -> int:
+        return nothing()
 
 
 def is_empty(args: DecodeArgs) -> bool:

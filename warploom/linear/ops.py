@@ -72,11 +72,20 @@ class LinearOp(DifferentiableOp):
         states = (call.q.new_empty((0,) if t is None else t.shape, dtype=call.accumulator) for t in (call.s, call.z))
         return (*(t.new_empty(t.shape) for t in (call.q, call.k, call.v)), *states)
 
+    def flops(self, *flat: Any) -> Any:
+        queries, keys, products = _products(*flat[:3])
+        return products * (queries + keys)  # phi(q) s, phi(k) ⊗ v
+
+    def flops_backward(self, *flat: Any) -> Any:
+        queries, keys, products = _products(*flat[:3])
+        return products * (2 * queries + 3 * keys)  # do sᵀ, phi(q) ⊗ do; s anew, ds v, phi(k) ds
+
 
 class StepOp(Op):
     """Out and the new state of one token a sequence."""
 
     name, public = "linear_attention_step", "warploom.linear_attention_step"
+    without = "export warploom.linear_attention with a state and backend='reference' in its place"
     signature = f"({schema(StepArgs)}) -> (Tensor, Tensor, Tensor)"
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,6 +99,10 @@ class StepOp(Op):
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, _, v, s, z, *_ = flat
         return v.new_empty((*q.shape[:2], v.shape[2])), s.new_empty(s.shape), z.new_empty(z.shape)
+
+    def flops(self, *flat: Any) -> Any:
+        queries, keys, products = _products(*flat[:3])
+        return products * (queries + keys)
 
     def differentiated(self, *flat: Any) -> Any:
         raise NotImplementedError("linear_attention_step has no derivative; linear_attention() with a state has one")
@@ -113,6 +126,11 @@ def _read(arguments: Sequence[Any]) -> tuple[LinearCall, LinearBackend, bool]:
 
 def _backend(name: str) -> LinearBackend:
     return cast(LinearBackend, dispatch.find(name, "linear"))
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Any, Any]:
+    """Rows of all heads of queries and of keys, and FLOPs of a row's product with a state; a kernel's blocks take more."""
+    return q.shape[:-1].numel(), k.shape[:-1].numel(), 2 * q.shape[-1] * v.shape[-1]
 
 
 def _is_empty(call: LinearCall) -> bool:

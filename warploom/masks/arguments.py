@@ -84,7 +84,7 @@ def _as_tensor(name: str, value: Any, takes: str, pad: int) -> Tensor:
     for item in (item for row in rows for item in row):
         if not is_int(item):
             raise TypeError(f"{name} takes {takes}; it holds {describe(item)}")
-    width = max((len(row) for row in rows), default=0)
+    width = max([0, *[len(row) for row in rows]])
     result = _integers(name, [[int(whole(item)) for item in row] + [pad] * (width - len(row)) for row in rows])
     result = result.reshape(len(rows), width)
     return result if any(nested) else result[0]
@@ -92,8 +92,8 @@ def _as_tensor(name: str, value: Any, takes: str, pad: int) -> Tensor:
 
 def _integers(name: str, rows: list[list[int]]) -> Tensor:
     """Rows of one length as int32, or as int64 where they take it."""
-    low = min((min(row, default=0) for row in rows), default=0)
-    high = max((max(row, default=0) for row in rows), default=0)
+    values = [0, *[item for row in rows for item in row]]
+    low, high = min(values), max(values)  # of a list: torch.compile reads no default=
     if low < INT64[0] or high > INT64[1]:
         raise ValueError(f"{name} must hold values that fit int64, got {low if low < INT64[0] else high}")
     return torch.tensor(rows, dtype=torch.int32 if low >= -(2**31) and high < 2**31 else torch.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 from numbers import Real
 from typing import Any
 
@@ -184,6 +185,12 @@ def float_dtype(name: str, value: Any) -> torch.dtype:
 def strided(name: str, value: Any) -> Tensor:
     """A tensor of elements that lie in memory by strides: not nested, not sparse."""
     if not isinstance(value, Tensor):
+        fx = sys.modules.get("torch.fx")
+        if fx is not None and isinstance(value, fx.Proxy):
+            raise TypeError(
+                f"{name} is a Proxy of torch.fx.symbolic_trace, which cannot trace this call; use torch.export.export, "
+                "or torch.fx.wrap with the function's name where you import it"
+            )
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.is_nested:
         raise TypeError(f"{name} is a nested tensor; pack its sequences and give cu_seqlens, or pad them")

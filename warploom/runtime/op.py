@@ -20,6 +20,9 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from warploom.runtime import flops
+from warploom.runtime.exporters import refuse_onnx
+
 _library = torch.library.Library("warploom", "DEF")
 _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
@@ -112,10 +115,12 @@ class Op(ABC):
     name: str
     public: str  # the function of the user's, in words
     signature: str  # of arguments and results, as torch.library has it
+    without: str = "export torch's scaled_dot_product_attention in its place"  # what to do where the op cannot go
 
     def __init__(self) -> None:
         refuses = type(self).differentiated is not Op.differentiated
-        self.op = _define(self.name, self.signature, self.forward, self.fake, self._recorded if refuses else None)
+        self.op = _define(self.name, self.signature, self.forward, self._traced, self._recorded if refuses else None)
+        flops.register(self.name, self.flops)
 
     @abstractmethod
     def forward(self, *flat: Any) -> Any:
@@ -124,6 +129,10 @@ class Op(ABC):
     @abstractmethod
     def fake(self, *flat: Any) -> Any:
         """New tensors of the results' shapes and dtypes."""
+
+    @abstractmethod
+    def flops(self, *flat: Any) -> Any:
+        """FLOPs of its products."""
 
     def differentiated(self, *flat: Any) -> Any:
         """What a call on tensors that require gradients does; without an override the op is none of autograd's."""
@@ -137,7 +146,12 @@ class Op(ABC):
             return self.forward(*flat)
         if differentiates_forward(*tensors):
             raise NotImplementedError(f"forward-mode AD through {self.public} is not supported")
+        refuse_onnx(self.public, self.without)
         return self.op(*flat)
+
+    def _traced(self, *flat: Any) -> Any:
+        refuse_onnx(self.public, self.without)
+        return self.fake(*flat)
 
     def _recorded(self, *flat: Any) -> Any:
         return self.differentiated(*flat) if recorded(*_tensors(flat)) else _below_autograd(self.op, flat)
@@ -159,13 +173,15 @@ class DifferentiableOp(ABC):
     upstream: tuple[int, ...]
     kept: tuple[int, ...]
     gradients: tuple[str, ...]
+    without: str = "export the model with backend='reference' in its place"  # what to do where the op cannot go
 
     def __init__(self) -> None:
         self._wanted = [self.names.index(name) for name in self.gradients]
         upstream = [f"Tensor? d{i}" for i in self.upstream] + [f"Tensor result{i}" for i in self.kept]
         count = len(self.gradients)
         tensors = ", ".join(["Tensor"] * self.results), ", ".join(["Tensor"] * count)
-        self.op = _define(self.name, f"({self.arguments}) -> ({tensors[0]})", self.forward, self.fake, self._recorded_forward)
+        signature = f"({self.arguments}) -> ({tensors[0]})"
+        self.op = _define(self.name, signature, self.forward, self._traced, self._recorded_forward)
         self.backward_op = _define(
             f"{self.name}_backward",
             f"({', '.join(upstream)}, {self.arguments}) -> ({tensors[1]})",
@@ -173,6 +189,8 @@ class DifferentiableOp(ABC):
             self._fake_backward,
             self._recorded_backward,
         )
+        flops.register(self.name, self.flops)
+        flops.register(f"{self.name}_backward", self._flops_backward)
         self._function, self._transformed, self._second = _functions(self)
         self._launched = _launched(self)
 
@@ -192,6 +210,14 @@ class DifferentiableOp(ABC):
     def fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
         """New tensors of the gradients' shapes and dtypes."""
 
+    @abstractmethod
+    def flops(self, *flat: Any) -> Any:
+        """FLOPs of its products, as torch counts those of scaled_dot_product_attention."""
+
+    @abstractmethod
+    def flops_backward(self, *flat: Any) -> Any:
+        """The backward op's, of the op's arguments."""
+
     def constant(self, flat: Sequence[Any]) -> tuple[int, ...]:
         """Which results no gradient goes through."""
         return tuple(i for i in range(self.results) if i not in self.upstream)
@@ -205,6 +231,7 @@ class DifferentiableOp(ABC):
             return self._function.apply(*flat) if recorded(*tensors) else self.forward(*flat)
         if differentiates_forward(*tensors):
             raise NotImplementedError(self.refused("forward-mode AD through"))
+        refuse_onnx(self.public, self.without)
         return self._transformed.apply(*flat) if _transforms() else self.op(*flat)
 
     def recorded_by(self, launcher: Launcher) -> Callable[..., Any]:
@@ -224,8 +251,15 @@ class DifferentiableOp(ABC):
         first, second = len(self.upstream), len(self.upstream) + len(self.kept)
         return self.backward(flat[:first], flat[first:second], flat[second:])
 
+    def _traced(self, *flat: Any) -> tuple[Tensor, ...]:
+        refuse_onnx(self.public, self.without)
+        return self.fake(*flat)
+
     def _fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
         return self.fake_backward(*flat[len(self.upstream) + len(self.kept) :])
+
+    def _flops_backward(self, *flat: Any) -> Any:
+        return self.flops_backward(*flat[len(self.upstream) + len(self.kept) :])
 
     def _inputs(self, flat: Sequence[Any]) -> list[Tensor | None]:
         """The arguments that have gradients."""

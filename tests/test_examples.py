@@ -1,0 +1,67 @@
+"""The examples run on a CPU in seconds and show what they say; `tests/linear/test_example.py` has that of linear attention."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from warploom.masks import Causal, Document
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def load(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def test_packed_training_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("train_packed.py", monkeypatch, "--steps", "40")
+    first, last = re.search(r"loss went from (\S+) to (\S+)", capsys.readouterr().out).groups()
+    assert float(last) < float(first) - 0.5
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    example = load("train_packed.py")
+    torch.manual_seed(0)
+    model, lengths = example["Model"](), example["draw_lengths"]()
+    assert sum(lengths) == example["SEQLEN"]
+    assert example["packed_against_alone"](model, "cpu") < 1e-5
+    tokens, places, _ = example["batch"](lengths, "cpu")
+    packed, leaking = (model(tokens, places, mask) for mask in (Document(lengths), Causal()))
+    assert (packed - leaking).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", ["0", "3"])
+def test_served_tokens_are_those_of_whole_sequences(
+    seed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("serve.py", monkeypatch, "--tokens", "20", "--seed", seed)
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.split(": ")[1].split()) for line in lines[:-1]] == [20, 20, 20]
+    assert lines[-1] == "the same as whole sequences run anew: True"
+
+
+def test_masks_are_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run("draw_masks.py", monkeypatch, "--out", str(tmp_path / "masks"), "--seqlen", "32")
+    pictures = sorted(path.name for path in (tmp_path / "masks").iterdir())
+    assert len(pictures) == len(capsys.readouterr().out.splitlines()) == 6
+    assert "documents-in-a-window.svg" in pictures
+    assert all((tmp_path / "masks" / name).read_text().lstrip().startswith("<?xml") for name in pictures)
+
+
+def test_every_example_is_run_by_a_test_and_named_in_the_documentation() -> None:
+    tests = "".join(path.read_text() for path in (Path(__file__), Path(__file__).parent / "linear" / "test_example.py"))
+    pages = "".join(path.read_text() for path in (EXAMPLES.parent / "docs").glob("*.md"))
+    for path in EXAMPLES.glob("*.py"):
+        assert path.name in tests and f"examples/{path.name}" in pages, path.name

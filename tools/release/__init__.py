@@ -1,0 +1,1 @@
+"""The parts of tools/release_check.py: versions, archives, environments."""
