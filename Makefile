@@ -26,7 +26,7 @@ help:
 	@echo "make fuzz      random problems against an oracle, on this CPU, up to ten minutes (ARGS='--seed 7')"
 	@echo "make fuzz-gpu  the same on a CUDA device"
 	@echo "make transformers-sweep  every model class of transformers, eager against warploom; about an hour"
-	@echo "make release-check  archives, metadata, and clean installs for each Python here; an hour, and the network (ARGS='--python 3.12')"
+	@echo "make release-check  archives, metadata, and clean installs for each Python here; half an hour, and the network (ARGS='--python 3.12')"
 	@echo "make clean     remove what the other targets made, .venv included"
 
 test: dev

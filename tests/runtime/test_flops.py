@@ -33,8 +33,8 @@ def qkv(batch: int = 2, seqlen_q: int = 8, seqlen_k: int = 12, **options: Any) -
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """What torch counts of the same call to its own fused kernels, forward and backward."""
-    shapes = [(*t.shape[:1], t.shape[2], t.shape[1], t.shape[3]) for t in (q, k, v)]
+    """What torch counts of the same call to its own fused kernels, forward and backward; older ones take no grouped heads."""
+    shapes = [(t.shape[0], q.shape[2], t.shape[1], t.shape[3]) for t in (q, k, v)]
     grad = (*shapes[0][:3], v.shape[-1])
     return sdpa_flop_count(*shapes), sdpa_backward_flop_count(grad, *shapes)
 

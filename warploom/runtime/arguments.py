@@ -62,6 +62,8 @@ def whole(value: Any) -> Any:
         return int(value.item()) if _holds_number(value) and value.dtype in INTEGERS else None
     if _is_flag(value):
         return None
+    if isinstance(value, (list, tuple)):  # torch.compile of torch 2.11 fails where it asks these for an index
+        return None
     try:
         return operator.index(value)
     except TypeError:
