@@ -13,12 +13,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "smem.md").read_text(encoding="utf-8")
 
 
-def test_pictures_exist_and_their_commands_are_shown() -> None:
-    pictures = re.findall(r"\]\(images/(smem-[a-z]+\.png)\)", PAGE)
+def test_pictures_of_banks_are_what_their_commands_write(tmp_path: Path) -> None:
+    pictures = re.findall(r"\]\(images/(smem-[a-z]+\.svg)\)", PAGE)
     assert len(pictures) == 3
     for name in pictures:
-        assert (DOCS / "images" / name).stat().st_size > 10_000
-        assert f"--draw {name}" in PAGE
+        (command,) = re.findall(rf"\$ warploom (banks .*) --draw {re.escape(name)}", PAGE)
+        written = tmp_path / name
+        assert main([*command.split(), "--draw", str(written)]) == 0
+        assert written.read_text(encoding="utf-8") == (DOCS / "images" / name).read_text(encoding="utf-8")
 
 
 def test_hopper_pictures_are_what_their_commands_write() -> None:

@@ -1,19 +1,15 @@
-"""Charts as SVG text: narrow enough for a phone, on a card of their own that follows the reader's light or dark mode.
-
-A page shows them through `<img>`, where neither its styles nor its fonts reach. So every chart has a background: where a
-page is dark and the reader's system is not, or the other way round, text still stands on what it was made for. A width of
-460 and text of 15 leave 11 pixels of text on a screen 390 wide.
-"""
+"""Charts as SVG text: narrow enough for a phone, on a card of their own that follows the reader's light or dark mode."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import count
 
-WIDTH, EDGE = 460, 14
+from warploom.runtime.card import WIDTH, style, text, whole
+
+EDGE = 14
 ROW, BAR = 40, 12  # a row: its name, its bar below
 VALUE = 54  # room for our number right of the bars
 
@@ -29,15 +25,11 @@ COLOURS = (
 # Peers of many charts keep their slots; others take what is free.
 SLOTS = {"cuDNN": 1, "cuDNN's FlexAttention": 1, "FlashAttention-2": 2, "FlashAttention-4": 3, "FlexAttention": 4}
 SHAPES = ("circle", "diamond", "square", "triangle", "cross")
-STYLE = (
-    "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;font-size:15px;fill:#1f2328}"
-    ".card{fill:#fff;stroke:#d0d7de}.title{font-weight:600}.quiet{fill:#57606a}.grid{stroke:#d8dee4}.roof{stroke:#1f2328;"
-    "stroke-dasharray:2 3}.line{fill:none;stroke-width:1.6}.mark{stroke:#fff}"
-    + "".join(f".f{n}{{fill:{light}}}.s{n}{{stroke:{light}}}" for n, (light, _) in enumerate(COLOURS))
-    + "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.card{fill:#161b22;stroke:#30363d}.quiet{fill:#9da7b3}"
+STYLE = style(
+    ".grid{stroke:#d8dee4}.roof{stroke:#1f2328;stroke-dasharray:2 3}.line{fill:none;stroke-width:1.6}.mark{stroke:#fff}"
+    + "".join(f".f{n}{{fill:{light}}}.s{n}{{stroke:{light}}}" for n, (light, _) in enumerate(COLOURS)),
     ".grid{stroke:#30363d}.roof{stroke:#e6edf3}.mark{stroke:#161b22}"
-    + "".join(f".f{n}{{fill:{dark}}}.s{n}{{stroke:{dark}}}" for n, (_, dark) in enumerate(COLOURS))
-    + "}"
+    + "".join(f".f{n}{{fill:{dark}}}.s{n}{{stroke:{dark}}}" for n, (_, dark) in enumerate(COLOURS)),
 )
 
 
@@ -93,18 +85,18 @@ def bars(chart: Chart) -> str:
         share = math.log(value / first) / math.log(last / first) if chart.logarithmic else value / last
         return left + share * (right - left)
 
-    lines.append(_text(EDGE, top + 14, chart.unit, "quiet"))
+    lines.append(text(EDGE, top + 14, chart.unit, "quiet"))
     top += 40
     bottom = top + ROW * len(chart.rows) + 4
     for tick in ticks:
         where = at(tick)
         lines.append(f'<path class="grid" d="M{where:.1f} {top}V{bottom}"/>')
-        lines.append(_text(where, top - 6, f"{tick:g}", "quiet", "start" if where < left + 4 else "middle"))
+        lines.append(text(where, top - 6, f"{tick:g}", "quiet", "start" if where < left + 4 else "middle"))
     if chart.roof:
         lines.append(f'<path class="roof" d="M{at(chart.roof[1]):.1f} {top}V{bottom}"/>')
     for number, (case, numbers) in enumerate(chart.rows):
         y = top + number * ROW
-        lines.append(_text(EDGE, y + 16, case))
+        lines.append(text(EDGE, y + 16, case))
         middle = y + 22 + BAR / 2
         ours = numbers.get(chart.ours)
         if chart.logarithmic:
@@ -118,8 +110,8 @@ def bars(chart: Chart) -> str:
         if ours is not None:
             if chart.logarithmic:
                 lines.append(f'<rect class="f0 mark" x="{at(ours) - 4:.1f}" y="{middle - 8}" width="8" height="16"/>')
-            lines.append(_text(WIDTH - EDGE, middle + 5, f"{ours:.3g}" if ours < 100 else f"{ours:.0f}", "", "end"))
-    return _whole(chart.title, lines, bottom + EDGE)
+            lines.append(text(WIDTH - EDGE, middle + 5, f"{ours:.3g}" if ours < 100 else f"{ours:.0f}", "", "end"))
+    return whole(chart.title, STYLE, lines, bottom + EDGE)
 
 
 def curves(chart: Curves) -> str:
@@ -129,14 +121,14 @@ def curves(chart: Curves) -> str:
     left, right = EDGE + 56, WIDTH - EDGE
     steps = max(len(line) for _, lines in chart.panels for line in lines.values())
     for (what, lines), height in zip(chart.panels, (200, *([120] * (len(chart.panels) - 1))), strict=True):
-        found.append(_text(EDGE, top + 14, what, "quiet"))
+        found.append(text(EDGE, top + 14, what, "quiet"))
         top += 26
         low, high = (pick(pick(line) for line in lines.values()) for pick in (min, max))
         high = high if high > low else low + 1.0
         for tick in _between(low, high):
             y = top + (high - tick) / (high - low) * height
             found.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>')
-            found.append(_text(left - 6, y + 5, f"{tick:g}", "quiet", "end"))
+            found.append(text(left - 6, y + 5, f"{tick:g}", "quiet", "end"))
         for name, line in lines.items():
             points = " ".join(
                 f"{left + n * (right - left) / max(steps - 1, 1):.1f},{top + (high - value) / (high - low) * height:.1f}"
@@ -144,9 +136,9 @@ def curves(chart: Curves) -> str:
             )
             found.append(f'<polyline class="line s{names.index(name)}" points="{points}"/>')
         top += height + 12
-    found.append(_text(left, top + 10, "0", "quiet"))
-    found.append(_text(right, top + 10, f"{chart.axis} {steps}", "quiet", "end"))
-    return _whole(chart.title, found, top + 10 + EDGE)
+    found.append(text(left, top + 10, "0", "quiet"))
+    found.append(text(right, top + 10, f"{chart.axis} {steps}", "quiet", "end"))
+    return whole(chart.title, STYLE, found, top + 10 + EDGE)
 
 
 def _head(
@@ -156,7 +148,7 @@ def _head(
     found, y = [], EDGE
     for part in _wrapped(title, 44):
         y += 18
-        found.append(_text(EDGE, y - 2, part, "title"))
+        found.append(text(EDGE, y - 2, part, "title"))
     x, y = EDGE, y + 24
     for number, name in enumerate([*names, *([roof[0]] if roof else [])]):
         wide = 24 + 8.2 * len(name)
@@ -170,7 +162,7 @@ def _head(
             found.append(f'<rect class="f0" x="{x}" y="{y - 11}" width="16" height="{BAR}"/>')
         else:
             found.append(_mark(slots[name], x + 8, y - 5))
-        found.append(_text(x + 22, y, name))
+        found.append(text(x + 22, y, name))
         x += round(wide) + 16
     return y + 10, found
 
@@ -189,28 +181,6 @@ def _mark(slot: int, x: float, y: float) -> str:
         "cross": "m-2.5 -7h5v4.5h4.5v5h-4.5v4.5h-5v-4.5h-4.5v-5h4.5z",
     }[shape]
     return f'<path class="{kind}" d="M{x:.1f} {y:g}{path}"/>'
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    kind = f' class="{kind}"' if kind else ""
-    anchor = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{x:.4g}" y="{y:g}"{kind}{anchor}>{escape(text, quote=False)}</text>'
-
-
-def _whole(title: str, lines: Sequence[str], height: float) -> str:
-    size = f'width="{WIDTH}" height="{height:g}"'
-    card = f'<rect class="card" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1:g}" rx="8"/>'
-    return "\n".join(
-        [
-            '<?xml version="1.0" encoding="utf-8"?>',
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} viewBox="0 0 {WIDTH} {height:g}">',
-            f"<title>{escape(title, quote=False)}</title>",
-            f"<style>{STYLE}</style>",
-            card,
-            *lines,
-            "</svg>\n",
-        ]
-    )
 
 
 def _wrapped(text: str, most: int) -> Iterator[str]:

@@ -15,9 +15,9 @@ from typing import Any
 from warploom.smem.access import ACCESSES
 from warploom.smem.atom_svg import STYLE, svg
 from warploom.smem.atoms import ATOMS, picture
-from warploom.smem.draw import shown_instruction
 from warploom.smem.laid import LaidTile
 from warploom.smem.layout import Swizzle, Tile, parse_swizzles
+from warploom.smem.shown import shown_instruction
 from warploom.smem.walk import TileCount, count
 
 DTYPES = {"f64": 8, "f32": 4, "f16": 2, "f8": 1}
