@@ -58,7 +58,7 @@ def test_allocates_nothing_of_the_call_s_size() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--mask", "Document([50, 40]) | Causal()"], "is no mask; the builders are"),
+        (["--mask", "Document([50, 40]) ^ Causal()"], "is no mask; the builders are"),
         (["--mask", "Nope(3)"], "is no mask; the builders are"),
         (["--mask", "Document(open('x'))"], "takes numbers, booleans, None and lists"),
         (["--mask", "__import__('os').getcwd()"], "is no mask"),

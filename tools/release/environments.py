@@ -19,6 +19,7 @@ MODULES: dict[str | None, tuple[str, ...]] = {
     "lab": ("cuda.core", "matplotlib"),
     "transformers": ("transformers",),
     "demo": ("transformers", "matplotlib"),
+    "docs": ("mkdocs", "material", "mike"),
     "dev": ("pytest", "hypothesis", "mypy", "mkdocs", "triton"),
 }
 
