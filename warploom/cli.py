@@ -1,4 +1,7 @@
-"""The command `warploom`: each subcommand is a module with `add_arguments(parser)` and `run(options)`."""
+"""The command `warploom`: each subcommand is a module with `add_arguments(parser)` and `run(options)`.
+
+What is here, and what these modules import at once, is there without torch: help and the version cost no more than Python.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from importlib import import_module
 import warploom
 
 COMMANDS = {
-    "doctor": ("warploom.commands.doctor", "what is installed, what can run here, and why the rest cannot"),
-    "explain": ("warploom.commands.explain", "which implementation serves a call of given shapes, and why"),
-    "bench": ("warploom.commands.bench", "time warploom against its peers on this machine, and report it"),
-    "banks": ("warploom.commands.banks", "bank conflicts of shared-memory accesses: predicted, explained, designed away"),
-    "build": ("warploom.commands.build", "compile the Hopper kernels ahead of time, without a GPU"),
+    "doctor": ("warploom.commands.options.doctor", "what is installed, what can run here, and why the rest cannot"),
+    "explain": ("warploom.commands.options.explain", "which implementation serves a call of given shapes, and why"),
+    "bench": ("warploom.commands.options.bench", "time warploom against its peers on this machine, and report it"),
+    "banks": ("warploom.commands.options.banks", "bank conflicts of shared memory: predicted, explained, designed away"),
+    "build": ("warploom.commands.options.build", "compile the Hopper kernels ahead of time, without a GPU"),
     "demo": ("warploom.demo", "a real encoder over real text, eager against warploom, padded and packed"),
 }
 
@@ -43,16 +46,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for bad input."""
-    options = make_parser().parse_args(arguments)
+    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for bad input, 130 for Ctrl-C."""
+    command = "warploom"
     try:
+        options = make_parser().parse_args(arguments)
+        command = f"warploom {options.command}"
         status: int = options.run(options)
         sys.stdout.flush()
         return status
     except (TypeError, ValueError) as error:
-        print(f"warploom {options.command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has left, as `head` does. What is still buffered must go somewhere when Python ends.

@@ -18,21 +18,6 @@ from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.table import table
 
-EXAMPLES = """examples:
-  warploom build --list                      the named set, and what of it the cache holds
-  warploom build --only '*bfloat16_d128*'    the variants of one head dim
-  warploom build --jobs 8 --out /opt/cache   all of them, into another cache (WARPLOOM_CACHE=/opt/cache to use it)
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a", "sm_80"], help="sm_90a: Hopper; sm_80: Ampere, Ada")
-    parser.add_argument("--only", metavar="PATTERN", default="*", help="names to build, as a shell pattern")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="compilers at a time")
-    parser.add_argument("--out", metavar="DIR", help="the cache to fill; default: WARPLOOM_CACHE or ~/.cache/warploom")
-    parser.add_argument("--list", action="store_true", help="only say what there is")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
 
 def run(options: argparse.Namespace) -> int:
     if options.jobs < 1:
