@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.sizes import Sizes
 from warploom.masks import Causal, Chunked, ColumnMask, Document, Full, Mask, SlidingWindow
 from warploom.masks.band_counts import count_band
 from warploom.masks.tiles import TileClasses
@@ -18,19 +17,6 @@ from warploom.masks.tiles import TileClasses
 lengths = st.integers(0, 70)
 blocks = st.integers(1, 90)
 sides = st.none() | st.integers(-80, 80)
-
-
-class Sizes(TorchDispatchMode):
-    """Elements of the largest tensor that is made or seen while it is entered; an expanded one counts what it holds."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for t in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(t, torch.Tensor):
-                self.largest = max(self.largest, t.untyped_storage().nbytes() // t.element_size())
-        return found
 
 
 def walked(mask: Mask, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> tuple[int, ...]:

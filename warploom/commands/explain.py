@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-import warploom
-from warploom.attention.plan import Plan
+from warploom.attention.arguments import dense_args
+from warploom.attention.plan import Plan, plan_of
+from warploom.attention.problem import AttentionProblem
+from warploom.commands.devices import capability
 from warploom.commands.mask_argument import parse_mask
+from warploom.masks import ResolvedMask
+from warploom.runtime import machine
+from warploom.runtime.outline import Outline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What runs on a GPU that is not here: with the packages that are, and with every extra where that is something else."""
+
+    device: str
+    capability: tuple[int, int]
+    here: Plan
+    extras: Plan | None
+
+    def to_dict(self) -> dict[str, Any]:
+        device = {"name": self.device, "capability": "{}.{}".format(*self.capability), "here": False}
+        return {"device": device, **self.here.to_dict(), "with_extras": self.extras and self.extras.to_dict()}
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        place = f"{self.device}, compute capability {major}.{minor}, not here"
+        text = f"device    {place}: with the packages and the cache of this machine\n{self.here}"
+        if self.extras is None:
+            return text
+        plan = str(self.extras).split("\n", 1)[1]  # of the same call
+        return f"{text}\n\nwith all extras (pip install 'warploom[triton,hopper]')\n{plan}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -20,25 +51,36 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """What `warploom.explain()` says of tensors of these shapes."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def make_plan(options: argparse.Namespace) -> Plan | Elsewhere:
+    """What `warploom.explain()` says of tensors of these shapes, here or on a GPU that is not here."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device.lower()
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device here, and a plan holds for the machine it is made on")
+        raise ValueError("--device cuda: torch sees no CUDA device here; name the GPU, as in --device h100")
+    if device in ("cpu", "cuda"):
+        return _plan(options, torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu"))
+    found = capability(device)
+    there = torch.device("cuda", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a slower implementation runs is what the plan says
+        with machine.elsewhere(found):
+            here = _plan(options, there)
+        with machine.elsewhere(found, extras=True):
+            best = _plan(options, there)
+    return Elsewhere(device, found, here, None if best.implementation == here.implementation else best)
 
-    def tensor(seqlen: int, heads: int, dim: int) -> torch.Tensor:
-        # Rows that overlap: the shape of the call without its memory. Strides of 8 elements are as good to every kernel as
-        # those of a contiguous tensor, which strides of 0 are not.
-        shape = (options.batch, seqlen, heads, dim)
-        needed = sum(8 * max(0, length - 1) for length in shape[:3]) + dim
-        row = torch.zeros(needed, dtype=DTYPES[options.dtype], device=device, requires_grad=options.backward)
-        return row.as_strided(shape, (8, 8, 8, 1))
 
+def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     seqlen_k = options.seqlen if options.seqlen_k is None else options.seqlen_k
     head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
-    mask = None if options.mask is None else parse_mask(options.mask).to(device)
-    return warploom.explain(
+
+    def tensor(seqlen: int, heads: int, dim: int) -> Outline:
+        return Outline((options.batch, seqlen, heads, dim), DTYPES[options.dtype], device, options.backward)
+
+    mask = None if options.mask is None else parse_mask(options.mask)
+    resolved = None if mask is None else mask.resolve(options.seqlen, seqlen_k, "cpu")
+    vectors = [] if resolved is None else [None if t is None else Outline(t.shape, t.dtype, device) for t in resolved.vectors]
+    args = dense_args(
         tensor(options.seqlen, options.heads, options.head_dim),
         tensor(seqlen_k, kv_heads, options.head_dim),
         tensor(seqlen_k, kv_heads, head_dim_v),
@@ -46,8 +88,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
         causal=options.causal,
         window=options.window,
         softcap=options.softcap,
-        sink=torch.zeros(options.heads, device=device) if options.sink else None,
+        sink=Outline((options.heads,), torch.float32, device) if options.sink else None,
         dropout_p=options.dropout,
+        dropout_seed=Outline((1,), torch.int64, device),
         deterministic=options.deterministic or None,
-        backend=options.backend,
+        resolved=None if resolved is None else ResolvedMask(resolved.left, resolved.right, *vectors),
     )
+    counted = args.mask if resolved is None else ResolvedMask(args.left, args.right, *resolved.vectors)
+    return plan_of(args, AttentionProblem.from_args(args, options.backward), options.backend, counted)

@@ -10,6 +10,7 @@ from warploom.runtime.limits import LONGEST
 EXAMPLES = """examples:
   warploom explain --seqlen 4096 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal
   warploom explain --seqlen 4096 --heads 16 --mask 'Document([1000, 3096])' --backward
+  warploom explain --device h100 --seqlen 8192 --heads 16 --head-dim 128 --causal    a GPU that is not here
   warploom explain --seqlen 1 --seqlen-k 8192 --heads 32 --window 1023 --json
 """
 
@@ -32,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--head-dim", type=whole(), default=64, metavar="D", help="default: 64")
     shapes.add_argument("--head-dim-v", type=whole(), metavar="D", help="of the values; default: --head-dim")
     shapes.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
-    shapes.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    shapes.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, or a GPU that is not here, as h100, a100, l40s or sm_90; default: cuda where there is one",
+    )
     features = parser.add_argument_group("what the call asks for")
     features.add_argument("--causal", action="store_true", help="bottom-right aligned")
     features.add_argument(
