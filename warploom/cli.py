@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for bad input, 130 for Ctrl-C."""
+    """Run one command; the exit status is 0 for success, 1 for what failed, 2 for bad input, 130 for Ctrl-C."""
     command = "warploom"
     try:
         options = make_parser().parse_args(arguments)
@@ -55,12 +55,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except (TypeError, ValueError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
+        return _end(command, str(error), 2)
     except KeyboardInterrupt:
-        print(f"{command}: interrupted", file=sys.stderr)
-        return 130
+        return _end(command, "interrupted", 130)
+    except MemoryError as error:
+        return _end(command, f"this needs more memory than there is{f' ({error})' if str(error) else ''}", 1)
+    except ImportError as error:
+        return _end(command, f"{error.name or 'a package'} cannot be imported ({error}); warploom doctor says what needs it", 1)
     except BrokenPipeError:
         # The reader has left, as `head` does. What is still buffered must go somewhere when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return _end(command, f"{place}{error.strerror or error}", 1)
+    except RuntimeError as error:
+        if not _expected(error):
+            raise
+        return _end(command, str(error).partition("\n")[0], 1)
+
+
+def _end(command: str, words: str, status: int) -> int:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)  # a line of progress may stand there
+    print(f"{command}: {words}", file=sys.stderr)
+    return status
+
+
+def _expected(error: RuntimeError) -> bool:
+    """Whether it says what is wrong with the machine or its cache, and not with the program."""
+    from warploom.runtime.trust import CacheError
+
+    if isinstance(error, CacheError):
+        return True
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

@@ -38,6 +38,8 @@ class Compiler:
             raise RuntimeError("kernel_1 does not compile")
         return {"registers": 1}
 
+    def kill(self) -> None: ...
+
     def close(self) -> None:
         Compiler.closed += 1
 
@@ -60,8 +62,8 @@ def test_an_interrupt_did_not_stop_the_builders(compiler: type[Compiler], monkey
     made: list[threading.Thread] = []
 
     class Interrupted(threading.Thread):
-        def __init__(self, target: object) -> None:
-            super().__init__(target=target)  # type: ignore[arg-type]
+        def __init__(self, target: object, daemon: bool) -> None:
+            super().__init__(target=target, daemon=daemon)  # type: ignore[arg-type]
             made.append(self)
 
         def join(self, timeout: float | None = None) -> None:
@@ -77,12 +79,13 @@ def test_an_interrupt_did_not_stop_the_builders(compiler: type[Compiler], monkey
         return {}
 
     monkeypatch.setattr(compiler, "build", first)
+    monkeypatch.setattr(compiler, "kill", lambda self: interrupted.set())
     monkeypatch.setattr(build.threading, "Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         build.build_all(SPECS, jobs=1, quiet=True)
-    interrupted.set()
+    assert interrupted.is_set(), "the compiler was left alone"
     made[0].join()
-    assert compiler.asked == ["kernel_0"]
+    assert compiler.asked == ["kernel_0"] and compiler.closed == 1
 
 
 def test_a_cache_that_others_can_write_is_refused_before_any_work(

@@ -8,9 +8,11 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +126,11 @@ def _write(found: dict[str, Any], path: Path | None) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(found, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -163,7 +168,7 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     failed = dict.fromkeys(names, "")
     for jobs in dict.fromkeys((options.warm, 1)):
         work = [(options, name) for name in failed]
-        with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        with _pool(jobs) as pool:
             for name, why in pool.imap_unordered(_build_one, work, chunksize=1):
                 failed[name] = why
                 words = why or "compiled"
@@ -174,6 +179,18 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"compiled": [name for name in names if name not in failed], "failed": failed}))
     return int(bool(failed))
+
+
+def _pool(jobs: int) -> Pool:
+    """Processes that Ctrl-C does not reach, whose tracebacks nobody wants: leaving the pool ends them.
+
+    They are started by this thread and by the pool's, which inherit what this one blocks, and so do their processes.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:

@@ -235,6 +235,14 @@ def unusable() -> str | None:
     return None
 
 
+def size(spec: ModuleSpec) -> int:
+    """Bytes of the cache's module; 0 where there is none that may be run."""
+    try:
+        return find(spec)[0].stat().st_size
+    except (Missing, CacheError, FileNotFoundError):
+        return 0
+
+
 def facts(spec: ModuleSpec) -> dict[str, Any]:
     """What the builder measured: registers, stack, shared, seconds; empty for a module that is not there."""
     try:
