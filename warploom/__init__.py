@@ -1,10 +1,8 @@
 """Warploom: every attention you train, serve and study, in one package."""
 
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from warploom.deferred import Deferred, defers
+from warploom.deferred import defer, defers
 
 __all__ = [
     "KVCache",
@@ -22,11 +20,6 @@ __all__ = [
     "strict",
 ]
 
-try:
-    __version__ = version("warploom")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
-
 if TYPE_CHECKING or not defers():
     from warploom import masks
     from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
@@ -36,4 +29,16 @@ if TYPE_CHECKING or not defers():
     from warploom.linear.state import LinearState
     from warploom.runtime.dispatch import strict
 else:  # `warploom --help` needs no torch
-    sys.modules[__name__].__class__ = Deferred
+    defer()
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("warploom")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0+unknown"
+
+
+__version__ = _version()

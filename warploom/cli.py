@@ -6,12 +6,15 @@ What is here, and what these modules import at once, is there without torch: hel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 import warploom
+from warploom import deferred
 
 COMMANDS = {
     "doctor": ("warploom.commands.options.doctor", "what is installed, what can run here, and why the rest cannot"),
@@ -51,12 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = make_parser().parse_args(arguments)
         command = f"warploom {options.command}"
-        status: int = options.run(options)
-        sys.stdout.flush()
+        deferred.complete()
+        with _interruptible():
+            status: int = options.run(options)
+            sys.stdout.flush()
         return status
     except (TypeError, ValueError) as error:
         return _end(command, str(error), 2)
     except KeyboardInterrupt:
+        exec("")  # Python, once code from a string was interrupted, ends by the signal: this takes the note of it back
         return _end(command, "interrupted", 130)
     except MemoryError as error:
         return _end(command, f"this needs more memory than there is{f' ({error})' if str(error) else ''}", 1)
@@ -73,6 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _expected(error):
             raise
         return _end(command, str(error).partition("\n")[0], 1)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C unwind the command, which may have something to clean up; before and after, `deferred.leave` ends it."""
+    ends = signal.getsignal(signal.SIGINT) is deferred.leave
+    if ends:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, deferred.leave)
 
 
 def _end(command: str, words: str, status: int) -> int:

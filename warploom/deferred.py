@@ -6,7 +6,9 @@ needed, and what needs more gets it at its first use.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from importlib import reload
 from types import ModuleType
@@ -22,6 +24,15 @@ def defers() -> bool:
     """
     program = (getattr(sys, "argv", None) or [""])[0]
     return not _over and (program == "-m" or os.path.splitext(os.path.basename(program))[0] == "warploom")
+
+
+def leave(*_: object) -> None:
+    """What Ctrl-C does to the command before its work begins and after it ends: there is nothing to clean up.
+
+    While modules are imported an exception would leave a traceback, or be caught by one of them and forgotten.
+    """
+    os.write(2, b"warploom: interrupted\n")
+    os._exit(130)
 
 
 class Deferred(ModuleType):
@@ -41,6 +52,14 @@ class Deferred(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.__dict__["__all__"]})
+
+
+def defer() -> None:
+    """Make the package, whose `__init__` runs, a deferred one."""
+    sys.modules["warploom"].__class__ = Deferred
+    with contextlib.suppress(ValueError):  # of a thread that is not the main one
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, leave)
 
 
 def complete() -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.pool import Pool
+from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,15 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     for jobs in dict.fromkeys((options.warm, 1)):
         work = [(options, name) for name in failed]
         with _pool(jobs) as pool:
-            for name, why in pool.imap_unordered(_build_one, work, chunksize=1):
-                failed[name] = why
-                words = why or "compiled"
-                print(f"{name}: {words}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            try:
+                for name, why in _looking(pool.imap_unordered(_build_one, work, chunksize=1)):
+                    failed[name] = why
+                    words = why or "compiled"
+                    print(f"{name}: {words}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            except KeyboardInterrupt:
+                for process in multiprocessing.active_children():  # before the pool closes what they write to
+                    process.kill()
+                raise
         failed = {name: why for name, why in failed.items() if why}
         if not failed:
             break
@@ -191,6 +196,17 @@ def _pool(jobs: int) -> Pool:
         return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _looking(results: IMapIterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The results as they come, with a look for Ctrl-C now and then: one that comes just before a wait does not end it."""
+    while True:
+        try:
+            yield results.next(0.2)
+        except multiprocessing.TimeoutError:
+            continue
+        except StopIteration:
+            return
 
 
 def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -18,6 +19,7 @@ from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.table import table
 
+_LOOK = 0.2  # seconds after which a wait looks for Ctrl-C: one that comes just before the wait does not end it
 _PATIENCE = 5.0  # seconds for a thread to end once its compiler is killed
 
 
@@ -113,8 +115,15 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
     rows: dict[str, dict[str, Any]] = {}
     compilers: set[Worker] = set()
     stopped = threading.Event()
+    ended: SimpleQueue[None] = SimpleQueue()  # of threads, which an interrupted join() would take for ended
 
     def work() -> None:
+        try:
+            compile_all()
+        finally:
+            ended.put(None)
+
+    def compile_all() -> None:
         worker: Worker | None = None
         while not stopped.is_set():
             try:
@@ -146,17 +155,21 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
 
     # They do not keep the process from ending: one may be waiting for what another process compiles.
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(specs)))]
+    running = len(threads)
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while running:
+            with contextlib.suppress(Empty):
+                ended.get(timeout=_LOOK)
+                running -= 1
     except KeyboardInterrupt:
         stopped.set()
         for worker in tuple(compilers):
             worker.kill()
-        for thread in filter(threading.Thread.is_alive, threads):
-            thread.join(_PATIENCE)  # it removes what its compiler wrote
+        with contextlib.suppress(Empty):
+            for _ in range(running):  # each removes what its compiler wrote
+                ended.get(timeout=_PATIENCE)
         raise
     finally:
         if not quiet and sys.stderr.isatty():
