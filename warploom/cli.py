@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         return _end(command, f"this needs more memory than there is{f' ({error})' if str(error) else ''}", 1)
     except ImportError as error:
-        return _end(command, f"{error.name or 'a package'} cannot be imported ({error}); warploom doctor says what needs it", 1)
+        if error.name is None:  # our own words
+            return _end(command, str(error), 1)
+        return _end(command, f"{error.name} cannot be imported ({error}); warploom doctor says what needs it", 1)
     except BrokenPipeError:
         # The reader has left, as `head` does. What is still buffered must go somewhere when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

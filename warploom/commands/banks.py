@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from warploom.commands.outputs import writable_file
 from warploom.runtime.table import table
 from warploom.smem import copies
 from warploom.smem.access import ACCESSES, Pattern, parse_pattern
@@ -39,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     if options.rows is None or options.cols is None:
         raise ValueError("--rows and --cols are needed without --addresses")
     swizzles = () if options.swizzle is None else parse_swizzles(options.swizzle)
+    if options.draw and Path(options.draw).suffix in (".svg", ".png", ".html"):
+        writable_file("--draw", options.draw)
     tile = Tile(options.rows, options.cols, options.dtype, options.pad, swizzles)
     return _design(options, tile, patterns) if options.design else _count(options, tile, patterns, copied)
 

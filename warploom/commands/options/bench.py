@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from warploom.bench.choice import MOST, SUITES
+from warploom.commands.numbers import whole
 
 EXAMPLES = """examples:
   warploom bench --suite forward --suite backward --out benchmarks/results/dense.json
@@ -41,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
-    parser.add_argument("--repeats", type=int, default=MOST, metavar="N", help=f"rounds at the most; default: {MOST}")
+    parser.add_argument("--repeats", type=whole(1, 10**6), default=MOST, metavar="N", help=f"rounds at most; default: {MOST}")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
-    parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
+    parser.add_argument("--warm", type=whole(1, 1024), metavar="JOBS", help="compile all cases in so many processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: the folder of performance.md")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
