@@ -1,21 +1,27 @@
-"""The command `warploom`: each subcommand is a module with `add_arguments(parser)` and `run(options)`."""
+"""The command `warploom`: each subcommand is a module with `add_arguments(parser)` and `run(options)`.
+
+What is here, and what these modules import at once, is there without torch: help and the version cost no more than Python.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 import warploom
+from warploom import deferred
 
 COMMANDS = {
-    "doctor": ("warploom.commands.doctor", "what is installed, what can run here, and why the rest cannot"),
-    "explain": ("warploom.commands.explain", "which implementation serves a call of given shapes, and why"),
-    "bench": ("warploom.commands.bench", "time warploom against its peers on this machine, and report it"),
-    "banks": ("warploom.commands.banks", "bank conflicts of shared-memory accesses: predicted, explained, designed away"),
-    "build": ("warploom.commands.build", "compile the Hopper kernels ahead of time, without a GPU"),
+    "doctor": ("warploom.commands.options.doctor", "what is installed, what can run here, and why the rest cannot"),
+    "explain": ("warploom.commands.options.explain", "which implementation serves a call of given shapes, and why"),
+    "bench": ("warploom.commands.options.bench", "time warploom against its peers on this machine, and report it"),
+    "banks": ("warploom.commands.options.banks", "bank conflicts of shared memory: predicted, explained, designed away"),
+    "build": ("warploom.commands.options.build", "compile the Hopper kernels ahead of time, without a GPU"),
     "demo": ("warploom.demo", "a real encoder over real text, eager against warploom, padded and packed"),
 }
 
@@ -43,18 +49,64 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for bad input."""
-    options = make_parser().parse_args(arguments)
+    """Run one command; the exit status is 0 for success, 1 for what failed, 2 for bad input, 130 for Ctrl-C."""
+    command = "warploom"
     try:
-        status: int = options.run(options)
-        sys.stdout.flush()
+        options = make_parser().parse_args(arguments)
+        command = f"warploom {options.command}"
+        deferred.complete()
+        with _interruptible():
+            status: int = options.run(options)
+            sys.stdout.flush()
         return status
     except (TypeError, ValueError) as error:
-        print(f"warploom {options.command}: {error}", file=sys.stderr)
-        return 2
+        return _end(command, str(error), 2)
     except KeyboardInterrupt:
-        return 130
+        exec("")  # Python, once code from a string was interrupted, ends by the signal: this takes the note of it back
+        return _end(command, "interrupted", 130)
+    except MemoryError as error:
+        return _end(command, f"this needs more memory than there is{f' ({error})' if str(error) else ''}", 1)
+    except ImportError as error:
+        if error.name is None:  # our own words
+            return _end(command, str(error), 1)
+        return _end(command, f"{error.name} cannot be imported ({error}); warploom doctor says what needs it", 1)
     except BrokenPipeError:
         # The reader has left, as `head` does. What is still buffered must go somewhere when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return _end(command, f"{place}{error.strerror or error}", 1)
+    except RuntimeError as error:
+        if not _expected(error):
+            raise
+        return _end(command, str(error).partition("\n")[0], 1)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C unwind the command, which may have something to clean up; before and after, `deferred.leave` ends it."""
+    ends = signal.getsignal(signal.SIGINT) is deferred.leave
+    if ends:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, deferred.leave)
+
+
+def _end(command: str, words: str, status: int) -> int:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)  # a line of progress may stand there
+    print(f"{command}: {words}", file=sys.stderr)
+    return status
+
+
+def _expected(error: RuntimeError) -> bool:
+    """Whether it says what is wrong with the machine or its cache, and not with the program."""
+    from warploom.runtime.trust import CacheError
+
+    if isinstance(error, CacheError):
+        return True
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

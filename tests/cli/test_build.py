@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class Compiler:
             raise RuntimeError("kernel_1 does not compile")
         return {"registers": 1}
 
+    def kill(self) -> None: ...
+
     def close(self) -> None:
         Compiler.closed += 1
 
@@ -57,18 +60,10 @@ def test_a_compiler_that_failed_was_never_closed(compiler: type[Compiler]) -> No
 
 def test_an_interrupt_did_not_stop_the_builders(compiler: type[Compiler], monkeypatch: pytest.MonkeyPatch) -> None:
     begun, interrupted = threading.Event(), threading.Event()
-    made: list[threading.Thread] = []
 
-    class Interrupted(threading.Thread):
-        def __init__(self, target: object) -> None:
-            super().__init__(target=target)  # type: ignore[arg-type]
-            made.append(self)
-
-        def join(self, timeout: float | None = None) -> None:
-            if not interrupted.is_set():
-                begun.wait()
-                raise KeyboardInterrupt
-            super().join(timeout)
+    def interrupt() -> None:
+        begun.wait()
+        _thread.interrupt_main()
 
     def first(self: Compiler, spec: ModuleSpec) -> dict[str, int]:
         compiler.asked.append(spec.name)
@@ -77,12 +72,14 @@ def test_an_interrupt_did_not_stop_the_builders(compiler: type[Compiler], monkey
         return {}
 
     monkeypatch.setattr(compiler, "build", first)
-    monkeypatch.setattr(build.threading, "Thread", Interrupted)
+    monkeypatch.setattr(compiler, "kill", lambda self: interrupted.set())
+    presser = threading.Thread(target=interrupt)
+    presser.start()
     with pytest.raises(KeyboardInterrupt):
         build.build_all(SPECS, jobs=1, quiet=True)
-    interrupted.set()
-    made[0].join()
-    assert compiler.asked == ["kernel_0"]
+    assert interrupted.is_set(), "the compiler was left alone"
+    presser.join()
+    assert compiler.asked == ["kernel_0"] and compiler.closed == 1
 
 
 def test_a_cache_that_others_can_write_is_refused_before_any_work(

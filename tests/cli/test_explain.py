@@ -11,9 +11,12 @@ import pytest
 import torch
 
 import warploom
+from tests.sizes import Sizes
 from warploom.cli import main
+from warploom.commands.devices import CAPABILITIES
 from warploom.commands.mask_argument import parse_mask
 from warploom.masks import Document, SlidingWindow
+from warploom.runtime import machine, modules, triton_backend
 
 
 def printed(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -108,3 +111,90 @@ def test_mask_expressions() -> None:
     mask = parse_mask("Document([30, 34], causal=False) & SlidingWindow(9, right=None)")
     wanted = Document([30, 34], causal=False) & SlidingWindow(9, right=None)
     assert torch.equal(mask.dense(64, 64), wanted.dense(64, 64))
+
+
+CALL = ("--seqlen", "300", "--heads", "4", "--head-dim", "128", "--causal")
+
+
+def elsewhere(capsys: pytest.CaptureFixture, device: str, *arguments: str) -> dict:
+    """What it says in JSON, of the call above; the text says no less."""
+    assert main(["explain", "--device", device, *CALL, *arguments]) == 0
+    text = capsys.readouterr().out
+    assert main(["explain", "--device", device, *CALL, *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert text.startswith(f"device    {device.lower()}, compute capability {found['device']['capability']}, not here: ")
+    assert f"runs      {found['implementation']}: {found['reason']}" in text
+    assert all(f"refused   {row['implementation']}: {row['why']}\n" in text + "\n" for row in found["refused"])
+    return found
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All optional packages, as far as the package can tell."""
+    monkeypatch.setattr(modules, "find_spec", lambda name: object())
+    for name in ("cannot_load", "cannot_build"):
+        monkeypatch.setattr(modules, name, lambda: None)
+    monkeypatch.setattr(triton_backend, "_HAS_TRITON", True)
+
+
+@pytest.mark.parametrize(
+    ("device", "runs"),
+    [("h100", "hopper"), ("H200", "hopper"), ("sm_90a", "hopper"), ("a100", "ampere"), ("l40s", "ampere"), ("b200", "triton")],
+)
+def test_a_gpu_that_is_not_here(device: str, runs: str, installed: None, capsys: pytest.CaptureFixture) -> None:
+    found = elsewhere(capsys, device)
+    assert (found["implementation"], found["with_extras"]) == (runs, None)
+    assert found["device"]["here"] is False
+    assert machine.assumed is None and "this machine has" not in str(modules.cannot_run())
+
+
+def test_a_gpu_that_is_not_here_has_the_tiles_and_the_mask_of_its_call(installed: None, capsys: pytest.CaptureFixture) -> None:
+    options = ["--mask", "Document([100, 200])", "--backward", "--sink", "--dropout", "0.1", "--softcap", "0"]
+    found = elsewhere(capsys, "h100", *options)
+    m, n = found["tile"]
+    tiles = (Document([100, 200]) & warploom.masks.Causal()).tiles(m, n, 300, 300)
+    assert found["tiles"] == {name: int(getattr(tiles, name)) for name in ("hidden", "partial", "full")}
+    assert set(found["backward_tiles"]) == {"dq", "dk", "dv"}
+    assert "column mask (lts); sink; dropout; forward + backward" in found["call"]
+
+
+def test_a_gpu_that_is_not_here_without_the_extras_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It says what would run with what is installed, why, and what the extras would change."""
+    monkeypatch.setattr(modules, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_backend, "_HAS_TRITON", False)
+    found = elsewhere(capsys, "h100")
+    assert found["implementation"] == "reference"
+    refused = {row["implementation"]: row["why"] for row in found["refused"]}
+    assert "pip install 'warploom[hopper]'" in refused["hopper"] and "pip install 'warploom[triton]'" in refused["triton"]
+    assert found["with_extras"]["implementation"] == "hopper"
+    assert found["with_extras"]["tile"] is not None
+    assert main(["explain", "--device", "h100", *CALL]) == 0
+    shown = capsys.readouterr().out
+    assert "with all extras (pip install 'warploom[triton,hopper]')\nruns      hopper: " in shown
+    assert main(["explain", "--device", "h100", "--backend", "hopper", *CALL]) == 2
+    assert "backend='hopper' cannot run this call" in capsys.readouterr().err
+
+
+def test_every_name_of_a_gpu_is_answered(capsys: pytest.CaptureFixture) -> None:
+    for name, (major, minor) in CAPABILITIES.items():
+        assert elsewhere(capsys, name)["device"]["capability"] == f"{major}.{minor}"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "sm_", "sm_9", "h1000", ""])
+def test_a_gpu_that_nobody_knows_in_words(name: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", "--device", name, *CALL]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("warploom explain: --device takes cpu, cuda, one of a100, ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("seqlen", [2**20, 2**24, 2**29])
+@pytest.mark.parametrize("band", ["--causal", "--window=4096,100", "--window=none,-7"])
+def test_the_longest_call_under_a_band_makes_no_large_tensor(
+    device: str, seqlen: int, band: str, capsys: pytest.CaptureFixture
+) -> None:
+    with Sizes() as sizes:
+        assert main(["explain", "--device", device, "--seqlen", str(seqlen), "--heads", "32", band, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["tiles"].values()) == -(-seqlen // found["tile"][0]) * -(-seqlen // found["tile"][1])
+    assert sizes.largest <= 64

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import TileClasses
 from warploom.runtime import dispatch
 
@@ -49,8 +52,13 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None) -> Plan:
-    """The plan of a validated call; raises as the call would where ``backend`` refuses."""
+def plan_of(
+    args: AttentionArgs, problem: AttentionProblem, backend: str | None, mask: ResolvedMask | None = None
+) -> Plan:
+    """The plan of a validated call; raises as the call would where ``backend`` refuses.
+
+    ``mask``: the call's, with vectors on the CPU, where those of ``args`` hold no values.
+    """
     chosen = dispatch.choose(problem, backend)
     refused, reason = [], f"forced by backend={backend!r}"
     if backend is None:
@@ -67,7 +75,8 @@ def plan_of(args: AttentionArgs, problem: AttentionProblem, backend: str | None)
     counts, skipped = (None, None)
     whole = problem.layout == "dense" and not problem.q_offset
     if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
-        classes = TileClasses.of(args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, args.q.device)
+        device = args.q.device if mask is None else torch.device("cpu")
+        classes = TileClasses.of(mask or args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, device)
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()

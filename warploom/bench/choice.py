@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+SUITES = ("forward", "backward", "masks", "decode", "linear", "training")
+MOST = 25  # rounds of one comparison
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from warploom.bench.choice import MOST
+
 Call = Callable[[], Any]
 Clock = Callable[[dict[str, Call]], dict[str, list[float]]]
 
-# Seconds that the rounds of one comparison may take, and rounds at the least and at the most.
-SECONDS, FEWEST, MOST = 0.3, 5, 25
+# Seconds that the rounds of one comparison may take, and rounds at the least.
+SECONDS, FEWEST = 0.3, 5
 # Read before every call: five times an H100's L2, so that neither inputs nor unwritten lines are left there.
 FLUSH_BYTES = 2**28
 # Clock cycles for which the device is held back, so that the host has queued a call before it begins.

@@ -20,7 +20,6 @@ from warploom.bench.reference import LastDocument, one_head
 from warploom.bench.training import training_cases
 from warploom.masks import Causal, Full, SlidingWindow
 
-SUITES = ("forward", "backward", "masks", "decode", "linear", "training")
 # Tokens and channels of a dense case, and its key axes.
 TOKENS, CHANNELS = 16384, 2048
 HEAD_DIMS, SEQLENS = (64, 128, 256), (1024, 4096, 16384)

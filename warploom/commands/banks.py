@@ -6,67 +6,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from warploom.commands.banks_text import draw_counts, many, sums, totals
 from warploom.commands.banks_written import run_atom, run_layout
+from warploom.commands.outputs import writable_file
 from warploom.runtime.table import table
 from warploom.smem import copies
-from warploom.smem.access import ACCESSES, ORDERS, Pattern, parse_pattern
+from warploom.smem.access import ACCESSES, Pattern, parse_pattern
 from warploom.smem.explain import describe, witness
-from warploom.smem.layout import DTYPES, Tile, join, parse_swizzles, tma_refusals
+from warploom.smem.layout import Tile, join, parse_swizzles, tma_refusals
 from warploom.smem.model import Prediction, predict
 from warploom.smem.swizzle import design
 from warploom.smem.walk import count
-
-EXAMPLES = f"""examples:
-  warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16
-  warploom banks --access ldmatrix.x4 --rows 16 --cols 128 --dtype f16 --swizzle 3,3,4 --draw tile.svg
-  warploom banks --access lds.64 --addresses 0,8,16,24,-,...       (32 byte addresses, - for a lane that is off)
-  warploom banks --design --rows 16 --cols 16 --access sts.128 --access ldmatrix.x4
-  warploom banks --layout "Swizzle<3,3,3> o (64,64):(64,1)" --access ldmatrix.x4
-  warploom banks --atom wgmma-k-128 --draw operand.svg
-  warploom banks --ladder --gemm --attention                       (needs a GPU and cuda-core: checks and times the kernels)
-  warploom banks --verify                                          (needs ncu too: predicted against measured)
-
-accesses: {", ".join(ACCESSES)};
-also {copies.NAME}, which fills the tile by cp.async
-orders, as in lds.32@columns:
-{table([(name, meaning) for name, meaning in ORDERS.items()])}
-ACCESS@ROWSxCOLS, as in ldmatrix.x4@256x16, sees the same memory in another shape.
-
-atoms: tma-MODE, wgmma-k-MODE, wgmma-mn-MODE for MODE of none, 32, 64, 128; wgmma-accumulator, wgmma-a
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--access", action="append", metavar="ACCESS", help="an instruction; several for one tile")
-    parser.add_argument("--addresses", metavar="A0,...,A31", help="byte addresses of the lanes of one instruction")
-    tile = parser.add_argument_group("a tile, row after row, covered once by each access")
-    tile.add_argument("--rows", type=_number, metavar="R")
-    tile.add_argument("--cols", type=_number, metavar="C")
-    tile.add_argument("--dtype", choices=DTYPES, default="f16", metavar="TYPE", help=f"{', '.join(DTYPES)}; default: f16")
-    tile.add_argument("--pad", type=_number, default=0, metavar="N", help="elements after each row")
-    tile.add_argument("--swizzle", metavar="B,M,S", help="in elements; two in a row joined by +")
-    written = parser.add_argument_group("a tile by its layout in CuTe's notation, or one of Hopper's own as a picture")
-    written.add_argument("--layout", metavar="TEXT", help='as in "Swizzle<3,3,3> o (64,64):(64,1)"; rows are its first mode')
-    written.add_argument("--swizzle-bytes", action="store_true", help="its swizzles are of byte addresses, as in smem atoms")
-    written.add_argument("--atom", metavar="NAME", help="a swizzle of TMA, an operand or accumulator of wgmma")
-    actions = parser.add_argument_group("what to do with it, beside counting")
-    actions.add_argument("--design", action="store_true", help="search the best swizzle, padding and pair of swizzles")
-    actions.add_argument("--draw", metavar="FILE", help="a picture, .svg or .png, or an interactive page, .html")
-    gpu = parser.add_argument_group("the laboratory's kernels, on this GPU")
-    gpu.add_argument("--ladder", action="store_true", help="check and time the 16×16×16 product, from WMMA to stmatrix")
-    gpu.add_argument("--gemm", action="store_true", help="check and time a large product, plain, padded, swizzled, and cuBLAS")
-    gpu.add_argument("--attention", action="store_true", help="the same with the Ampere forward, beside FlashAttention-2")
-    gpu.add_argument("--size", type=_number, metavar="N", help="rows, columns or tokens of the two; default: 4096")
-    gpu.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare the model with Nsight Compute's counters: single instructions and these kernels, or the named ones",
-    )
-    gpu.add_argument("--seed", type=_number, default=0, metavar="N", help="of the random patterns of --verify; default: 0")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,6 +29,8 @@ def run(options: argparse.Namespace) -> int:
         return _verify(options) if options.verify else _time(options)
     if options.size is not None:
         raise ValueError("--size takes one of --gemm and --attention beside it")
+    if options.draw and Path(options.draw).suffix in (".svg", ".png", ".html"):
+        writable_file("--draw", options.draw)
     if options.atom is not None:
         return run_atom(options)
     if options.layout is not None:
@@ -206,12 +161,6 @@ def _tile(tile: Tile) -> dict[str, Any]:
 
 def _numbers(tile: Tile) -> list[list[int]]:
     return [[one.b, one.m, one.s] for one in tile.swizzles]
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"takes a whole number from 0, got {text!r}")
-    return int(text)
 
 
 def _address(text: str) -> int | None:

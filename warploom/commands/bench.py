@@ -8,61 +8,22 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from warploom.bench import mask_bars
-from warploom.bench.choice import Choice
-from warploom.bench.harness import MOST, Case, Timer, against, environment, first_line, roofs, run_case
+from warploom.bench.choice import SUITES, Choice
+from warploom.bench.harness import Case, Timer, against, environment, first_line, roofs, run_case
 from warploom.bench.report import judged
-from warploom.bench.suites import SUITES, builds, cases
-
-EXAMPLES = """examples:
-  warploom bench --suite forward --suite backward --out benchmarks/results/dense.json
-  warploom bench --suite forward --against cuDNN --against FA4
-  warploom bench masks --masks tree prefix-LM --shapes S8192 --passes forward backward
-  warploom bench masks --peers cuDNN-Flex --list       what would run, and about how long
-  warploom bench --suite masks --warm 8        compile everything first, eight processes at once
-  warploom bench --suite decode --device cpu --quick
-  warploom bench report                        docs/performance.md and README.md's table from benchmarks/results/*.json
-  warploom bench report run.json --docs out    out/performance.md from one file; README.md stays as it is
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action", nargs="?", choices=["run", "report", *SUITES], default="run", help="a suite's name runs that; default: run"
-    )
-    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json, for README.md too")
-    parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
-    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
-    parser.add_argument(
-        "--peers",
-        "--against",
-        dest="against",
-        action="extend",
-        nargs="+",
-        metavar="PEER",
-        help="besides ours; default: every peer that is here",
-    )
-    for name, what in (("masks", "of these names"), ("shapes", "with this in their names"), ("passes", "of these names")):
-        parser.add_argument(
-            f"--{name}", action="extend", nargs="+", metavar="NAME", help=f"of the masks suite: {name} {what}; see --list"
-        )
-    parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
-    parser.add_argument("--repeats", type=int, default=MOST, metavar="N", help=f"rounds at the most; default: {MOST}")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
-    parser.add_argument("--warm", type=int, metavar="JOBS", help="compile all cases in so many processes, time none")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: where performance.md goes; default: docs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+from warploom.bench.suites import builds, cases
+from warploom.commands.outputs import writable_file, writable_folder
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,8 +34,6 @@ def run(options: argparse.Namespace) -> int:
     options.suite = [*(options.suite or []), *([options.action] if options.action in SUITES else [])] or ["forward"]
     if "masks" not in options.suite and (options.masks or options.shapes or options.passes):
         raise ValueError("--masks, --shapes and --passes choose among the masks suite's cases: warploom bench masks …")
-    if options.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
     if options.budget is not None and not options.budget >= 0:
         raise ValueError(f"--budget must be a number of seconds from 0, got {options.budget}")
     if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
@@ -89,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         listed = [{"suite": c.suite, "case": c.name, **c.shape, "seconds": c.seconds} for c in chosen]
         print(json.dumps(listed) if options.json else _names(chosen))
         return 0
+    if options.out is not None:
+        writable_file("--out", options.out)
     if options.warm is not None:
         return _warm(chosen, options)
     return _time(chosen, device, options)
@@ -166,8 +127,11 @@ def _write(found: dict[str, Any], path: Path | None) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(found, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -196,8 +160,6 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     A case that fails beside the others, for memory say, is tried once more alone. One that fails again is named, and the
     timing run compiles it or says in its row why not.
     """
-    if options.warm < 1:
-        raise ValueError(f"--warm must be at least 1, got {options.warm}")
     # The processes compile side by side already; each would start a pool as large as the machine besides.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     names = [case.name for case in chosen]
@@ -205,17 +167,45 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     failed = dict.fromkeys(names, "")
     for jobs in dict.fromkeys((options.warm, 1)):
         work = [(options, name) for name in failed]
-        with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-            for name, why in pool.imap_unordered(_build_one, work, chunksize=1):
-                failed[name] = why
-                words = why or "compiled"
-                print(f"{name}: {words}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        with _pool(jobs) as pool:
+            try:
+                for name, why in _looking(pool.imap_unordered(_build_one, work, chunksize=1)):
+                    failed[name] = why
+                    words = why or "compiled"
+                    print(f"{name}: {words}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            except KeyboardInterrupt:
+                for process in multiprocessing.active_children():  # before the pool closes what they write to
+                    process.kill()
+                raise
         failed = {name: why for name, why in failed.items() if why}
         if not failed:
             break
     if options.json:
         print(json.dumps({"compiled": [name for name in names if name not in failed], "failed": failed}))
     return int(bool(failed))
+
+
+def _pool(jobs: int) -> Pool:
+    """Processes that Ctrl-C does not reach, whose tracebacks nobody wants: leaving the pool ends them.
+
+    They are started by this thread and by the pool's, which inherit what this one blocks, and so do their processes.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _looking(results: IMapIterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The results as they come, with a look for Ctrl-C now and then: one that comes just before a wait does not end it."""
+    while True:
+        try:
+            yield results.next(0.2)
+        except multiprocessing.TimeoutError:
+            continue
+        except StopIteration:
+            return
 
 
 def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:
@@ -236,6 +226,14 @@ def _report(options: argparse.Namespace) -> int:
     files = options.files or [path for path in sorted(Path("benchmarks/results").glob("*.json")) if is_run(path)]
     if not files:
         raise ValueError("report found no files in benchmarks/results")
+    for path in options.files:
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"report: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"report: {path} is not JSON: {error}") from None
+    writable_folder("--docs", options.docs)
     pages = write(files, options.docs)
     # Of some files the table would be a part of itself.
     for page in [] if options.files else [Path("README.md"), options.docs / "index.md"]:

@@ -10,49 +10,52 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from warploom.runtime import modules
+from warploom.runtime.cache import open_cache
 from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.table import table
+from warploom.runtime.trust import CacheError
 
-EXAMPLES = """examples:
-  warploom build --list                      the named set, and what of it the cache holds
-  warploom build --only '*bfloat16_d128*'    the variants of one head dim
-  warploom build --jobs 8 --out /opt/cache   all of them, into another cache (WARPLOOM_CACHE=/opt/cache to use it)
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a", "sm_80"], help="sm_90a: Hopper; sm_80: Ampere, Ada")
-    parser.add_argument("--only", metavar="PATTERN", default="*", help="names to build, as a shell pattern")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="compilers at a time")
-    parser.add_argument("--out", metavar="DIR", help="the cache to fill; default: WARPLOOM_CACHE or ~/.cache/warploom")
-    parser.add_argument("--list", action="store_true", help="only say what there is")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+_LOOK = 0.2  # seconds after which a wait looks for Ctrl-C: one that comes just before the wait does not end it
+_PATIENCE = 5.0  # seconds for a thread to end once its compiler is killed
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
-    if options.out:
+    if options.all and not options.list:
+        raise ValueError("--all is of --list; without it every module is built that --only does not leave out")
+    if options.out is not None:
+        if not options.out:
+            raise ValueError("--out takes a folder, got an empty name")
         os.environ["WARPLOOM_CACHE"] = options.out
-    specs = [spec for spec in named_set(options.arch) if fnmatch.fnmatch(spec.name, options.only)]
+    kinds = {
+        kind: [spec for spec in specs if fnmatch.fnmatch(spec.name, options.only)]
+        for kind, specs in named_kinds(options.arch).items()
+    }
+    specs = [spec for found in kinds.values() for spec in found]
     if not specs:
-        raise ValueError(f"--only {options.only!r} matches none of the {len(named_set(options.arch))} names of --list")
+        raise ValueError(f"--only {options.only!r} matches none of the {len(named_set(options.arch))} names of --list --all")
     refused = modules.unusable()
     if refused is not None:
         raise ValueError(refused)
     if options.list:
-        states = [(spec.name, modules.refusal(spec)) for spec in specs]
-        found = [{"name": name, "refused": refused} for name, refused in states]
-        print(json.dumps(found, indent=1) if options.json else table([(name, refused or "built") for name, refused in states]))
+        found = [state(spec, kind) for kind, held in kinds.items() for spec in held]
+        if options.json:
+            print(json.dumps(found, indent=1))
+        else:
+            print(table([(row["name"], row["refused"] or "built") for row in found]) if options.all else summary(found))
         return 0
     reason = modules.cannot_build()
     if reason is not None:
         raise ValueError(f"nothing can be built here: {reason}")
+    try:
+        open_cache(make=True).close()
+    except CacheError as error:
+        raise ValueError(str(error)) from None
     start = time.perf_counter()
     rows = build_all(specs, options.jobs, quiet=options.json)
     failed = sum("error" in row for row in rows)
@@ -65,7 +68,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def named_set(arch: str) -> list[ModuleSpec]:
-    """Every module that warploom can ask for on an architecture."""
+    """Every module that `warploom build` prepares for an architecture."""
+    return [spec for specs in named_kinds(arch).values() for spec in specs]
+
+
+def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
+    """The named set by what its modules compute."""
     from warploom.attention.ampere.plan import ARCHS
     from warploom.attention.ampere.plan import named_set as ampere
     from warploom.attention.hopper.plan import backward_set
@@ -73,9 +81,36 @@ def named_set(arch: str) -> list[ModuleSpec]:
     from warploom.linear.hopper.plan import named_set as linear_set
 
     if arch == "sm_90a":
-        return [config.spec for found in (forward_set(), backward_set(), linear_set()) for config in found]
+        return {
+            "attention forward": [config.spec for config in forward_set()],
+            "attention backward": [config.spec for config in backward_set()],
+            "linear attention": [config.spec for config in linear_set()],
+        }
     found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]
-    return list(dict.fromkeys(found))
+    return {"attention forward": list(dict.fromkeys(found))}
+
+
+def state(spec: ModuleSpec, kind: str) -> dict[str, Any]:
+    """Name and kind of a module, why the cache's must not be run or None, and the size of what may."""
+    refused = modules.refusal(spec)
+    return {"name": spec.name, "kind": kind, "refused": refused, "bytes": modules.size(spec) if refused is None else 0}
+
+
+def summary(found: Sequence[dict[str, Any]]) -> str:
+    """The kinds, how many of each are built, their size, and what keeps others that are there from being run."""
+    rows = []
+    for kind in dict.fromkeys(row["kind"] for row in found):
+        own = [row for row in found if row["kind"] == kind]
+        rows.append((kind, *_sums(own)))
+    rows.append(("all", *_sums(found)))
+    refusals = Counter(row["refused"] for row in found if row["refused"] not in (None, "not built"))
+    lines = [table(rows, heading=("kind", "modules", "built", "MiB")), *(f"  {count} {why}" for why, count in refusals.items())]
+    return "\n".join([*lines, f"in {modules.cache_folder()}; --list --all names each module"])
+
+
+def _sums(rows: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
+    built = sum(row["refused"] is None for row in rows)
+    return str(len(rows)), str(built), f"{sum(row['bytes'] for row in rows) / 2**20:.1f}"
 
 
 def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[str, Any]]:
@@ -87,10 +122,19 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
     for spec in specs:
         waiting.put(spec)
     rows: dict[str, dict[str, Any]] = {}
+    compilers: set[Worker] = set()
+    stopped = threading.Event()
+    ended: SimpleQueue[None] = SimpleQueue()  # of threads, which an interrupted join() would take for ended
 
     def work() -> None:
+        try:
+            compile_all()
+        finally:
+            ended.put(None)
+
+    def compile_all() -> None:
         worker: Worker | None = None
-        while True:
+        while not stopped.is_set():
             try:
                 spec = waiting.get_nowait()
             except Empty:
@@ -100,39 +144,52 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
                     if modules.built(spec):
                         row = {**modules.facts(spec), "cached": True}
                     else:
-                        worker = worker or Worker(spec.arch)
+                        if worker is None:
+                            worker = Worker(spec.arch)
+                            compilers.add(worker)
+                        if stopped.is_set():
+                            worker.kill()
                         row = worker.build(spec)
             except RuntimeError as error:
                 row = {"error": str(error)}
                 if worker is not None:  # it may have died
+                    compilers.discard(worker)
                     worker.close()
                     worker = None
             rows[spec.name] = {"name": spec.name, **row}
-            if not quiet:
+            if not (quiet or stopped.is_set()):
                 _progress(len(rows), len(specs), spec.name)
         if worker is not None:
             worker.close()
 
-    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(specs)))]
-    for thread in threads:
-        thread.start()
+    # They do not keep the process from ending: one may be waiting for what another process compiles.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(specs)))]
+    running = len(threads)
     try:
         for thread in threads:
-            thread.join()
+            thread.start()
+        while running:
+            with contextlib.suppress(Empty):
+                ended.get(timeout=_LOOK)
+                running -= 1
     except KeyboardInterrupt:
+        stopped.set()
+        for worker in tuple(compilers):
+            worker.kill()
         with contextlib.suppress(Empty):
-            while True:  # what is being compiled ends, or was interrupted too, and nothing more begins
-                waiting.get_nowait()
+            for _ in range(running):  # each removes what its compiler wrote
+                ended.get(timeout=_PATIENCE)
         raise
-    if not quiet:
-        _progress(len(specs), len(specs), "")
-        print(file=sys.stderr)
+    finally:
+        if not quiet and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return [rows[spec.name] for spec in specs]
 
 
 def _progress(done: int, total: int, name: str) -> None:
-    bar = "#" * (30 * done // max(total, 1))
-    print(f"\r[{bar:<30}] {done}/{total} {name:<70}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        bar = "#" * (30 * done // max(total, 1))
+        print(f"\r\x1b[K[{bar:<30}] {done}/{total} {name}", end="", file=sys.stderr, flush=True)
 
 
 def _words(row: dict[str, Any]) -> str:

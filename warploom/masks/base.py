@@ -15,9 +15,8 @@ from warploom.masks.startend import startend
 from warploom.masks.tiles import TileClasses
 from warploom.masks.visible import visible
 from warploom.runtime.arguments import checked
+from warploom.runtime.limits import LONGEST
 
-# Keys, or rows, of the longest call that column vectors describe: sums of positions stay within their 32 bits.
-LONGEST = 2**29
 _CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or two (prefill and decode)
 
 

@@ -16,7 +16,7 @@ turn out to be either. Lists of tiles are never kept: they would be O(seqlen^2 /
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from warploom.masks.arguments import integer
+from warploom.masks.band_counts import count_band
 from warploom.masks.intervals import ResolvedMask, band_rows
-from warploom.runtime.arguments import keeps_nothing
+from warploom.masks.segments import row_segments
+from warploom.masks.tile_counts import count_tiles
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-LTS_MIN, LTS_MAX, LTE_MIN, LTE_MAX, UTS_MIN, UTS_MAX, UTE_MIN, UTE_MAX = range(8)
 _LARGEST = 1 << 30
 _FAR = 1 << 40  # stands for an unlimited band
 _CELLS_AT_ONCE = 1 << 18  # tiles classified in one go: some MiB, however long the sequence
@@ -56,8 +57,13 @@ def column_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, block_n: int
 
     Returns:
         int32 (batch|1, heads|1, n_blocks, 8): lts min, max, lte min, max, uts min, max, ute min, max, of the
-        intervals as `normalised` gives them.
+        intervals as `normalised` gives them. Without vectors all blocks are one, expanded.
     """
+    if not any([t is not None for t in mask.vectors]):
+        count = block_n.shape[0] - 1 if isinstance(block_n, Tensor) else (seqlen_k + block_n - 1) // block_n
+        absent = torch.zeros(2, 2, 2, dtype=torch.int32, device=device)
+        absent[:, 0] = seqlen_q
+        return absent.reshape(1, 1, 1, 8).expand(1, 1, count, 8)
     vectors = normalised(mask, seqlen_q, seqlen_k, device)
     lead, device = vectors.shape[:3], vectors.device
     if isinstance(block_n, Tensor):
@@ -158,64 +164,6 @@ def classify_row_block(
     return torch.where(hidden, HIDDEN, torch.where(touched, PARTIAL, FULL)).to(torch.int8)
 
 
-def row_segments(
-    bounds: Tensor,
-    edges: Tensor,
-    left: int | None,
-    right: int | None,
-    seqlen_q: int,
-    seqlen_k: int,
-    block_m: int = 1,
-) -> Tensor:
-    """For each block of columns, at most three runs of row blocks that hold every tile not hidden.
-
-    The backward pass walks these runs; they agree with `classify_row_block` tile for tile.
-
-    Args:
-        bounds, edges, left, right, seqlen_q, seqlen_k: as for `classify_row_block`.
-        block_m: rows per row block.
-
-    Returns:
-        int32 (batch|1, heads|1, n_blocks, 3, 2): first and past-the-last row block of each run, in order and
-        disjoint; an unused run has both equal.
-    """
-    lts_max, lte_min, uts_max, ute_min = (bounds[..., i] for i in (LTS_MAX, LTE_MIN, UTS_MAX, UTE_MIN))
-    offset = seqlen_k - seqlen_q
-    count = (seqlen_q + block_m - 1) // block_m
-
-    def whole_blocks(row: Tensor) -> Tensor:
-        """Row blocks that end at or before `row`; the last one ends at seqlen_q."""
-        return torch.where(row >= seqlen_q, count, row.clamp(min=0).div(block_m, rounding_mode="floor")).to(torch.int32)
-
-    def begun_blocks(row: Tensor) -> Tensor:
-        """Row blocks that begin before `row`."""
-        return (row.clamp(0, seqlen_q) + (block_m - 1)).div(block_m, rounding_mode="floor").to(torch.int32)
-
-    begin, end = torch.zeros_like(lts_max), torch.full_like(lts_max, count)
-    if right is not None:  # up to the first row that some column shows
-        begin = whole_blocks(edges[:-1] - right - offset).expand_as(begin)
-    if left is not None:
-        end = begun_blocks(edges[1:] + left - offset).expand_as(end)
-    if keeps_nothing(left, right):
-        end = begin
-    end = torch.maximum(begin, end)
-
-    # Rows hidden in every column: two runs, or one where the intervals meet from both sides.
-    meet = (ute_min >= lts_max) & (lte_min >= uts_max)
-    first_start = torch.where(meet, torch.minimum(lts_max, uts_max), uts_max)
-    first_stop = torch.where(meet, torch.maximum(lte_min, ute_min), ute_min)
-    runs = []
-    for start, stop in ((first_start, first_stop), (lts_max, torch.where(meet, 0, lte_min))):
-        a = torch.maximum(begun_blocks(start), begin)
-        b = torch.minimum(whole_blocks(stop), end)
-        runs.append((torch.where(a < b, a, begin), torch.where(a < b, b, begin)))
-    (a0, b0), (a1, b1) = runs
-    swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
-    a0, a1 = torch.where(swap, a1, a0), torch.where(swap, a0, a1)
-    b0, b1 = torch.where(swap, b1, b0), torch.where(swap, b0, b1)
-    return torch.stack([begin, a0, b0, a1, b1, end], dim=-1).unflatten(-1, (3, 2))
-
-
 @dataclass(frozen=True)
 class TileClasses:
     """Tiles of one mask, counted. Made by `Mask.tiles()`.
@@ -247,12 +195,14 @@ class TileClasses:
         block_m, block_n = integer("block_m", block_m, minimum=1), integer("block_n", block_n, minimum=1)
         block_m, block_n = min(block_m, _LARGEST), min(block_n, _LARGEST)  # one tile either way
         bounds = column_bounds(mask, seqlen_q, seqlen_k, min(block_n, max(seqlen_k, 1)), device)
-        counts = torch.zeros(3, *bounds.shape[:2], dtype=torch.int64, device=bounds.device)
-        uncounted = cls(block_m, block_n, seqlen_q, seqlen_k, mask.left, mask.right, bounds, *counts)
-        for classes in uncounted._chunks():
-            for kind in (HIDDEN, PARTIAL, FULL):
-                counts[kind] += (classes == kind).sum((2, 3))
-        return uncounted  # its counts are views of `counts`
+        band = (mask.left, mask.right, seqlen_q, seqlen_k)
+        counts: Iterable[Tensor]
+        if any([t is not None for t in mask.vectors]):
+            counts = count_tiles(bounds, block_edges(seqlen_k, block_n, bounds.device), *band, block_m)
+        else:
+            found = count_band(*band, block_m, block_n)
+            counts = [torch.full((1, 1), n, dtype=torch.int64, device=bounds.device) for n in found]
+        return cls(block_m, block_n, seqlen_q, seqlen_k, mask.left, mask.right, bounds, *counts)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -275,8 +225,10 @@ class TileClasses:
         past = self.shape[1] * each - (self.seqlen_k + block_n - 1) // block_n  # of the last block, behind the last key
         counts = [each * int(count.sum()) for count in (self.hidden, self.partial, self.full)]
         if past:
-            last = sum(torch.stack([(part[..., -1] == kind).sum() for kind in range(3)]) for part in self._chunks())
-            counts = [count - past * int(n) for count, n in zip(counts, torch.as_tensor(last).tolist(), strict=True)]
+            end = block_edges(self.seqlen_k, self.block_n, self.bounds.device)[-2:]
+            band = (self.left, self.right, self.seqlen_q, self.seqlen_k)
+            last = count_tiles(self.bounds[:, :, -1:], end, *band, self.block_m).sum((1, 2))
+            counts = [count - past * n for count, n in zip(counts, last.tolist(), strict=True)]
         return dict(zip(("hidden", "partial", "full"), counts, strict=True))
 
     def rows(self) -> Iterator[tuple[int, int, Tensor]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from warploom.runtime import machine
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
@@ -16,10 +17,11 @@ def on_device(t: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-@lru_cache
+@machine.examined
 def capability(device: torch.device) -> int:
     """Ten times the major compute capability and the minor; of Triton's interpreter on the CPU that of Hopper."""
     if device.type != "cuda":
         return 90
-    major, minor = torch.cuda.get_device_capability(device)
+    assumed = machine.assumed
+    major, minor = torch.cuda.get_device_capability(device) if assumed is None else assumed.capability
     return 10 * major + minor

@@ -60,6 +60,7 @@ class Worker:
                     cwd=scratch.path,
                     env=_environment(arch, scratch.path),
                     pass_fds=[scratch.lock],
+                    process_group=0,  # Ctrl-C in a terminal is ours to answer
                 )
             except OSError as error:
                 raise RuntimeError(f"the compiler's process does not start: {error}") from error
@@ -83,6 +84,10 @@ class Worker:
             raise RuntimeError(f"{spec.name} does not compile: {answer['error']}")
         return answer
 
+    def kill(self) -> None:
+        """End the process at once; from any thread, and whoever waits for its answer finds it dead."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process once it has answered, and remove what it wrote."""
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -97,7 +102,7 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is not None and not issubclass(kind, Exception):
-            self._process.kill()  # we were interrupted, and nobody waits for its answer
+            self.kill()  # we were interrupted, and nobody waits for its answer
         self.close()
 
 

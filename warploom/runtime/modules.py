@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from warploom.runtime import cache as files
-from warploom.runtime import module_spec
+from warploom.runtime import machine, module_spec
 from warploom.runtime.cache import cache_folder, open_cache
 from warploom.runtime.module_spec import ModuleSpec
 from warploom.runtime.trust import CacheError, Folder
@@ -65,15 +65,19 @@ def driver_version() -> int | None:
 
 def driver_refusal() -> str | None:
     """Why the driver is too old for the CUDA 13 libraries that modules are linked with, or None."""
+    if machine.assumed is not None:
+        return None
     driver = driver_version()
     if driver is None or driver >= _OLDEST_DRIVER:
         return None
     return f"needs a driver for CUDA 13 (580 or newer), this one is for {driver // 1000}.{driver % 1000 // 10}"
 
 
-@cache
+@machine.examined
 def cannot_load() -> str | None:
     """Why no module can be loaded here, or None."""
+    if machine.assumed is not None and machine.assumed.extras:
+        return None
     if find_spec("tvm_ffi") is None:
         return "the apache-tvm-ffi package is not installed (pip install 'warploom[hopper]')"
     if runtime_library() is None:
@@ -81,21 +85,23 @@ def cannot_load() -> str | None:
     return None
 
 
-@cache
+@machine.examined
 def cannot_run() -> str | None:
     """Why no Hopper module runs on this machine, or None."""
-    if not torch.cuda.is_available():
+    found = machine.capabilities()
+    if not found:
         return "no CUDA device is visible"
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if (9, 0) not in found:
-        names = ", ".join(sorted(f"{major}.{minor}" for major, minor in found))
+        names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(found)))
         return f"needs compute capability 9.0 (H100, H200), this machine has {names}"
     return driver_refusal() or cannot_load()
 
 
-@cache
+@machine.examined
 def cannot_build() -> str | None:
     """Why no module can be built here, or None."""
+    if machine.assumed is not None and machine.assumed.extras:
+        return None
     spec = find_spec("cutlass")
     if spec is None:
         return "the CuTe DSL is not installed (pip install 'warploom[hopper]')"
@@ -227,6 +233,14 @@ def unusable() -> str | None:
     except CacheError as error:
         return str(error)
     return None
+
+
+def size(spec: ModuleSpec) -> int:
+    """Bytes of the cache's module; 0 where there is none that may be run."""
+    try:
+        return find(spec)[0].stat().st_size
+    except (Missing, CacheError, FileNotFoundError):
+        return 0
 
 
 def facts(spec: ModuleSpec) -> dict[str, Any]:

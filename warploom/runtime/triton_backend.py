@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from warploom.runtime import machine
 from warploom.runtime.backend import Backend
 
 # Read here once: torch.compile does not trace the lookup.
@@ -19,9 +20,10 @@ class TritonBackend(Backend):
     name = "triton"
 
     def available(self) -> str | None:
-        if not _HAS_TRITON:
+        elsewhere = machine.assumed
+        if not _HAS_TRITON and (elsewhere is None or not elsewhere.extras):
             return "the triton package is not installed (pip install 'warploom[triton]')"
-        if not _interpreting() and not torch.cuda.is_available():
+        if elsewhere is None and not _interpreting() and not torch.cuda.is_available():
             return "no CUDA device is visible"
         return None
 

@@ -6,15 +6,12 @@ that takes it, with the out and lse of this one.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from warploom.attention.ampere.plan import ARCHS, config
 from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, machine, modules
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
@@ -26,7 +23,7 @@ MEANT_FOR = ((8, 0), (8, 6), (8, 7), (8, 9))
 
 def _examine() -> str | None:
     """Why this machine cannot run it."""
-    if not torch.cuda.is_available():
+    if not _capabilities():
         return "no CUDA device is visible"
     return _device_refusal() or modules.cannot_load()
 
@@ -46,13 +43,13 @@ def _others() -> str | None:
     return None
 
 
-def _words(capabilities: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+def _words(found: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{major}.{minor}" for major, minor in found)
 
 
-@cache
+@machine.examined
 def _capabilities() -> tuple[tuple[int, int], ...]:
-    return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    return machine.capabilities()
 
 
 def _module_refusal(*fields: Any) -> str | None:

@@ -1,0 +1,1 @@
+"""What each command takes, read without torch; what it does is in `warploom.commands`."""
