@@ -208,7 +208,7 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
         k, v = (t.reshape(-1, page, 2, t.shape[-1]) for t in (k, v))
         table = torch.zeros(batch, capacity // page, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)
-    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, None, 0, 0.1, 0.0, "triton"))
+    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, None, None, 0, 0.1, 0.0, "triton"))
 
 
 @contextmanager

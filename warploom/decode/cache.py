@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.decode.accept import accept
 from warploom.decode.contents import check_append, check_cache
 from warploom.decode.ops import append_op
 from warploom.decode.problem import AppendArgs
@@ -73,6 +74,19 @@ class KVCache:
             v: (batch, T, heads_kv, head_dim_v).
         """
         append(AppendArgs(self.k, self.v, self.lengths, None, None, k, v))
+
+    def accept(self, path: Tensor, drafted: int) -> None:
+        """Keep of the last ``drafted`` tokens those of ``path``, side by side in its order, and drop the others, in place.
+
+        What follows a `decode(..., tree=...)` that verified a draft: the keys of the accepted tokens lie scattered among
+        those of the rejected ones. No host synchronisation; works inside a CUDA graph. Every layer's cache has its own.
+
+        Args:
+            path: integers (batch, n), n at most ``drafted``: the accepted tokens by their number in the draft, from the root
+                on, -1 behind the last. All -1 rejects the draft.
+            drafted: tokens of the draft, the last ones of every sequence.
+        """
+        accept(self.k, self.v, self.lengths, None, path, drafted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +166,10 @@ class PagedKVCache:
         and not written otherwise.
         """
         append(AppendArgs(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v))
+
+    def accept(self, path: Tensor, drafted: int) -> None:
+        """As `KVCache.accept`, within the pages of block_table; a page that sequences share must hold no draft."""
+        accept(self.k_pages, self.v_pages, self.lengths, self.block_table, path, drafted)
 
 
 def append(args: AppendArgs) -> None:

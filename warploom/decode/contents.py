@@ -102,6 +102,25 @@ def _check_room(k_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sl
         )
 
 
+def checked_tree(tree: Any, q: Tensor) -> Tensor | None:
+    """The parents of q's tokens as int32; their values are looked at where they may be read."""
+    tree = arguments.int32("tree", tree, 2, q)
+    if tree is None:
+        return None
+    batch, queries = q.shape[:2]
+    if tree.shape[0] not in (1, batch) or tree.shape[1] != queries:
+        raise ValueError(f"tree must have shape (batch or 1, T) = ({batch} or 1, {queries}), got {tuple(tree.shape)}")
+    if arguments.readable(tree) and tree.numel():
+        bad = (tree < -1) | (tree >= torch.arange(queries, device=tree.device))
+        if bool(bad.any()):
+            row, t = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"tree[{row}, {t}] is {int(tree[row, t])}; a token's parent is an earlier one of its tree, from 0 to t - 1, or "
+                "-1 for a root"
+            )
+    return tree
+
+
 def check_contents(k: Tensor, lengths: Tensor, block_table: Tensor | None, new: int = 0) -> None:
     """Values of lengths, and of the table's entries for the keys held and ``new`` ones behind them."""
     if not arguments.readable(k) or not lengths.numel():

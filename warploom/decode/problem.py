@@ -14,7 +14,8 @@ class DecodeArgs(NamedTuple):
 
     ``k`` and ``v`` are (batch, capacity, heads_kv, ·), or pages (pages, page_size, heads_kv, ·) with ``block_table``
     int32 (batch, pages_per_sequence). Query t of T sits at p = length - T + t and sees key j when
-    -right <= p - j <= left; left None is unlimited, right is never positive (decode is causal).
+    -right <= p - j <= left; left None is unlimited, right is never positive (decode is causal). ``tree``, int32 (batch|1, T),
+    hides of the last T keys what is no ancestor of the query's.
     """
 
     q: Tensor
@@ -23,6 +24,7 @@ class DecodeArgs(NamedTuple):
     lengths: Tensor
     block_table: Tensor | None
     sink: Tensor | None
+    tree: Tensor | None
     left: int | None
     right: int
     scale: float
@@ -68,6 +70,7 @@ class DecodeProblem:
     right: int = 0
     softcap: bool = False
     sink: bool = False
+    tree: bool = False
 
     @classmethod
     def from_args(cls, args: DecodeArgs) -> DecodeProblem:
@@ -86,4 +89,5 @@ class DecodeProblem:
             right=args.right,
             softcap=args.softcap != 0.0,
             sink=args.sink is not None,
+            tree=args.tree is not None,
         )

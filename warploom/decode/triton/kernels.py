@@ -85,13 +85,21 @@ def _settle(acc, total, top):
     return acc / by_row(divisor(total), acc), lse
 
 
+@triton.jit
+def _shown(bits, cols, first_token):
+    """Which keys a tree shows rows by the bits of their ancestors: of the keys from ``first_token`` on those; all before."""
+    nth = cols - first_token
+    shift = clamp(nth, 0, 63).to(tl.int64)
+    return (nth < 0)[None, :] | (((bits[:, None] >> shift[None, :]) & 1) != 0)
+
+
 # Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
 # tells the compiler how far they align.
 @triton.jit(
     do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-        "stride_vb", "stride_vn", "stride_vh", "stride_table", "programs", "grouped", "max_units", "capacity", "pages",
-        "page_shift", "page_mask", "left", "right",
+        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
+        "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
+        "pages", "page_shift", "page_mask", "left", "right",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -101,6 +109,7 @@ def split_kernel(
     lengths_ptr,
     table_ptr,
     sink_ptr,
+    tree_ptr,
     out_ptr,
     lse_ptr,
     stride_qb: tl.int64,
@@ -113,6 +122,7 @@ def split_kernel(
     stride_vn: tl.int64,
     stride_vh: tl.int64,
     stride_table: tl.int64,
+    stride_tree,
     programs,
     grouped,
     max_units,
@@ -141,6 +151,7 @@ def split_kernel(
     HAS_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
+    TREE: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -182,6 +193,8 @@ def split_kernel(
     first, last = _key_range(length, left, right, T, HAS_LEFT)
     start, size, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     position = length - T + t
+    if TREE:
+        bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
 
     k_ptr += head.to(tl.int64) * stride_kh * UNIT
     v_ptr += head.to(tl.int64) * stride_vh * UNIT
@@ -249,6 +262,9 @@ def split_kernel(
                 seen = seen & (cols[None, :] <= position[:, None] + right)
             if HAS_LEFT:
                 seen = seen & (cols[None, :] >= position[:, None] - left)
+            if TREE:
+                if tile + N > length - T:
+                    seen = seen & _shown(bits, cols, length - T)
             s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
             base = finite(new_top)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
 from warploom.decode.triton.plan import UNIT, Plan, Shape, plan
+from warploom.decode.triton.tree import ancestors
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import RawLaunch
 
@@ -21,6 +22,7 @@ class SplitNumbers(NamedTuple):
     """What the split kernel takes after its pointers and the strides of q, k and v, in its order."""
 
     stride_table: int
+    stride_tree: int
     programs: int
     grouped: int
     max_units: int
@@ -57,14 +59,15 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
         part_lse = q.new_empty((p.parts,), dtype=torch.float32)
     with on_device(q):
-        p.split(p.grid, q, args.k, v, lengths, args.block_table, sink, part_out, part_lse, *strides, *numbers)
+        bits = None if args.tree is None else ancestors(args.tree)
+        p.split(p.grid, q, args.k, v, lengths, args.block_table, sink, bits, part_out, part_lse, *strides, *numbers)
         if p.merge is not None:
             p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
 
 
 class Ready:
-    """A decode call whose cache, shapes and options are known: what is left of the host's work, pointers and launches."""
+    """A decode call without a tree whose cache, shapes and options are known: what is left of the host's work."""
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Ready:
             lengths_pointer,
             None if table is None else table.data_ptr(),
             sink_pointer,
+            None,
         )
         if self._merge is None:
             self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
@@ -134,7 +138,7 @@ def ready(args: DecodeArgs) -> Ready | None:
 
 def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     """The plan, and the strides and numbers that the split kernel takes after its pointers."""
-    q, k, v, _, table, sink, left, right, scale, softcap, _ = args
+    q, k, v, _, table, sink, tree, left, right, scale, softcap, _ = args
     batch, queries, heads_q, head_dim = q.shape
     pages, page_size, heads_kv, head_dim_v = v.shape
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -159,6 +163,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             table_width=table_width,
             dtype=q.dtype,
             sink=None if sink is None else sink.dtype,
+            tree=tree is not None,
             left=left,
             softcap=softcap != 0.0,
             aligned=aligned,
@@ -168,6 +173,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     left = 0 if left is None else max(min(left, _FAR), -_FAR)
     numbers = SplitNumbers(
         stride_table=table_stride,
+        stride_tree=0 if tree is None or tree.shape[0] == 1 else queries,
         programs=p.programs,
         grouped=p.grouped,
         max_units=p.max_units,
