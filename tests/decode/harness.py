@@ -98,7 +98,8 @@ class Case:
 
 def run(case: Case, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Out and lse of the case."""
-    return decode(case.q(), case.cache(), sink=case.sinks(), return_lse=True, backend=backend, tree=case.parents(), **case.keywords)
+    options = {"sink": case.sinks(), "tree": case.parents(), **case.keywords}
+    return decode(case.q(), case.cache(), return_lse=True, backend=backend, **options)
 
 
 def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

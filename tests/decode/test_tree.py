@@ -149,7 +149,7 @@ def test_accepting_all_and_nothing() -> None:
     [
         (None, 7, TypeError, "path must be an integer tensor"),
         ([[0]], 7, TypeError, "path must be an int32 tensor, got list"),
-        (torch.zeros(2, 3, dtype=torch.int32), 7, ValueError, r"path must have shape \(batch, n\) = \(3, at most drafted = 7\)"),
+        (torch.zeros(2, 3, dtype=torch.int32), 7, ValueError, r"path must have shape \(batch, n\) = \(3, at most"),
         (torch.zeros(3, 8, dtype=torch.int32), 7, ValueError, "at most drafted = 7"),
         (torch.tensor([[0, 7]] * 3), 7, ValueError, r"path\[0, 1\] is 7; it takes tokens from 0 to drafted - 1 = 6"),
         (torch.tensor([[0, 1], [-1, 2], [0, 1]]), 7, ValueError, r"path\[1, 1\] is 2"),

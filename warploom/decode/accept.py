@@ -54,7 +54,7 @@ def _checked(path: Any, drafted: int, lengths: Tensor) -> Tensor:
         if bool(bad.any()):
             row, n = bad.nonzero()[0].tolist()
             raise ValueError(
-                f"path[{row}, {n}] is {int(path[row, n])}; it takes tokens from 0 to drafted - 1 = {drafted - 1}, and -1 behind "
-                "the last"
+                f"path[{row}, {n}] is {int(path[row, n])}; it takes tokens from 0 to drafted - 1 = {drafted - 1}, and -1 "
+                "behind the last"
             )
     return path

@@ -97,7 +97,8 @@ def _shown(bits, cols, first_token):
 # tells the compiler how far they align.
 @triton.jit(
     do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
+        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn",
+        "stride_kh",
         "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
         "pages", "page_shift", "page_mask", "left", "right",
     ]
@@ -263,8 +264,9 @@ def split_kernel(
             if HAS_LEFT:
                 seen = seen & (cols[None, :] >= position[:, None] - left)
             if TREE:
-                if tile + N > length - T:
-                    seen = seen & _shown(bits, cols, length - T)
+                own = length - T
+                if tile + N > own:
+                    seen = seen & _shown(bits, cols, own)
             s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
             base = finite(new_top)
