@@ -212,7 +212,7 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
         table = torch.zeros(batch, capacity // page, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)
     tree = torch.full((1, queries), -1, dtype=torch.int32) if "tree" in case.feature else None
-    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, None, 0, 0.1, 0.0, "triton"))
+    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, *[None] * 3, 0, 0.1, 0.0, "triton"))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from warploom.runtime import arguments
 
 
-def accept(k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None, path: Any, drafted: Any) -> None:
-    """`KVCache.accept` on bare tensors; in plain torch ops, none of which waits for a device."""
+def accept(
+    k: Tensor, v: Tensor, scales: Sequence[Tensor], lengths: Tensor, block_table: Tensor | None, path: Any, drafted: Any
+) -> None:
+    """`KVCache.accept` on bare tensors; in plain torch ops, none of which waits for a device. ``scales``: of single tokens."""
     drafted = arguments.integer("drafted", drafted, 0)
     path = _checked(path, drafted, lengths)
     page_size = k.shape[1]
@@ -32,7 +35,7 @@ def accept(k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None, pa
         old, new = (
             (block_table.gather(1, at // page_size).clamp(0, k.shape[0] - 1).long(), at % page_size) for at in (source, target)
         )
-    for t in (k, v):
+    for t in (k, v, *scales):
         t[new] = t[old]  # the right side is a copy: no token is overwritten before it is read
     lengths.copy_(first + kept.sum(1))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.contents import check_contents, checked_tree
 from warploom.decode.problem import DecodeArgs
+from warploom.kernels.e4m3 import E4M3, rotate
 from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
 from warploom.runtime.op import differentiates_forward
@@ -42,7 +43,10 @@ def decode_args(
     if sink is not None:
         arguments.strided("sink", sink)
     _refuse_transforms(q, k, v, sink)
-    if q.dtype != k.dtype:
+    if k.dtype == E4M3:
+        if q.dtype not in arguments.FLOATS:
+            raise TypeError(f"q has dtype {q.dtype}; over a cache of {k.dtype} it takes float16, bfloat16, float32 or float64")
+    elif q.dtype != k.dtype:
         if not torch.is_autocast_enabled(q.device.type) or not q.is_floating_point():
             raise TypeError(f"q has dtype {q.dtype} but the cache has {k.dtype}; give q the cache's dtype")
         q = q.to(k.dtype)
@@ -72,7 +76,10 @@ def decode_args(
     tree = checked_tree(tree, q)
     check_contents(k, lengths, block_table)
     left, right = _band(window)
-    return DecodeArgs(last_contiguous(q), k, v, lengths, block_table, sink, tree, left, right, scale, softcap, "")
+    if cache.hadamard_seed is not None:
+        q = rotate(q, cache.hadamard_seed).to(q.dtype)
+    scales = cache.k_scale, cache.v_scale
+    return DecodeArgs(last_contiguous(q), k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "")
 
 
 def _band(window: Window | None) -> tuple[int | None, int]:

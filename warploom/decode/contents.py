@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.problem import AppendArgs
+from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments
 
 
@@ -22,8 +23,8 @@ def check_cache(
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got strides {t.stride()}; a cache is never copied"
             )
-    if k.dtype not in arguments.FLOATS:
-        raise TypeError(f"{k_name} has dtype {k.dtype}; a cache takes float16, bfloat16, float32 or float64")
+    if k.dtype not in (*arguments.FLOATS, E4M3):
+        raise TypeError(f"{k_name} has dtype {k.dtype}; a cache takes float16, bfloat16, float32, float64 or float8_e4m3fn")
     if v.dtype != k.dtype:
         raise TypeError(f"{v_name} has dtype {v.dtype} but {k_name} has {k.dtype}")
     if v.device != k.device:
@@ -53,8 +54,8 @@ def check_cache(
     return lengths, block_table
 
 
-def check_append(args: AppendArgs) -> None:
-    """New keys and values against the cache they go to."""
+def check_append(args: AppendArgs, quantises: bool = False) -> None:
+    """New keys and values against the cache they go to; of any floats where they are quantised."""
     k_cache, v_cache, lengths, block_table, slot_mapping, k, v, _ = args
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         arguments.strided(name, t)
@@ -64,7 +65,10 @@ def check_append(args: AppendArgs) -> None:
                 f"{name} must have shape (batch, T, heads_kv, head_dim) = ({expected[0]}, T, {expected[2]}, {expected[3]}) as "
                 f"the cache and the same T in k and v, got {tuple(t.shape)}"
             )
-        if t.dtype != cache.dtype:
+        if quantises:
+            if t.dtype not in arguments.FLOATS:
+                raise TypeError(f"{name} has dtype {t.dtype}; a cache of {cache.dtype} quantises what it is given as floats")
+        elif t.dtype != cache.dtype:
             raise TypeError(f"{name} has dtype {t.dtype} but the cache has {cache.dtype}")
         if t.device != cache.device:
             raise ValueError(f"{name} is on {t.device} but the cache is on {cache.device}")

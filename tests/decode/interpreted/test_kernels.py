@@ -180,4 +180,4 @@ def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
     paged = isinstance(cache, PagedKVCache)
     k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
     table = cache.block_table if paged else None
-    return DecodeArgs(q, k, v, cache.lengths, table, None, None, None, 0, 0.25, 0.0, "triton")
+    return DecodeArgs(q, k, v, cache.lengths, table, *[None] * 5, 0, 0.25, 0.0, "triton")

@@ -21,6 +21,8 @@ class Triton(TritonBackend, DecodeBackend):
         refused = self.tensors_refusal(problem.device, problem.dtype)
         if refused is not None:
             return refused
+        if problem.fp8:
+            return "reads no FP8 caches"
         if problem.capacity >= 2**31:
             return f"counts keys in 32 bits; the cache's capacity is {problem.capacity}"
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

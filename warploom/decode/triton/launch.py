@@ -138,7 +138,7 @@ def ready(args: DecodeArgs) -> Ready | None:
 
 def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     """The plan, and the strides and numbers that the split kernel takes after its pointers."""
-    q, k, v, _, table, sink, tree, left, right, scale, softcap, _ = args
+    q, k, v, _, table, sink, tree, _, _, left, right, scale, softcap, _ = args
     batch, queries, heads_q, head_dim = q.shape
     pages, page_size, heads_kv, head_dim_v = v.shape
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
