@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.decode.cases import CASES, case
+from tests.decode.cases import BROAD, CASES, DEEP, case
 from tests.decode.harness import Case, check, run
 from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
@@ -146,6 +146,38 @@ def test_no_synchronisation() -> None:
             decode(q, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_graph_of_a_draft(page_size: int | None) -> None:
+    """Append, judge and accept in one graph: replays follow trees and paths that are written into its tensors."""
+    c = Case(secrets.randbelow(2**31), [900, 40], queries=7, page_size=page_size, capacity=960, **SHAPE)
+    tree, path = (torch.zeros(2, n, dtype=torch.int32, device="cuda") for n in (7, 3))
+    captured, eager = c.cache(poison=0.0), c.cache(poison=0.0)
+    q, k = c.q(), torch.randn(2, 7, 8, 128, device="cuda").bfloat16()
+
+    def step(cache: KVCache | PagedKVCache) -> torch.Tensor:
+        cache.append(k, 2 * k)
+        out = decode(q, cache, tree=tree)
+        cache.accept(path, 7)
+        return out
+
+    tree.copy_(torch.tensor([BROAD, DEEP]))
+    step(c.cache(poison=0.0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(captured)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    captured.lengths.copy_(eager.lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    for trees, paths in (([DEEP, BROAD], [[0, 2, -1], [1, 4, -1]]), ([BROAD, BROAD], [[-1, -1, -1], [0, 3, -1]])):
+        tree.copy_(torch.tensor(trees))
+        path.copy_(torch.tensor(paths))
+        graph.replay()
+        assert torch.equal(out, step(eager)) and torch.equal(captured.lengths, eager.lengths)
 
 
 def test_on_another_stream() -> None:
