@@ -75,7 +75,7 @@ def test_the_matrix_is_of_the_format(power: int, odd: int) -> None:
     hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(power)] for i in range(power)]) / power**0.5
     waves = [[math.cos(math.pi * k * (2 * j + 1) / (2 * odd)) for j in range(odd)] for k in range(odd)]
     dct = torch.nn.functional.normalize(torch.tensor(waves))
-    want = signs(power * odd, 3)[:, None] * torch.kron(hadamard, dct.T)
+    want = signs(power * odd, 3)[:, None] * torch.kron(hadamard, dct.T.contiguous())
     assert torch.allclose(rotate(torch.eye(power * odd), 3), want, atol=1e-6)
 
 
