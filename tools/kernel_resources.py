@@ -53,6 +53,7 @@ ARCHITECTURES = (80, 90)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_POINTERS[torch.float8_e4m3fn] = "fp8e4nv"
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SEQLEN = 256
 
@@ -139,6 +140,7 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
 
 DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
 TREES = ("decode, tree", "paged decode, tree")
+FP8 = ("decode, fp8", "paged decode, fp8", "decode, queries, fp8")
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, or decode: one of DECODE or TREES
+    feature: str  # of FEATURES, or decode: one of DECODE, TREES or FP8
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -171,6 +173,7 @@ def cases() -> list[Case]:
     found += [Case(90, "bf16", *dims, f) for dims in ((128, 128), (64, 16), (256, 32), (32, 128)) for f in DECODE[2:]]
     found += [Case(90, "fp32", *dims, f) for dims in ((160, 48), (16, 64)) for f in ("decode, queries", "causal")]
     found += [Case(90, t, d, d, f) for t, d in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)) for f in TREES]
+    found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in FP8]
     return found
 
 
@@ -203,7 +206,8 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
     queries = 16 if "queries" in case.feature else 64 if "tree" in case.feature else 1
     odd = 1 if "odd strides" in case.feature else 0
     q = torch.zeros(batch, queries, 8, case.head_dim, dtype=dtype)
-    rows = (torch.zeros(batch, capacity, 2 * d + odd, dtype=dtype) for d in (case.head_dim, case.head_dim_v))
+    kept = torch.float8_e4m3fn if "fp8" in case.feature else dtype
+    rows = (torch.zeros(batch, capacity, 2 * d + odd, dtype=kept) for d in (case.head_dim, case.head_dim_v))
     dims = (case.head_dim, case.head_dim_v)
     k, v = (t[:, :, : 2 * d].unflatten(2, (2, d)) for t, d in zip(rows, dims, strict=True))
     table = None
@@ -212,7 +216,8 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
         table = torch.zeros(batch, capacity // page, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)
     tree = torch.full((1, queries), -1, dtype=torch.int32) if "tree" in case.feature else None
-    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, *[None] * 3, 0, 0.1, 0.0, "triton"))
+    scale = torch.ones(k.shape[:3]) if "fp8" in case.feature else None
+    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, scale, scale, None, 0, 0.1, 0.0, "triton"))
 
 
 @contextmanager

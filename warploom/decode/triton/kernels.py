@@ -97,10 +97,11 @@ def _shown(bits, cols, first_token):
 # tells the compiler how far they align.
 @triton.jit(
     do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn",
-        "stride_kh",
+        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "stride_qb", "stride_qt",
+        "stride_qh", "stride_kb", "stride_kn", "stride_kh",
         "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
-        "pages", "page_shift", "page_mask", "left", "right",
+        "pages", "page_shift", "page_mask", "left", "right", "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb",
+        "stride_vsn", "stride_vsh",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -111,6 +112,8 @@ def split_kernel(
     table_ptr,
     sink_ptr,
     tree_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     lse_ptr,
     stride_qb: tl.int64,
@@ -135,6 +138,12 @@ def split_kernel(
     right,
     scale,
     softcap,
+    stride_ksb: tl.int64,
+    stride_ksn: tl.int64,
+    stride_ksh: tl.int64,
+    stride_vsb: tl.int64,
+    stride_vsn: tl.int64,
+    stride_vsh: tl.int64,
     T: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -153,6 +162,7 @@ def split_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     TREE: tl.constexpr,
+    FP8: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -199,6 +209,13 @@ def split_kernel(
 
     k_ptr += head.to(tl.int64) * stride_kh * UNIT
     v_ptr += head.to(tl.int64) * stride_vh * UNIT
+    # Scales of e4m3 lie as their keys do; of a whole head or tensor they have strides of 0.
+    if FP8:
+        k_scale_ptr += head.to(tl.int64) * stride_ksh
+        v_scale_ptr += head.to(tl.int64) * stride_vsh
+        if PAGES == CONTIGUOUS:
+            k_scale_ptr += batch * stride_ksb
+            v_scale_ptr += batch * stride_vsb
     if PAGES != CONTIGUOUS:
         table_ptr += batch * stride_table
     if PAGES == CONTIGUOUS:
@@ -209,6 +226,9 @@ def split_kernel(
         inside = clamp(page, 0, pages - 1).to(tl.int64)
         k_ptr += inside * stride_kb * UNIT
         v_ptr += inside * stride_vb * UNIT
+        if FP8:
+            k_scale_ptr += inside * stride_ksb
+            v_scale_ptr += inside * stride_vsb
 
     # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
     # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
@@ -239,10 +259,16 @@ def split_kernel(
                 slot = cols
             k_offset = slot.to(tl.int64) * stride_kn * UNIT
             v_offset = slot.to(tl.int64) * stride_vn * UNIT
+            if FP8:
+                ks_offset = slot.to(tl.int64) * stride_ksn
+                vs_offset = slot.to(tl.int64) * stride_vsn
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                 inside = clamp(page, 0, pages - 1).to(tl.int64)
                 k_offset += inside * stride_kb * UNIT
                 v_offset += inside * stride_vb * UNIT
+                if FP8:
+                    ks_offset += inside * stride_ksb
+                    vs_offset += inside * stride_vsb
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
@@ -253,7 +279,12 @@ def split_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
+            if FP8:
+                # e4m3 is exact in every type that q may have; its scales join the fp32 products.
+                k = k.to(q.dtype)
             s = dot(q, tl.trans(k), None)
+            if FP8:
+                s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
                 s, _ = capped(s, scale, softcap)
             else:
@@ -279,6 +310,8 @@ def split_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
+            if FP8:
+                v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
             acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
             top = new_top
             if tile + N >= tl.minimum(edge, end):

@@ -39,6 +39,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     sink: torch.dtype | None
     tree: bool
+    fp8: bool
     left: int | None
     softcap: bool
     aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
@@ -130,6 +131,7 @@ def _constants(
         "PAGES": pages.value,
         "SOFTCAP": s.softcap,
         "TREE": s.tree,
+        "FP8": s.fp8,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,
         "num_warps": c.warps,
