@@ -195,12 +195,6 @@ def test_t5_is_refused():
         assert torch.equal(out, T5EncoderModel(config).eval()(ids).last_hidden_state)
 
 
-def test_continuous_batching_is_refused():
-    _, llama = build("llama")
-    with pytest.raises(Exception, match="warploom"):
-        llama.generate_batch([[1, 2, 3]], max_new_tokens=2)
-
-
 @pytest.mark.parametrize("name", ["flash_warploom", "paged|warploom", "sdpa", "eager", "", None])
 def test_names_that_mean_something_else_are_refused(name):
     with pytest.raises(ValueError, match="name: got"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.decode.cases import CASES, case
+from tests.decode.cases import BROAD, CASES, DEEP, case
 from tests.decode.harness import Case, check, run
 from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
@@ -99,6 +100,26 @@ def test_bad_contents_stay_in_bounds() -> None:
     assert lse[0].isfinite().all() and (lse[1] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("tree", [[[6, 5, 4, 3, 2, 1, 0]], [[0, 1, 2, 3, 4, 5, 6]], [[2**31 - 1, -(2**31), 0, 99, 1, 2, 5]]])
+def test_bad_trees_stay_in_bounds(tree: list[list[int]]) -> None:
+    """A parent that is no earlier token makes a root."""
+    c = Case(secrets.randbelow(2**31), [70, 5], queries=7, heads_q=1, heads_kv=1)
+    out, lse = launch.forward(_args(c.q(), c.cache())._replace(tree=torch.tensor(tree, dtype=torch.int32)))
+    rooted = [parent if 0 <= parent < t else -1 for t, parent in enumerate(tree[0])]
+    want = decode(c.q(), c.cache(), return_lse=True, backend="reference", tree=torch.tensor([rooted]))
+    assert torch.allclose(out, want[0], rtol=1e-5, atol=1e-6) and torch.allclose(lse, want[1], rtol=1e-5, atol=1e-6), c
+
+
+def test_bits_of_a_tree_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, _FULL=6)
+    seed = secrets.randbelow(2**31)
+    shape: dict[str, Any] = {"queries": 7, "heads_q": 2, "heads_kv": 1}
+    lone = run(Case(seed, [150], tree=[BROAD], **shape), "triton")
+    crowd = run(Case(seed, [150, 5, 9], tree=[BROAD, DEEP, DEEP], capacity=176, page_size=16, **shape), "triton")
+    for a, b in zip(lone, crowd, strict=True):
+        assert torch.equal(a[0], b[0]), seed
+
+
 def test_a_window_that_keeps_no_key_reads_none() -> None:
     """NaN in keys that every query's window hides once reached the result."""
     cache = Case(0, [40, 3], queries=4).cache()
@@ -159,4 +180,4 @@ def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
     paged = isinstance(cache, PagedKVCache)
     k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
     table = cache.block_table if paged else None
-    return DecodeArgs(q, k, v, cache.lengths, table, None, None, 0, 0.25, 0.0, "triton")
+    return DecodeArgs(q, k, v, cache.lengths, table, *[None] * 5, 0, 0.25, 0.0, "triton")

@@ -46,13 +46,14 @@ def register(name: str = "warploom") -> str:
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from . import models
+    from . import continuous, models
     from .attention import attention_forward
     from .masks import mask_bounds
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, mask_bounds)
     models.watch(name)
+    continuous.watch()
     return name
 
 

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import warploom
 from warploom.masks import ColumnMask, Document
 
+from . import continuous
 from .guard import Bounds, plain
 from .masks import is_open_ended
 from .models import name_of
@@ -57,7 +58,7 @@ def attention_forward(
 
     Raises:
         ValueError: a mask of another kind, or an argument that cannot be honoured (position_bias,
-            output_attentions, a paged cache).
+            output_attentions, a paged cache of an unknown kind).
     """
     _refuse(module, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
@@ -69,6 +70,8 @@ def attention_forward(
         "deterministic": True if kwargs.get("deterministic") else None,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if kwargs.get("cache") is not None:
+        return continuous.attend(module, query, key, value, causal, _window(sliding_window, causal), options, kwargs), None
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
 
     if attention_mask is None:
@@ -99,11 +102,6 @@ def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"output_attentions: {_model(module)} runs with attn_implementation='warploom', where attention weights are never "
             "materialised; use attn_implementation='eager' for them"
-        )
-    if kwargs.get("cache") is not None:
-        raise ValueError(
-            f"cache: PagedAttentionCache (continuous batching, here of {_model(module)}) is not supported; use generate(), or "
-            "attn_implementation='sdpa' for continuous batching"
         )
     for name in ("sinks", "head_mask"):
         if kwargs.get(name) is not None:
