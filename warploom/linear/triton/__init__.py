@@ -40,7 +40,7 @@ class Triton(TritonBackend, LinearBackend):
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """dq, dk, dv, and ds0 and dz0 where the call has a state."""
         from warploom.linear.triton.run import backward as run
 

@@ -59,7 +59,7 @@ def forward(c: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, T
 
 def backward(
     c: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk, dv, and ds0 and dz0 where the call has a state."""
     call = Call.of(c, dout, (ds is not None, dz is not None))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (c.q, c.k, c.v))
