@@ -24,7 +24,9 @@ SHARED_LIMIT = 227 * 1024
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
-def launches(dim: int, map_name: str, normalize: bool, heads: int) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
+def launches(
+    dim: int, map_name: str, normalize: bool, heads: int, decay: torch.Tensor | None = None
+) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
     """The kernels, constants and arguments of a forward and a backward pass, of launches that do not happen."""
     found = []
 
@@ -39,7 +41,8 @@ def launches(dim: int, map_name: str, normalize: bool, heads: int) -> list[tuple
     for f in cached:
         f.cache_clear()
     q, k, v = (torch.zeros(1, 4096, heads, dim, dtype=torch.bfloat16) for _ in range(3))
-    call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
+    call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None, decay)
+    call = replace(call, decay_grad=decay is not None and decay.requires_grad)
     try:
         with patch.object(run, "Launch", Recorder):
             out, norm, *_ = run.forward(call, False)

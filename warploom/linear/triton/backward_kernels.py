@@ -51,7 +51,7 @@ from warploom.linear.triton.fading import (
     left_at_end,
     left_by_columns,
     left_by_rows,
-    load_faded_keys,
+    load_for_both,
     load_logs,
 )
 from warploom.linear.triton.lookback import own_sums, sums_before
@@ -173,7 +173,7 @@ def dq_kernel(
 
     The state is held transposed, (M, E): both its products then take v and dO as they were loaded. z is held in C equal rows,
     which the products that give it add to, or in sixteen equal COLUMNS: fewer registers, more barriers. With flags_ptr segments
-    look back for the states that they start from, as in the forward kernel; there is then no denominator.
+    look back for the states that they start from, as in the forward kernel; there is then no denominator. With a decay z is one row.
 
     With first_s_ptr what the decay's gradient is made of is left too, see `Decay`; keys past the last query are then walked.
     from_queries_ptr is (blocks, batches, heads, seqlen_q).
@@ -236,7 +236,9 @@ def dq_kernel(
             flags_ptr + 1, own_ptr, own_s, own_z, s, before_z, slot, at.first // segment, head * blocks + block,
             heads * blocks, BE, DM, 4 if DM * BE <= 4096 else 2,
         )  # fmt: skip
-    if COLUMNS:
+    if DECAY:
+        z = before_z
+    elif COLUMNS:
         z = tl.zeros([BE, 16], tl.float32) + before_z[:, None]
         ones = tl.full([C, 16], 1.0, dtype)
     else:
@@ -252,7 +254,7 @@ def dq_kernel(
         if CAUSAL:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
             if DECAY:
-                fk = load_faded_keys(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K)
+                fk = load_for_both(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
             else:
                 fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
             w = dot(dout, tl.trans(v), None)
@@ -281,8 +283,7 @@ def dq_kernel(
             # Rounded as in the forward pass: delta then cancels what it must.
             fq = load_operand(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q, False).to(tl.float32)
         if DECAY_GRAD:
-            first_z = tl.sum(z, 1) / 16 if COLUMNS else tl.sum(z, 0) / C
-            tl.store(first_z_ptr + chunk * E + e, first_z, mask=(e < E) & (head % group == 0))
+            tl.store(first_z_ptr + chunk * E + e, z, mask=(e < E) & (head % group == 0))
             from_queries = tl.sum(fq * g, 1)
             g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE:
@@ -294,14 +295,9 @@ def dq_kernel(
                 delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
             if DECAY_GRAD:
-                from_queries = (from_queries - delta * left * tl.sum(fq * first_z[None, :], 1)) * factor
+                from_queries = (from_queries - delta * left * tl.sum(fq * z[None, :], 1)) * factor
             if DECAY:
-                below = tl.where(see, pairs, 0.0).to(dtype)
-                if COLUMNS:
-                    sums = left[:, None] * (tl.sum(z, 1) / 16)[None, :]
-                    sums += dot(below, fk, None)
-                else:
-                    sums = dot(below, fk, z * left[:, None])
+                sums = left[:, None] * z[None, :] + dot(tl.where(see, pairs, 0.0).to(dtype), fk, None)
             elif COLUMNS:
                 sums = tl.zeros([C, BE], tl.float32) + (tl.sum(z, 1) / 16)[None, :]
                 if CAUSAL:
@@ -318,7 +314,7 @@ def dq_kernel(
             if DECAY_GRAD:
                 from_queries *= scale
         if DECAY and (NORMALIZE or DECAY_GRAD):
-            z = dot(tl.trans(joining), ones, z * kept) if COLUMNS else dot(ones, joining, z * kept)
+            z = z * kept + tl.sum(joining.to(tl.float32), 0)
         if PART != PARTIAL_DELTA:
             if MAP_Q != IDENTITY:
                 g = through_map(g, fq, MAP_Q)
@@ -486,18 +482,21 @@ def _gradients(
     v_base = head_base(tensors.v, at, head_kv, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
-    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it.
-    dz = tl.zeros([C, BE], tl.float32)
+    DECAY: tl.constexpr = decay.logs.pointer is not None
+    # With dK, whose products it needs.
+    DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
+    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. With a decay one row, by additions.
+    dz = tl.zeros([1 if DECAY else C, BE], tl.float32)
     if states.s is not None:
         ds = tl.trans(load_state(states.s, states.index, states.lives, e, m, E, M))
     if states.z is not None:
         first = tl.load(states.z + states.index * E + e, mask=(e < E) & states.lives, other=0.0)
-        dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
+        if DECAY:
+            dz -= first[None, :]
+        else:
+            dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
-    DECAY: tl.constexpr = decay.logs.pointer is not None
-    # With dK, whose products it needs.
-    DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
     if DECAY:
         g_base = head_base(decay.logs, at, head_kv, 1)
     # A left factor of dv, so carried as in the forward kernel.
@@ -520,7 +519,7 @@ def _gradients(
             pairs, left, kept = left_by_columns(logs), left_at(logs), exp(logs.all_high)
             left_of_keys = left_at_end(logs)
         if DECAY_GRAD:
-            from_queries, met = tl.zeros([C], tl.float32), tl.zeros([C, C], tl.float32)
+            from_queries, to_keys = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
@@ -537,11 +536,14 @@ def _gradients(
                     dv = _to_values(dv, fk, f, dout, pairs, common, C)
                 if WITH_DK:
                     dk, w = _to_keys(dk, v, f, dout, delta, pairs, common, C, NORMALIZE)
-                    if NORMALIZE:
-                        next_dz = _to_sums(next_dz, w, f, delta, left, common, C)
+                    if NORMALIZE and DECAY:
+                        next_dz += tl.sum(wide * (delta * left * common)[:, None], 0)[None, :]
+                    elif NORMALIZE:
+                        next_dz = _to_sums(next_dz, w, f, delta, common, C)
                 if DECAY_GRAD:
-                    met = _to_logs(met, fk, f, w, common)
-                    from_queries += _from_queries(decay, at, head, heads_kv * GROUP, t, tensors.seqlen_q, C)
+                    by_query, by_key = _met(fk, f, w, common, C)
+                    from_queries += by_query + _from_queries(decay, at, block, head, heads_kv * GROUP, t, tensors.seqlen_q, C)
+                    to_keys += by_key
                 if DECAY:
                     f = faded(wide, left).to(dtype)
                 next_ds = _to_state(next_ds, f, dout, common)
@@ -564,21 +566,22 @@ def _gradients(
             if DECAY:
                 after = times(dot(v, ds_operand, None), ds_factor, dtype)
                 if NORMALIZE or states.z is not None:
-                    after -= _pairs_of_rows(dz)
+                    after -= dz
                 after *= left_of_keys[:, None]
                 if DECAY_GRAD:
                     if CAUSAL and GROUP == 1:
-                        met = _to_logs(met, fk, f, w, common)
-                        from_queries += _from_queries(decay, at, head_kv, heads_kv, t, tensors.seqlen_q, C)
+                        from_queries, to_keys = _met(fk, f, w, common, C)
+                        from_queries += _from_queries(decay, at, block, head_kv, heads_kv, t, tensors.seqlen_q, C)
                     chunk = chunk_of(at, t, cu_ptr, tl.maximum(tensors.seqlen_q, tensors.seqlen_k), C) * heads_kv + head_kv
                     inside = (m < M)[:, None] & (e < E)[None, :]
                     first_s = tl.load(decay.first_s + chunk * (E * M) + m[:, None] * E + e[None, :], mask=inside, other=0.0)
                     both = tl.sum(tl.sum(ds * first_s.to(tl.float32), 1), 0)
                     if NORMALIZE or states.z is not None:
                         first_z = tl.load(decay.first_z + chunk * E + e, mask=e < E, other=0.0)
-                        both -= tl.sum(tl.sum(dz, 0) * first_z, 0) * (2.0 / C)
+                        both -= tl.sum(tl.sum(dz, 0) * first_z, 0)
                     of_keys = tl.sum(fk.to(tl.float32) * after, 1)
-                    _store_logs(decay, at, block, head_kv, heads_kv, t, logs, from_queries, met, of_keys, both * kept, tensors, C)
+                    found = tl.cumsum(from_queries - to_keys, 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys) + both * kept
+                    _store_logs(decay, at, block, head_kv, heads_kv, t, logs, found, tensors.seqlen_k, C)
                 dk = after - dk
             else:
                 dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
@@ -598,8 +601,10 @@ def _gradients(
                 dz *= kept
             else:
                 ds = _to_state(ds, f, dout, common)
-            if WITH_DK and NORMALIZE:
-                dz = _to_sums(dz, w, f, delta, left, common, C)
+            if WITH_DK and NORMALIZE and DECAY:
+                dz += tl.sum(wide * (delta * left * common)[:, None], 0)[None, :]
+            elif WITH_DK and NORMALIZE:
+                dz = _to_sums(dz, w, f, delta, common, C)
         if CAUSAL and GROUP > 1:
             ds, dz = next_ds, next_dz
         if CARRIED:
@@ -609,7 +614,7 @@ def _gradients(
 
     if WITH_DK and states.s_out is not None:
         store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
-        tl.store(states.z_out + states.index * E + e, tl.sum(dz, 0) * (-2.0 / C), mask=(e < E) & states.lives)
+        tl.store(states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if DECAY else -2.0 / C), mask=(e < E) & states.lives)
 
 
 @triton.jit
@@ -618,7 +623,7 @@ def _keys(
 ):
     """phi of keys t + n as an operand, and in registers too for the decay's gradient."""
     if DECAY_GRAD:
-        return load_faded_keys(base, t, n, length, dims, stride, DIM, WHOLE, MAP)
+        return load_for_both(base, t, n, length, dims, stride, DIM, WHOLE, MAP, True)
     else:
         return load_operand(base, t, n, length, dims, stride, DIM, WHOLE, MAP, True)
 
@@ -700,7 +705,7 @@ def _to_state(ds, f, dout, common):
 
 
 @triton.jit
-def _to_sums(dz, w, f, delta, left, common, C: tl.constexpr):
+def _to_sums(dz, w, f, delta, common, C: tl.constexpr):
     """dz, negative, with what the chunk's queries of one head give.
 
     Rows 0 to 7 of every 16 are from delta as rounded, the others from what rounding left.
@@ -710,8 +715,6 @@ def _to_sums(dz, w, f, delta, left, common, C: tl.constexpr):
     """
     n = tl.arange(0, C)
     factor = 1.0
-    if left is not None:
-        delta *= left
     if f.dtype == tl.float16:
         factor = power_of_two(tl.max(tl.abs(delta), 0))
         delta = delta / factor
@@ -723,31 +726,29 @@ def _to_sums(dz, w, f, delta, left, common, C: tl.constexpr):
 
 
 @triton.jit
-def _to_logs(met, fk, f, w, common):
-    """met, by key and query, with the products of scores and their gradients of one head's queries; w is negative."""
-    return met - dot(fk, tl.trans(f), None) * common * w.to(tl.float32)
-
-
-@triton.jit
-def _from_queries(decay, at, head, heads, t, seqlen_q, C: tl.constexpr):
-    """What the chunk's queries of one head give of keys before the chunk."""
+def _met(fk, f, w, common, C: tl.constexpr):
+    """Products of scores and their gradients of one head's queries and earlier keys, summed by query and by key; w is negative."""
     n = tl.arange(0, C)
-    return tl.load(row_base(decay.from_queries, at, head, heads, seqlen_q) + t + n, mask=t + n < at.rows_q, other=0.0)
-
-
-@triton.jit
-def _store_logs(decay, at, block, head, heads, t, logs, from_queries, met, of_keys, both, tensors, C: tl.constexpr):
-    """The gradients of a chunk's logs, by this block of E; 0 where all is forgotten, whatever rounding left of its terms.
-
-    What queries in the chunk take from before it is the first block's to add.
-    """
-    n = tl.arange(0, C)
+    met = dot(fk, tl.trans(f), None) * w.to(tl.float32) * -common
     met = tl.where(n[:, None] < n[None, :], met, 0.0)
-    queries = tl.where(block == 0, from_queries, 0.0) + tl.sum(met, 0)
-    found = tl.cumsum(queries - tl.sum(met, 1), 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys) + both
-    found = tl.where((exp(logs.own) == 0.0) | (t + n >= at.len_k), 0.0, found)
-    base = decay.gradient + block.to(tl.int64) * decay.stride + (at.batch * tensors.seqlen_k + at.start) * heads + head
-    tl.store(base + (t + n).to(tl.int64) * heads, found, mask=t + n < at.rows_k)
+    return tl.sum(met, 0), tl.sum(met, 1)
+
+
+@triton.jit
+def _from_queries(decay, at, block, head, heads, t, seqlen_q, C: tl.constexpr):
+    """What the chunk's queries of one head give of keys before the chunk, for the first block to add."""
+    rows = t + tl.arange(0, C)
+    inside = (rows < at.rows_q) & (block == 0)
+    return tl.load(row_base(decay.from_queries, at, head, heads, seqlen_q) + rows, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_logs(decay, at, block, head, heads, t, logs, found, seqlen_k, C: tl.constexpr):
+    """The gradients of a chunk's logs, by this block of E; 0 where all is forgotten, whatever rounding left of its terms."""
+    rows = t + tl.arange(0, C)
+    found = tl.where((exp(logs.own) == 0.0) | (rows >= at.len_k), 0.0, found)
+    base = decay.gradient + block.to(tl.int64) * decay.stride + (at.batch * seqlen_k + at.start) * heads + head
+    tl.store(base + rows.to(tl.int64) * heads, found, mask=rows < at.rows_k)
 
 
 @triton.jit

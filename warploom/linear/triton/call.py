@@ -91,7 +91,7 @@ class Call:
         inputs = [t for t in (q, k, v, dout) if t is not None]
         s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
         mapped = c.map_q != "identity" or c.map_k != "identity"
-        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped)
+        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, c.decay is not None)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:

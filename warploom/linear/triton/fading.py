@@ -81,15 +81,17 @@ def faded(x, left):
 
 
 @triton.jit
-def load_faded_keys(base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr):
-    """phi of keys t + n as an operand that registers read too, 0 past `length`.
+def load_for_both(
+    base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr, KEYS: tl.constexpr
+):
+    """phi of rows t + n as an operand that registers read too; of KEYS 0 past `length`.
 
-    Of a tile that a product takes from where it was loaded, and registers read, Triton 3.6 keeps a buffer too few: unmapped keys
+    Of a tile that a product takes from where it was loaded, and registers read, Triton 3.6 keeps a buffer too few: unmapped rows
     go through an instruction that it cannot see through, so that the product's copy is one of its own.
     """
-    dtype: tl.constexpr = base.dtype.element_ty
+    dtype = base.dtype.element_ty
     if MAP != IDENTITY or dtype == tl.float32 or INTERPRETED:
-        return load_operand(base, t, n, length, dims, stride, DIM, WHOLE, MAP, True)
+        return load_operand(base, t, n, length, dims, stride, DIM, WHOLE, MAP, KEYS)
     else:
         x = load_chunk(base, t, n, dims, stride, length, DIM, WHOLE)
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype, True, 2)

@@ -29,7 +29,7 @@ from warploom.linear.triton.device import (
     store_state,
     times,
 )
-from warploom.linear.triton.fading import faded, left_at, left_at_end, left_by_rows, load_faded_keys, load_logs
+from warploom.linear.triton.fading import faded, left_at, left_at_end, left_by_rows, load_for_both, load_logs
 from warploom.linear.triton.lookback import own_sums, sums_before
 
 _PLAIN = [
@@ -139,8 +139,10 @@ def forward_kernel(
         g_base = head_base(Source(decay_ptr, stride_gb, stride_gs, stride_gh), at, head_kv, 1)
 
     s = tl.zeros([BM, DE], tl.float32)
-    # Sixteen equal columns: the narrowest right factor of a tensor core.
-    z = tl.zeros([DE, 16], tl.float32)
+    # Sixteen equal columns: the narrowest right factor of a tensor core. With a decay one, which registers multiply: beside the
+    # operands that a decay takes, ptxas 12.8 would mix up the address of so narrow a one with another's.
+    Z: tl.constexpr = 1 if DECAY else 16
+    z = tl.zeros([DE, Z], tl.float32)
     ones = tl.full([C, 16], 1.0, dtype)
     # Rows past the last sequence get 0 / 1.
     eps = tl.where(lives, eps, 1.0)
@@ -155,24 +157,27 @@ def forward_kernel(
             E, M, DE, BM, C, MAP_K, WITH_Z, WIDE, STAGES,
         )  # fmt: skip
         s, before_z = sums_before(
-            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 1) / 16, slot, at.first // segment, head * blocks + block,
+            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 1) / Z, slot, at.first // segment, head * blocks + block,
             heads * blocks, DE, BM, 4 if BM * DE <= 4096 else 2,
         )  # fmt: skip
-        z = tl.zeros([DE, 16], tl.float32) + before_z[:, None]
+        z = tl.zeros([DE, Z], tl.float32) + before_z[:, None]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
 
     # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
     # memory, and one computed on the spot from registers, mapped anew by every warpgroup. Unmapped ones are used as loaded.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
-    if MAP_Q != IDENTITY:
+    BOTH: tl.constexpr = DECAY and NORMALIZE
+    if BOTH:
+        fq = load_for_both(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
+    elif MAP_Q != IDENTITY:
         fq = load_operand(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
     if DECAY:
-        fk = load_faded_keys(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K)
+        fk = load_for_both(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
     elif CAUSAL and MAP_K != IDENTITY:
         fk = load_operand(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
-        if MAP_Q == IDENTITY:
+        if MAP_Q == IDENTITY and not BOTH:
             fq = load_chunk(q_base, t, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         if CAUSAL:
             if MAP_K == IDENTITY and not DECAY:
@@ -192,10 +197,11 @@ def forward_kernel(
                 s = dot(tl.trans(v), fk, s)
         factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
-            z_operand, z_factor = columns_operand(z, dtype)
-            norm = tl.sum(times(dot(fq, z_operand, None), z_factor, dtype), 1) / 8
             if DECAY:
-                norm *= left
+                norm = tl.sum(fq.to(tl.float32) * tl.sum(z, 1)[None, :], 1) * left
+            else:
+                z_operand, z_factor = columns_operand(z, dtype)
+                norm = tl.sum(times(dot(fq, z_operand, None), z_factor, dtype), 1) / 8
             if CAUSAL:
                 norm += tl.sum(p, 1)
             norm = norm * scale + eps
@@ -206,18 +212,20 @@ def forward_kernel(
         if CAUSAL:
             out -= dot((p * (factor * -1.0)[:, None]).to(dtype), v, None)
             if WITH_Z and DECAY:
-                z = dot(tl.trans(joining), ones, z * kept)
+                z = z * kept + tl.sum(joining.to(tl.float32), 0)[:, None]
             elif WITH_Z:
                 z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
-        if MAP_Q != IDENTITY:
+        if BOTH:
+            fq = load_for_both(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
+        elif MAP_Q != IDENTITY:
             fq = load_operand(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
         if DECAY:
-            fk = load_faded_keys(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K)
+            fk = load_for_both(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
         elif CAUSAL and MAP_K != IDENTITY:
             fk = load_operand(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
 
     if s_out_ptr is not None:
         lives = lives & (head % group == 0) & last
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
-        tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / 16, mask=(e < E) & lives & (block == 0))
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / Z, mask=(e < E) & lives & (block == 0))
