@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.linear.triton_cases import CASES, WHOLE, Case, check
+from tests.linear.triton_cases import CASES, DECAY, WHOLE, Case, check
 from warploom import linear_attention
 from warploom.linear.problem import StepArgs
 from warploom.linear.triton import BACKEND
@@ -61,6 +61,26 @@ def test_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(c, gradients_of_state=c.state)
 
 
+@pytest.mark.parametrize("name", DECAY)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_decay(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of columns with dK and dV apart where the sequence is whole, in pairs where it is cut."""
+    configure(monkeypatch, cut=cut, blocks=name.startswith("blocks"), paired=cut)
+    check(Case(secrets.randbelow(2**31), **DECAY[name]))
+
+
+def test_a_decay_that_asks_for_no_gradient_leaves_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of the others are bit for bit those beside it."""
+    configure(monkeypatch, cut=True, blocks=False)
+    call, dout, ds, dz = Case(secrets.randbelow(2**31), decay="token", state=True).call()
+    _, norm, *_ = BACKEND.forward(call, True)
+    *whole, logs = BACKEND.backward(call, dout, norm, ds, dz)
+    *others, nothing = BACKEND.backward(replace(call, decay_grad=False), dout, norm, ds, dz)
+    assert nothing is None and logs is not None and logs.isfinite().all()
+    for a, b in zip(others, whole, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_state_or_not_changes_no_bit(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=cut, blocks=False)
@@ -70,16 +90,20 @@ def test_state_or_not_changes_no_bit(cut: bool, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(out, alone) and torch.equal(norm, norm_alone) and none == [None, None]
 
 
-def test_steps_continue_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("decay", ["", "head", "token that forgets"])
+def test_steps_continue_a_prefill(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=False, blocks=False)
-    call, *_ = Case(secrets.randbelow(2**31), rows=9, heads=4, heads_kv=2, e=20, m=7, batch=2, scale=0.4).call()
+    options = {"e": 20, "m": 7, "batch": 2, "scale": 0.4, "decay": decay}
+    call, *_ = Case(secrets.randbelow(2**31), rows=9, heads=4, heads_kv=2, **options).call()
     full, _, s_full, z_full = BACKEND.forward(call, True)
-    first = replace(call, **{name: getattr(call, name)[:, :7] for name in ("q", "k", "v")})
+    each = ("q", "k", "v", "decay") if call.decay is not None and call.decay.ndim == 3 else ("q", "k", "v")
+    first = replace(call, **{name: getattr(call, name)[:, :7] for name in each})
     _, _, s, z = BACKEND.forward(first, True)
     before = s.clone()
-    options = (call.map_q, call.map_k, True, call.eps, call.scale, "triton")
+    numbers = (call.map_q, call.map_k, True, call.eps, call.scale, "triton")
     for t in range(7, 9):
-        out, s, z = BACKEND.step(StepArgs(call.q[:, t], call.k[:, t], call.v[:, t], s, z, *options))
+        logs = call.decay[:, t] if "decay" in each and call.decay is not None else call.decay
+        out, s, z = BACKEND.step(StepArgs(call.q[:, t], call.k[:, t], call.v[:, t], s, z, *numbers, logs))
         torch.testing.assert_close(out, full[:, t], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((s, z), (s_full, z_full), rtol=1e-5, atol=1e-5)
     assert torch.equal(before, BACKEND.forward(first, True)[2])
