@@ -106,3 +106,24 @@ def test_kernels(
         assert products, name
         # The loop over the states before a segment has no product, and loads several at once.
         assert not any("tt.load" in body for body in products), f"{name} loads synchronously"
+
+
+def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Every kernel of a decay with a gradient, once: as few heads as have states in launches of their own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {launch[0].__name__: launch for launch in launches(64, "elu+1", True, 2, torch.zeros(1, 4096, 2, requires_grad=True))}
+    assert found.pop("scan_kernel") and set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
+    for name, launch in found.items():
+        binary = compiled(*launch)
+        assert binary.metadata.shared <= SHARED_LIMIT, name
+        assert "wgmma.mma_async" in binary.asm["ptx"], name
+        assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gradients_of_a_decay_meet_in_equal_chunks(width: int, capability: int, dtype: torch.dtype) -> None:
+    """dQ's kernel leaves the states before its chunks to dK's."""
+    c = config(dtype, width, width, capability, True, True, True)
+    assert c.dq.chunk == (c.dkdv or c.dk).chunk and not c.lookback

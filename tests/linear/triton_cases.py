@@ -111,15 +111,18 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 # With a decay, cut into segments or not.
 DECAY: dict[str, dict[str, Any]] = {
-    "a token's": {"decay": "token", "batch": 2, "state": True},
-    "blocks, a head's": {"decay": "head", "heads": 2, "e": 32, "m": 48, "normalize": False, "map_q": "identity", "map_k": "identity"},
-    "blocks that forget": {"decay": "token that forgets", "e": 32, "m": 32, "state": True},
-    "grouped": {"decay": "token", "heads": 3, "heads_kv": 1, "state": True, "scale": 0.3},
-    "fewer queries": {"decay": "token that forgets", "rows": 21, "keys": 70, "state": True, "normalize": False},
-    "fewer keys": {"decay": "token", "rows": 40, "keys": 21},
-    "lengths": {"decay": "token", "batch": 2, "lengths": (40, 17), "state": True, "map_k": "relu"},
-    "packed": {"decay": "token that forgets", "sequences": (0, 34, 1, 0), "heads": 2, "heads_kv": 1, "state": True},
-    "half precision": {"decay": "token", "dtype": torch.float16, "state": True},
+    "decay": {"decay": "token", "batch": 2, "state": True},
+    "decay of heads, blocks": {
+        **{"decay": "head", "heads": 2, "e": 32, "m": 48},
+        **{"normalize": False, "map_q": "identity", "map_k": "identity"},
+    },
+    "decay that forgets, blocks": {"decay": "token that forgets", "e": 32, "m": 32, "state": True},
+    "decay, grouped": {"decay": "token", "heads": 3, "heads_kv": 1, "state": True, "scale": 0.3},
+    "decay, fewer queries": {"decay": "token that forgets", "rows": 21, "keys": 70, "state": True, "normalize": False},
+    "decay, fewer keys": {"decay": "token", "rows": 40, "keys": 21},
+    "decay, lengths": {"decay": "token", "batch": 2, "lengths": (40, 17), "state": True, "map_k": "relu"},
+    "decay, packed": {"decay": "token that forgets", "sequences": (0, 34, 1, 0), "heads": 2, "heads_kv": 1, "state": True},
+    "decay, half precision": {"decay": "token", "dtype": torch.float16, "state": True},
 }
 
 

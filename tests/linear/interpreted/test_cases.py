@@ -10,6 +10,7 @@ import torch
 
 from tests.linear.triton_cases import CASES, DECAY, WHOLE, Case, check
 from warploom import linear_attention
+from warploom.linear import reference
 from warploom.linear.problem import StepArgs
 from warploom.linear.triton import BACKEND
 from warploom.linear.triton import call as call_module
@@ -65,8 +66,22 @@ def test_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_decay(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of columns with dK and dV apart where the sequence is whole, in pairs where it is cut."""
-    configure(monkeypatch, cut=cut, blocks=name.startswith("blocks"), paired=cut)
+    configure(monkeypatch, cut=cut, blocks="blocks" in name, paired=cut)
     check(Case(secrets.randbelow(2**31), **DECAY[name]))
+
+
+@pytest.mark.parametrize("first", [-torch.inf, -20.0])
+def test_small_logs_behind_large_ones_keep_their_bits(first: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Differences of one running fp32 sum would have lost what 50 logs of a thousandth add up to."""
+    t = Tiling(64, 64, 4, 1)
+    monkeypatch.setattr(call_module, "config", lambda *_: Config(t, t, t, t, t, t, fill=0.0, lookback=False))
+    call, *_ = Case(secrets.randbelow(2**31), rows=64, decay="token").call()
+    logs = torch.full((1, 64, 1), -1e-3)
+    logs[:, 1:13] = first
+    out, *_ = BACKEND.forward(replace(call, decay=logs), False)
+    wide = {name: getattr(call, name).double() for name in ("q", "k", "v")}
+    want, *_ = reference.BACKEND.forward(replace(call, **wide, decay=logs.double()), False)
+    assert (out - want).abs().max() <= 2e-6 * want.abs().max(), call
 
 
 def test_a_decay_that_asks_for_no_gradient_leaves_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
