@@ -102,7 +102,7 @@ class LinearAttention(nn.Module):
             queries: (batch, seqlen_q, dim), or (total_tokens, dim) with cu_seqlens.
             keys: (batch, seqlen_k, dim); default: queries.
             values: (batch, seqlen_k, dim); default: keys.
-            lengths, cu_seqlens, decay, state, return_state: as in `warploom.linear_attention`; causal layers alone take a decay.
+            lengths, cu_seqlens, decay, state, return_state: as in `warploom.linear_attention`; a decay in causal layers alone.
 
         Returns:
             (batch, seqlen_q, dim), or that and the state after all keys.
@@ -180,9 +180,7 @@ class CausalLinearAttention(LinearAttention):
 
     causal = True
 
-    def step(
-        self, x: Tensor, state: LinearState | None = None, *, decay: Tensor | None = None
-    ) -> tuple[Tensor, LinearState]:
+    def step(self, x: Tensor, state: LinearState | None = None, *, decay: Tensor | None = None) -> tuple[Tensor, LinearState]:
         """One token of each sequence.
 
         Args:

@@ -96,7 +96,9 @@ def test_gradcheck_with_both_states(backend: str, decay: str) -> None:
 
     def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         options = {"decay": leaves[5]} if decay else {}
-        out, last = linear_attention(*leaves[:3], state=LinearState(*leaves[3:5]), return_state=True, backend=backend, **options)
+        out, last = linear_attention(
+            *leaves[:3], state=LinearState(*leaves[3:5]), return_state=True, backend=backend, **options
+        )
         return out, *last
 
     leaves = [arguments[n] for n in "qkv"] + list(arguments["state"]) + logs

@@ -1,7 +1,8 @@
 """What the Triton kernels compute, chunk by chunk in torch: in fp64 the truth, in the inputs' dtype a correct kernel's model.
 
 The model rounds to the inputs' dtype (fp32: to two TF32 numbers) what a tensor core takes as operands: mapped queries and
-keys, products within a chunk, f = scale / norm * phi(q) and delta * f, and the states, and what is left of these where they fade; sums are fp32.
+keys, products within a chunk, f = scale / norm * phi(q) and delta * f, the states, and what is left of these where they fade;
+sums are fp32.
 `test_triton_model.py` holds the fp64 form against autograd through the score matrix.
 """
 

@@ -90,8 +90,8 @@ def linear_attention(
             hold anything.
         cu_seqlens: int32 (sequences + 1,), starts of packed sequences, from 0; q, k and v are then (total_tokens, heads, ·), or
             have batch 1, and each sequence sees its own keys. Read on the device. Tokens past the last entry get out 0.
-        decay: natural logs of the factors, at most 0, -inf included, which forgets all: (heads_kv,), one constant a head, or one
-            for each key, (batch, seqlen_k, heads_kv), packed (total_tokens, heads_kv); fp32 (fp64 for fp64 inputs). Causal
+        decay: natural logs of the factors, at most 0, -inf included, which forgets all: (heads_kv,), one constant a head, or
+            one for each key, (batch, seqlen_k, heads_kv), packed (total_tokens, heads_kv); fp32 (fp64 for fp64 inputs). Causal
             calls only. Positions past the last key, or past ``lengths``, neither add nor fade; there it may hold anything.
             Positive ones are refused on the CPU, and under WARPLOOM_CHECK=1; elsewhere sums then grow, up to inf or NaN, and
             nothing is read or written out of bounds.

@@ -82,7 +82,9 @@ def checked_decay(decay: object, q: Tensor, k: Tensor, causal: bool, packed: boo
         raise ValueError(f"decay must have shape {takes}, got {tuple(decay.shape)}")
     dtype = torch.promote_types(q.dtype, torch.float32)
     if decay.dtype != dtype:
-        raise TypeError(f"decay must be {dtype} beside {q.dtype} inputs: sums of logs lose too much in others; got {decay.dtype}")
+        raise TypeError(
+            f"decay must be {dtype} beside {q.dtype} inputs: sums of logs lose too much in others; got {decay.dtype}"
+        )
     if decay.device != q.device:
         raise ValueError(f"decay is on {decay.device} but q is on {q.device}")
     return decay.unsqueeze(0) if decay.ndim == 2 else decay

@@ -85,7 +85,8 @@ def _backward(
                 starts.append((sums[0].clone(), sums[1].clone()))
                 block.accumulate(sums)
             for block, first in zip(reversed(rest_k), reversed(starts), strict=True):
-                block.accumulate_backward(dsums, *gradients[1:], first)
+                assert isinstance(block, DecayBlock)
+                block.accumulate_backward(dsums, gradients[1], gradients[2], gradients[3], first)
         else:
             for block in reversed(rest_k):
                 block.accumulate_backward(dsums, *gradients[1:])

@@ -4,8 +4,9 @@ Within a chunk c_i sums the logs up to token i, its own among them. What came be
 key j reaches it times exp(c_i - c_j), j <= i, and the end of the chunk times exp(c_end - c_j): no exponent is above 0. Sums of
 logs are fp64, in which their differences lose nothing.
 
-The gradient of the log at token t sums what every pair of a query i >= t and a key j < t gives: of what came before the chunk, of
-what comes after it, of both, and within it, where sums over rows and columns of the strict lower triangle give all t at once.
+The gradient of the log at token t sums what every pair of a query i >= t and a key j < t gives: of what came before the chunk,
+of what comes after it, of both, and within it, where sums over rows and columns of the strict lower triangle give all t at
+once.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ the left factors v^T and dO^T of their updates are taken from shared memory as t
 are subtracted, the second one negative (by -1.0, which costs nothing): Triton would make one accumulator of a sum and give
 it to every warpgroup whole.
 
-With a decay everything fades as fading.py has it. The gradient of the log at token t sums what every pair of a query i >= t and a key
-j < t gives, P_ij (dO_i.v_j - delta_i) with P of what is left: of keys before the chunk and queries in it (dQ's kernel sums
-those by query), of keys in it and queries after it, of both (<dS, S>, for which dQ's kernel leaves S before every chunk), and of both in
-it, where sums over rows and columns of the strict triangle give all t at once. Taken by differences of whole gradients instead
-(q.dq - k.dk, summed from the end) it would drown in the rounding of everything that was forgotten.
+With a decay everything fades as fading.py has it. The gradient of the log at token t sums what every pair of a query i >= t
+and a key j < t gives, P_ij (dO_i.v_j - delta_i) with P of what is left: of keys before the chunk and queries in it (dQ's kernel
+sums those by query), of keys in it and queries after it, of keys before and queries after it (<dS, S>, for which dQ's kernel
+leaves S before every chunk), and of both in it, where sums over rows and columns of the strict triangle give all t at once.
+Taken by differences of whole gradients instead (q.dq - k.dk, summed from the end) it would drown in the rounding of all that
+was forgotten.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def dq_kernel(
 
     The state is held transposed, (M, E): both its products then take v and dO as they were loaded. z is held in C equal rows,
     which the products that give it add to, or in sixteen equal COLUMNS: fewer registers, more barriers. With flags_ptr segments
-    look back for the states that they start from, as in the forward kernel; there is then no denominator. With a decay z is one row.
+    look back for the states that they start from, as in the forward kernel; there is then no denominator. With a decay z is one
+    row.
 
     With first_s_ptr what the decay's gradient is made of is left too, see `Decay`; keys past the last query are then walked.
     from_queries_ptr is (blocks, batches, heads, seqlen_q).
@@ -485,7 +487,7 @@ def _gradients(
     DECAY: tl.constexpr = decay.logs.pointer is not None
     # With dK, whose products it needs.
     DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
-    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. With a decay one row, by additions.
+    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. With a decay one row, by sums.
     dz = tl.zeros([1 if DECAY else C, BE], tl.float32)
     if states.s is not None:
         ds = tl.trans(load_state(states.s, states.index, states.lives, e, m, E, M))
@@ -580,8 +582,8 @@ def _gradients(
                         first_z = tl.load(decay.first_z + chunk * E + e, mask=e < E, other=0.0)
                         both -= tl.sum(tl.sum(dz, 0) * first_z, 0)
                     of_keys = tl.sum(fk.to(tl.float32) * after, 1)
-                    found = tl.cumsum(from_queries - to_keys, 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys) + both * kept
-                    _store_logs(decay, at, block, head_kv, heads_kv, t, logs, found, tensors.seqlen_k, C)
+                    found = tl.cumsum(from_queries - to_keys, 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys)
+                    _store_logs(decay, at, block, head_kv, heads_kv, t, logs, found + both * kept, tensors.seqlen_k, C)
                 dk = after - dk
             else:
                 dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
@@ -614,7 +616,9 @@ def _gradients(
 
     if WITH_DK and states.s_out is not None:
         store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
-        tl.store(states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if DECAY else -2.0 / C), mask=(e < E) & states.lives)
+        tl.store(
+            states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if DECAY else -2.0 / C), mask=(e < E) & states.lives
+        )
 
 
 @triton.jit
@@ -727,7 +731,7 @@ def _to_sums(dz, w, f, delta, common, C: tl.constexpr):
 
 @triton.jit
 def _met(fk, f, w, common, C: tl.constexpr):
-    """Products of scores and their gradients of one head's queries and earlier keys, summed by query and by key; w is negative."""
+    """Products of scores and their gradients of one head's queries and earlier keys, by query and by key; w is negative."""
     n = tl.arange(0, C)
     met = dot(fk, tl.trans(f), None) * w.to(tl.float32) * -common
     met = tl.where(n[:, None] < n[None, :], met, 0.0)

@@ -135,10 +135,8 @@ _FLOAT32 = {
 
 
 @cache
-def config(
-    dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool, decay: bool = False
-) -> Config:
-    """The variant for a dtype, the dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay."""
+def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool, decay: bool = False) -> Config:
+    """The variant for a dtype, dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay."""
     width = next(w for w in (64, 128, 256) if max(e, m) <= w)
     if dtype == torch.float32:
         return _unstaged(_FLOAT32[width]) if decay else _FLOAT32[width]

@@ -24,7 +24,7 @@ LOWEST = tl.constexpr(-128.0)
 
 
 class Logs(NamedTuple):
-    """Of a chunk's tokens: their logs, and two numbers that add up to the sum of logs up to each; the same of the whole chunk."""
+    """Of a chunk's tokens: their logs, two numbers that add up to the sum of logs up to each, and two of the whole chunk."""
 
     own: Any
     high: Any
@@ -86,8 +86,8 @@ def load_for_both(
 ):
     """phi of rows t + n as an operand that registers read too; of KEYS 0 past `length`.
 
-    Of a tile that a product takes from where it was loaded, and registers read, Triton 3.6 keeps a buffer too few: unmapped rows
-    go through an instruction that it cannot see through, so that the product's copy is one of its own.
+    Of a tile that a product takes from where it was loaded, and registers read, Triton 3.6 keeps a buffer too few: unmapped
+    rows go through an instruction that it cannot see through, so that the product's copy is one of its own.
     """
     dtype = base.dtype.element_ty
     if MAP != IDENTITY or dtype == tl.float32 or INTERPRETED:

@@ -86,7 +86,9 @@ def step(args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
     s_out, z_out = torch.empty_like(s), torch.empty_like(z)
     direct = all(t.data_ptr() % 16 == 0 for t in (q, k, v, s)) and max(*q.stride(), *k.stride(), *v.stride()) < 2**31
     strides_g = (None, None) if decay is None else decay.expand(batch, heads_kv).stride()
-    launch = _step_launch(v.dtype, e, m, heads // heads_kv, (map_q, map_k), normalize, direct, q.device.index, decay is not None)
+    launch = _step_launch(
+        v.dtype, e, m, heads // heads_kv, (map_q, map_k), normalize, direct, q.device.index, decay is not None
+    )
     with on_device(q):
         blocks = -(-m // block_of(m, _STEP["BM"]))
         launch(

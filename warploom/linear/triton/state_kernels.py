@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.packed import span
 from warploom.kernels.triton.numerics import exp
+from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
     Source,
     dot,
@@ -208,12 +208,14 @@ def scan_kernel(
         count = tl.cdiv(length, segment)
     if block < blocks_s:
         _scan(
-            s_ptr, s_first_ptr, s_total_ptr, fading_ptr, block, slot, count, sequence, head, heads_kv, E * M, BLOCK, REVERSE, STAGES
+            s_ptr, s_first_ptr, s_total_ptr, fading_ptr, block, slot, count, sequence, head, heads_kv, E * M, BLOCK, REVERSE,
+            STAGES,
         )  # fmt: skip
     else:
         block -= blocks_s
         _scan(
-            z_ptr, z_first_ptr, z_total_ptr, fading_ptr, block, slot, count, sequence, head, heads_kv, E, BLOCK, REVERSE, STAGES
+            z_ptr, z_first_ptr, z_total_ptr, fading_ptr, block, slot, count, sequence, head, heads_kv, E, BLOCK, REVERSE,
+            STAGES,
         )  # fmt: skip
 
 
