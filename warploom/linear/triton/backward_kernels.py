@@ -502,14 +502,16 @@ def _gradients(
     if DECAY:
         g_base = head_base(decay.logs, at, head_kv, 1)
     # A left factor of dv, so carried as in the forward kernel.
-    CARRIED: tl.constexpr = (WITH_DV and MAP_K != IDENTITY) or DECAY_GRAD
+    CARRIED: tl.constexpr = (WITH_DV or DECAY_GRAD) and MAP_K != IDENTITY
     if CARRIED:
         t = at.first + tl.maximum(chunks - 1, 0) * C
-        fk = _keys(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, DECAY_GRAD)
+        fk = load_operand(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
-        if WITH_DV and not CARRIED:
+        if DECAY_GRAD and not CARRIED:
+            fk = load_for_both(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
+        elif WITH_DV and not CARRIED:
             fk = load_chunk(k_base, t, rows, e, tensors.k.stride_s * UNIT, at.len_k, E, E % BE == 0)
         v = None
         if WITH_DK:
@@ -612,24 +614,13 @@ def _gradients(
         if CARRIED:
             # The first chunk again in the end, so that nothing before the segment is read.
             t = tl.maximum(t - C, at.first)
-            fk = _keys(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, DECAY_GRAD)
+            fk = load_operand(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
 
     if WITH_DK and states.s_out is not None:
         store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
         tl.store(
             states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if DECAY else -2.0 / C), mask=(e < E) & states.lives
         )
-
-
-@triton.jit
-def _keys(
-    base, t, n, length, dims, stride, DIM: tl.constexpr, WHOLE: tl.constexpr, MAP: tl.constexpr, DECAY_GRAD: tl.constexpr
-):
-    """phi of keys t + n as an operand, and in registers too for the decay's gradient."""
-    if DECAY_GRAD:
-        return load_for_both(base, t, n, length, dims, stride, DIM, WHOLE, MAP, True)
-    else:
-        return load_operand(base, t, n, length, dims, stride, DIM, WHOLE, MAP, True)
 
 
 @triton.jit

@@ -168,19 +168,19 @@ def forward_kernel(
     # memory, and one computed on the spot from registers, mapped anew by every warpgroup. Unmapped ones are used as loaded.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
     BOTH: tl.constexpr = DECAY and NORMALIZE
-    if BOTH:
-        fq = load_for_both(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
-    elif MAP_Q != IDENTITY:
+    if MAP_Q != IDENTITY:
         fq = load_operand(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
-    if DECAY:
-        fk = load_for_both(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
-    elif CAUSAL and MAP_K != IDENTITY:
+    if CAUSAL and MAP_K != IDENTITY:
         fk = load_operand(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
-        if MAP_Q == IDENTITY and not BOTH:
+        if MAP_Q == IDENTITY and BOTH:
+            fq = load_for_both(q_base, t, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
+        elif MAP_Q == IDENTITY:
             fq = load_chunk(q_base, t, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         if CAUSAL:
-            if MAP_K == IDENTITY and not DECAY:
+            if MAP_K == IDENTITY and DECAY:
+                fk = load_for_both(k_base, t, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
+            elif MAP_K == IDENTITY:
                 fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, len_k, E, E == DE)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
             if DECAY:
@@ -216,13 +216,9 @@ def forward_kernel(
             elif WITH_Z:
                 z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
-        if BOTH:
-            fq = load_for_both(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
-        elif MAP_Q != IDENTITY:
+        if MAP_Q != IDENTITY:
             fq = load_operand(q_base, t + C, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
-        if DECAY:
-            fk = load_for_both(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
-        elif CAUSAL and MAP_K != IDENTITY:
+        if CAUSAL and MAP_K != IDENTITY:
             fk = load_operand(k_base, t + C, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
 
     if s_out_ptr is not None:
