@@ -152,7 +152,7 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
             gives[..., : a.shape[2]] = met.sum(-1) + (a * (y @ r(first).mT * before)).sum(-1)
             gives[..., : b.shape[2]] -= met.sum(-2)
             of_keys = (b * (x @ r(after).mT * left)).sum(-1)
-            both = (after * first).sum((-1, -2)) * kept
+            both = (after * r(first)).sum((-1, -2)) * kept
             later = gives.flip(-1).cumsum(-1).flip(-1)[..., : b.shape[2]]
             dlogs[:, :, span] = later + of_keys.cumsum(-1) - of_keys + both[..., None]
             y, x = y[..., :-1], x[..., :-1]

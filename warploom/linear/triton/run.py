@@ -206,8 +206,8 @@ class _Pieces(NamedTuple):
     def of(cls, call: Call) -> _Pieces:
         variant, tiling = call.variant, call.config.dq
         chunks, blocks = call.chunks(tiling.chunk), -(-variant.e // block_of(variant.e, tiling.block))
-        # Of half precision in bf16, which holds whatever sums grow to: what it loses is in a sum of thousands of products.
-        narrow = torch.float32 if variant.dtype == torch.float32 else torch.bfloat16
+        # Of fp16 in fp32: sums pass its range.
+        narrow = torch.bfloat16 if variant.dtype == torch.bfloat16 else torch.float32
         first_s = call.q.new_empty((chunks, call.heads_kv, variant.m, variant.e), dtype=narrow)
         first_z = call.q.new_empty((chunks, call.heads_kv, variant.e), dtype=torch.float32)
         rows = call.q.new_empty((blocks, call.q.shape[0], call.heads, call.seqlen_q), dtype=torch.float32)
