@@ -251,3 +251,24 @@ def test_dispatch_modes_see_the_ops() -> None:
         linear_attention(x, x, x)
         linear_attention_step(x, x, x, LinearState.zeros(1, 2, 8, 8))
     assert {"warploom.linear_attention.default", "warploom.linear_attention_step.default"} <= set(seen)
+
+
+def test_transforms_of_a_decay() -> None:
+    """torch.func.grad asks for its gradient too; the reference alone takes vmap and forward AD."""
+    case = small(decay="token", dtype=torch.float64)
+    arguments = case.draw()
+    decay = arguments.pop("decay")
+    tensors = {name: t.detach() for name, t in arguments.items()}
+
+    def loss(decay: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+        return linear_attention(**tensors, decay=decay, backend=backend).square().sum()
+
+    (want,) = torch.autograd.grad(loss(decay), decay)
+    assert torch.allclose(torch.func.grad(loss)(decay.detach()), want, rtol=1e-12), case
+    assert torch.allclose(torch.func.grad(loss)(decay.detach(), "reference"), want, rtol=1e-9), case
+    _, tangent = torch.func.jvp(lambda t: loss(t, "reference"), (decay.detach(),), (decay.detach(),))
+    assert torch.allclose(tangent, (want * decay).sum(), rtol=1e-9), case
+    both = torch.vmap(lambda t: loss(t, "reference"))(torch.stack([decay, 2 * decay]))
+    assert torch.allclose(both[1], loss(2 * decay, "reference"), rtol=1e-12), case
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap.*backend='reference'"):
+        torch.vmap(loss)(decay[None])

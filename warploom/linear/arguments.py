@@ -45,7 +45,8 @@ def linear_call(
     _check_packing(q, k, lengths, cu_seqlens)
     if decay is not None:
         decay = checked_decay(decay, q, k, causal, packed)
-        if arguments.readable(decay):
+        # torch.vmap lets nobody look at a tensor's values.
+        if arguments.readable(decay) and not torch._C._are_functorch_transforms_active():
             _check_signs(decay, k, lengths, cu_seqlens)
     maps = resolve(feature_map)
     if not all(isinstance(each, str) for each in maps):
