@@ -104,7 +104,7 @@ GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
 
 _PLAIN = [
     "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
-    "decay_ptr", "first_s_ptr", "first_z_ptr", "from_queries_ptr", "ddecay_ptr",
+    "decay_ptr", "first_z_ptr", "from_queries_ptr", "ddecay_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_block",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",

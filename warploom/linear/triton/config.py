@@ -93,7 +93,7 @@ def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
 def _hopper_decay(width: int) -> Config:
     if width == 64:
         flat = Tiling(64, 64, 8, 2)
-        # Of keys, and of their gradients, a program has too few registers for both: 216 bytes spilled, in pairs 56.
+        # One program has too few registers for dK and dV: it spilled 216 bytes a thread, in pairs 56.
         return Config(replace(flat, stages=3), replace(flat, warps=4), flat, flat, flat, flat, paired=True, lookback=False)
     return replace(_same(Tiling(64, 64, 8, 2 if width == 128 else 1), together=False), lookback=False)
 
