@@ -1,9 +1,10 @@
 """A small causal linear transformer learns Python's help texts byte by byte, then writes with a state of constant size.
 
-    python examples/linear_lm.py [--steps 300] [--seed 0] [--device cpu] [--tokens 400]
+    python examples/linear_lm.py [--steps 300] [--seed 0] [--device cpu] [--tokens 400] [--decay]
 
 The text is `pydoc_data.topics`, which comes with Python. Training runs `CausalLinearAttention` over whole sequences; writing
 runs its `step`, whose time and memory do not grow with what was written, and is compared with running whole sequences anew.
+With `--decay` heads forget, each at a rate of its own, as in RetNet.
 """
 
 from __future__ import annotations
@@ -28,23 +29,26 @@ FURTHEST = 512  # positions that training draws its windows from
 class Layer(nn.Module):
     """Pre-norm: causal linear attention, then a perceptron."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, decay: bool) -> None:
         super().__init__()
+        # Half of what a head has summed is left after 5, 11, 22, 44 … tokens.
+        rates = torch.log1p(-(2.0 ** -(3.0 + torch.arange(heads))))
+        self.register_buffer("decay", rates if decay else None)
         self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = CausalLinearAttention(dim, heads)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
+        x = x + self.attention(self.norm_attention(x), decay=self.decay)
         return x + self.mlp(self.norm_mlp(x))
 
     def prefill(self, x: Tensor) -> tuple[Tensor, LinearState]:
-        out, state = self.attention(self.norm_attention(x), return_state=True)
+        out, state = self.attention(self.norm_attention(x), decay=self.decay, return_state=True)
         x = x + out
         return x + self.mlp(self.norm_mlp(x)), state
 
     def step(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-        out, state = self.attention.step(self.norm_attention(x), state)
+        out, state = self.attention.step(self.norm_attention(x), state, decay=self.decay)
         x = x + out
         return x + self.mlp(self.norm_mlp(x)), state
 
@@ -55,10 +59,10 @@ class Model(nn.Module):
     A position enters with the two bytes before it, as a short convolution would let it, and with sinusoids of where it is.
     """
 
-    def __init__(self, dim: int = 128, heads: int = 4, layers: int = 2) -> None:
+    def __init__(self, dim: int = 128, heads: int = 4, layers: int = 2, decay: bool = False) -> None:
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(VOCABULARY, dim) for _ in range(CONTEXT))
-        self.layers = nn.ModuleList(Layer(dim, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(dim, heads, decay) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY)
         rates = torch.exp(-math.log(10_000) * torch.arange(0, dim, 2) / dim)
         self.register_buffer("rates", rates, persistent=False)
@@ -161,10 +165,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--decay", action="store_true", help="heads that forget")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     data = text(options.device)
-    model = Model().to(options.device)
+    model = Model(decay=options.decay).to(options.device)
     print(f"{len(data):,} bytes of text, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     first, last = train(model, data, options.steps)
     print(f"loss fell from {first:.3f} to {last:.3f} nats a byte (a uniform guess is {math.log(VOCABULARY):.3f})\n")

@@ -227,8 +227,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "linear_attention": (
         warploom.linear_attention,
-        lambda: {**rows(), "lengths": ints(8, 3)},
-        {**LINEAR, "causal": "flag", "return_state": "flag", "lengths": "index"},
+        lambda: {**rows(), "lengths": ints(8, 3), "decay": -torch.ones(2)},
+        {**LINEAR, "causal": "flag", "return_state": "flag", "lengths": "index", "decay": "tensor or none"},
     ),
     "linear_attention of packed sequences": (
         warploom.linear_attention,

@@ -92,6 +92,7 @@ class LinearAttention(nn.Module):
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        decay: Tensor | None = None,
         state: LinearState | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, LinearState]:
@@ -101,7 +102,7 @@ class LinearAttention(nn.Module):
             queries: (batch, seqlen_q, dim), or (total_tokens, dim) with cu_seqlens.
             keys: (batch, seqlen_k, dim); default: queries.
             values: (batch, seqlen_k, dim); default: keys.
-            lengths, cu_seqlens, state, return_state: as in `warploom.linear_attention`.
+            lengths, cu_seqlens, decay, state, return_state: as in `warploom.linear_attention`; a decay in causal layers alone.
 
         Returns:
             (batch, seqlen_q, dim), or that and the state after all keys.
@@ -114,6 +115,7 @@ class LinearAttention(nn.Module):
             causal=self.causal,
             lengths=lengths,
             cu_seqlens=cu_seqlens,
+            decay=decay,
             state=state,
             return_state=return_state,
             backend=self.backend,
@@ -178,12 +180,13 @@ class CausalLinearAttention(LinearAttention):
 
     causal = True
 
-    def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
+    def step(self, x: Tensor, state: LinearState | None = None, *, decay: Tensor | None = None) -> tuple[Tensor, LinearState]:
         """One token of each sequence.
 
         Args:
             x: (batch, dim).
             state: what `forward(..., return_state=True)` or the last step returned; None before the first token.
+            decay: (kv_heads,) or (batch, kv_heads), as in `warploom.linear_attention_step`.
 
         Returns:
             (batch, dim) and the new state.
@@ -193,8 +196,9 @@ class CausalLinearAttention(LinearAttention):
         if state is None:
             # The maps decide E, so one token through the general call makes the first state.
             rows = (t.unsqueeze(1) for t in (q, k, v))
-            out, state = linear_attention(*rows, return_state=True, backend=self.backend, **self._options())
+            logs = decay.unsqueeze(1) if isinstance(decay, Tensor) and decay.ndim == 2 else decay
+            out, state = linear_attention(*rows, decay=logs, return_state=True, backend=self.backend, **self._options())
             out = out.squeeze(1)
         else:
-            out, state = linear_attention_step(q, k, v, state, backend=self.backend, **self._options())
+            out, state = linear_attention_step(q, k, v, state, decay=decay, backend=self.backend, **self._options())
         return self.out_projection(out.flatten(-2)), state

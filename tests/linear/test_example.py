@@ -19,10 +19,11 @@ def test_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture)
     assert "loss fell from" in printed and "The for statement is used to " in printed and "tokens/s by steps" in printed
 
 
-def test_its_steps_are_its_passes() -> None:
+@pytest.mark.parametrize("decay", [False, True])
+def test_its_steps_are_its_passes(decay: bool) -> None:
     example = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
-    model = example["Model"](dim=32, heads=2).double()
+    model = example["Model"](dim=32, heads=2, decay=decay).double()
     written = torch.randint(256, (60,))
     worst, _ = example["written_anew"](model, written, 25)
     assert worst < 1e-9
