@@ -90,22 +90,23 @@ class ShardPlan:
         runs = [t.narrow(dim, a, b - a) for a, b in layout.runs[self.rank]]
         return torch.cat(runs or [t.narrow(dim, 0, 0)], dim)
 
-    def unshard(self, t: Tensor, dim: int) -> Tensor:
+    def unshard(self, t: Tensor, dim: int, *, keys: bool = False) -> Tensor:
         """The whole tensor, on every rank, of parts as ``shard`` gives them. A collective: every rank calls it.
 
         Args:
-            t: this rank's queries (or keys, where their number differs) along ``dim``.
+            t: this rank's positions along ``dim``; any dtype.
             dim: the dimension of positions.
+            keys: whether they are positions of keys; it matters where seqlen_k is not seqlen_q.
 
         Returns:
             The positions in order. Its gradient is summed over ranks, as of the sum of their losses.
         """
         dim = _dimension(t, dim)
-        counts = self.queries.counts[self.rank], self.keys.counts[self.rank]
-        if t.shape[dim] not in counts:
-            held = f"{counts[0]}" + (f" or {counts[1]}" if counts[1] != counts[0] else "")
-            raise ValueError(f"t has {t.shape[dim]} entries in dimension {dim}, and rank {self.rank} holds {held}: give its own part")
-        layout = self.queries if t.shape[dim] == counts[0] else self.keys
+        layout = self.keys if arguments.flag("keys", keys) else self.queries
+        held = layout.counts[self.rank]
+        if t.shape[dim] != held:
+            what = "keys" if keys else "queries"
+            raise ValueError(f"t has {t.shape[dim]} entries in dimension {dim}, and rank {self.rank} holds {held} {what}")
         if self.group is None:
             return t.clone()
         rows = t.movedim(dim, 0)[None]

@@ -1,0 +1,64 @@
+"""All cases in processes of one world, over gloo: `python -m tests.distributed.worker WORLD SEED FOLDER`.
+
+The processes fork when torch is imported and nothing has run. Each writes what failed on it to FOLDER/rank.json, by case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed import cases, faults, usage  # noqa: F401  (they fill CASES)
+from tests.distributed.registry import CASES
+
+# Of the group of all: what a process waits for one that has died.
+TIMEOUT = 20.0
+
+
+def main() -> None:
+    world, seed, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            try:
+                run(rank, world, seed, folder)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            sys.stderr.flush()
+            os._exit(0)
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+
+
+def run(rank: int, world: int, seed: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
+    )
+    failures: dict[str, str | None] = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        torch.manual_seed(seed + number)
+        try:
+            case(rank, world, seed + number)
+            failures[name] = None
+        except AssertionError:
+            failures[name] = traceback.format_exc()
+        except Exception:
+            # The others may wait for this one in the middle of a collective: nothing after it means anything.
+            failures[name] = traceback.format_exc()
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(failures))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
