@@ -58,6 +58,8 @@ def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list
         layout: of the queries.
         keys: runs of the whole's keys, ascending, which the block holds in this order.
     """
+    if not keys:
+        return []
     if whole.starts is None and len(layout.runs[rank]) * len(keys) <= _FEW:
         runs = _by_runs(whole, layout, rank, keys)
         if len(runs) <= MOST_RUNS:
