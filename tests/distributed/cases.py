@@ -25,9 +25,10 @@ def columns(rng: random.Random, rows: int, keys: int, shape: tuple[int, int], na
     return masks.ColumnMask(given.pop("lts", None), **given, causal=rng.random() < 0.5)
 
 
-def sampled(builder: Any, method: str, rank: int, world: int, seed: int) -> None:
-    """A random mask of a builder, by its predicate, for the lengths that it draws."""
+def sampled(builder: Any, rank: int, world: int, seed: int) -> None:
+    """A random mask of a builder, by its predicate, for the lengths that it draws, by a random method."""
     rng = random.Random(seed)
+    method = rng.choice(METHODS)
     sample = builder(rng)
     while not (sample.seqlen_q and sample.seqlen_k) or (method == "heads" and sample.heads > 1):
         sample = builder(rng)
@@ -71,7 +72,9 @@ CALLS: dict[str, Any] = {
     "causal, chunks of 3": lambda rng, world: {"keywords": {"causal": True}, "chunk": 3},
     "window": lambda rng, world: {"keywords": {"window": (rng.randint(3, 20), rng.choice([0, 4]))}, "seqlen_q": 101},
     "window in documents": lambda rng, world: {
-        "keywords": {"mask": masks.Document(_lengths(rng, 77)), "window": (9, 2)}, "seqlen_q": 77, "batch": 2,
+        "keywords": {"mask": masks.Document(_lengths(rng, 77)), "window": (9, 2)},
+        "seqlen_q": 77,
+        "batch": 2,
     },
     "fewer queries than keys, causal": lambda rng, world: {"keywords": {"causal": True}, "seqlen_q": 40, "seqlen_k": 67},
     "more queries than keys, causal": lambda rng, world: {"keywords": {"causal": True}, "seqlen_q": 67, "seqlen_k": 40},
@@ -86,26 +89,42 @@ CALLS: dict[str, Any] = {
     "four vectors": lambda rng, world: {"keywords": {"mask": columns(rng, 50, 50, (1, 1), "lts lte uts ute")}, "seqlen_q": 50},
     "four vectors of each head of q": lambda rng, world: {
         "keywords": {"mask": columns(rng, 50, 50, (2, 2 * world), "lts lte uts ute"), "causal": True},
-        "seqlen_q": 50, "batch": 2, "heads_q": 2 * world, "heads_kv": world,
+        "seqlen_q": 50,
+        "batch": 2,
+        "heads_q": 2 * world,
+        "heads_kv": world,
     },
     "two vectors of each head of k": lambda rng, world: {
-        "keywords": {"mask": columns(rng, 50, 50, (1, world), "lts ute")}, "seqlen_q": 50, "heads_q": 3 * world, "heads_kv": world,
+        "keywords": {"mask": columns(rng, 50, 50, (1, world), "lts ute")},
+        "seqlen_q": 50,
+        "heads_q": 3 * world,
+        "heads_kv": world,
     },
     "packed, causal": lambda rng, world: {"cu_seqlens": _starts(rng, 80), "seqlen_q": 80, "keywords": {"causal": True}},
     "packed": lambda rng, world: {"cu_seqlens": _starts(rng, 80), "seqlen_q": 80},
     "packed, window, sink": lambda rng, world: {
-        "cu_seqlens": _starts(rng, 80), "seqlen_q": 80, "keywords": {"window": (5, 1)}, "sink": True,
+        "cu_seqlens": _starts(rng, 80),
+        "seqlen_q": 80,
+        "keywords": {"window": (5, 1)},
+        "sink": True,
     },
     "packed, columns": lambda rng, world: {
-        "cu_seqlens": _starts(rng, 60), "seqlen_q": 60, "keywords": {"mask": columns(rng, 20, 60, (1, 1), "lts ute")},
+        "cu_seqlens": _starts(rng, 60),
+        "seqlen_q": 60,
+        "keywords": {"mask": columns(rng, 20, 60, (1, 1), "lts ute")},
     },
     "packed, four vectors": lambda rng, world: {
-        "cu_seqlens": _starts(rng, 60), "seqlen_q": 60, "keywords": {"mask": columns(rng, 20, 60, (1, 1), "lts lte uts ute")},
+        "cu_seqlens": _starts(rng, 60),
+        "seqlen_q": 60,
+        "keywords": {"mask": columns(rng, 20, 60, (1, 1), "lts lte uts ute")},
     },
     "a plan for another mask": lambda rng, world: {"plan_mask": {}, "keywords": {"causal": True}},
     "float32": lambda rng, world: {"dtype": torch.float32, "seqlen_q": 150, "keywords": {"causal": True}, "sink": True},
     "bfloat16": lambda rng, world: {
-        "dtype": torch.bfloat16, "seqlen_q": 150, "keywords": {"mask": masks.Document(_lengths(rng, 150))}, "batch": 2,
+        "dtype": torch.bfloat16,
+        "seqlen_q": 150,
+        "keywords": {"mask": masks.Document(_lengths(rng, 150))},
+        "batch": 2,
     },
     "float16, window": lambda rng, world: {"dtype": torch.float16, "seqlen_q": 150, "keywords": {"window": (40, 0)}},
 }
@@ -124,17 +143,14 @@ def dropped(name: str, rank: int, world: int, seed: int) -> None:
     Sharded(seed, method="auto", keywords=keywords, **call).check()
 
 
-for _method in METHODS:
-    for _name, _builder in samples.SAMPLERS.items():
-        CASES[f"{_method}: {_name}"] = partial(sampled, _builder, _method)
-
-
 def _whole_heads(make: Any, method: str, rng: random.Random, world: int) -> dict[str, Any]:
     """With heads for every rank, where the method needs that and the call does not say."""
     call: dict[str, Any] = make(rng, world)
     return call if method != "heads" or "heads_kv" in call else call | {"heads_q": 2 * world, "heads_kv": world}
 
 
+for _name, _builder in samples.SAMPLERS.items():
+    CASES[f"a random {_name}"] = partial(sampled, _builder)
 for _method in METHODS:
     for _name, _make in CALLS.items():
         CASES[f"{_method}: {_name}"] = partial(drawn, partial(_whole_heads, _make, _method), _method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ class Sharded:
         models = []
         for dtype in (torch.float64, self.dtype):
             q, k, v, sink = (None if t is None else t.to(dtype) for t in tensors)
-            models.append(low_precision(q, k, v, dout.to(dtype), dlse, seen, scale=scale, softcap=softcap, sink=sink, keep=keep))
+            models.append(
+                low_precision(q, k, v, dout.to(dtype), dlse, seen, scale=scale, softcap=softcap, sink=sink, keep=keep)
+            )
         exact, lowp = models
 
         q, k, v, sink = tensors
@@ -68,7 +71,9 @@ class Sharded:
         if self.cu_seqlens is not None:
             out, lse = out[None], lse[None]
         found = {"out": plan.unshard(out, 1), "lse": plan.unshard(lse, 2)}
-        found |= {name: plan.unshard(t, 1, keys=name != "dq") for name, t in zip(("dq", "dk", "dv"), gradients[:3], strict=True)}
+        found |= {
+            name: plan.unshard(t, 1, keys=name != "dq") for name, t in zip(("dq", "dk", "dv"), gradients[:3], strict=True)
+        }
         for name, t in found.items():
             dtype = torch.float32 if name == "lse" and self.dtype == torch.float64 else self.dtype
             want, model = getattr(exact, name), getattr(lowp, name)
@@ -125,7 +130,7 @@ class Sharded:
         assert self.cu_seqlens is not None
         found = torch.zeros(1, self.heads_q, self.seqlen_q, self.seqlen_q, dtype=torch.bool)
         mask = self.keywords.get("mask")
-        for a, b in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False):
+        for a, b in pairwise(self.cu_seqlens):
             keywords = dict(self.keywords)
             if isinstance(mask, masks.ColumnMask):
                 cut = [None if t is None else t[..., a:b] for t in (mask.lts, mask.lte, mask.uts, mask.ute)]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import cases, faults, usage  # noqa: F401  (they fill CASES)
-from tests.distributed.registry import CASES
+from tests.distributed.registry import of_world
 
 # Of the group of all: what a process waits for one that has died.
 TIMEOUT = 20.0
@@ -33,8 +33,6 @@ def main() -> None:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            sys.stderr.flush()
-            os._exit(0)
         children.append(child)
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 
@@ -45,7 +43,7 @@ def run(rank: int, world: int, seed: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
     )
     failures: dict[str, str | None] = {}
-    for number, (name, case) in enumerate(CASES.items()):
+    for number, (name, case) in enumerate(of_world(world).items()):
         torch.manual_seed(seed + number)
         try:
             case(rank, world, seed + number)
@@ -56,8 +54,15 @@ def run(rank: int, world: int, seed: int, folder: Path) -> None:
             # The others may wait for this one in the middle of a collective: nothing after it means anything.
             failures[name] = traceback.format_exc()
             break
+    else:
+        dist.barrier()
+        try:
+            faults.death(rank, world, seed)
+            failures["a rank that dies"] = None
+        except Exception:
+            failures["a rank that dies"] = traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps(failures))
-    dist.destroy_process_group()
+    os._exit(0)  # destroying a group that has lost a rank waits for it
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -66,8 +67,8 @@ def attention(
         scale, softcap, sink, deterministic, return_lse, backend: as `warploom.attention` takes them.
 
     Returns:
-        out (batch, tokens of this rank, heads_q, head_dim_v) in q's dtype, or (out, lse) with lse float32 (batch, heads_q, tokens
-        of this rank); of packed sequences without batch.
+        out (batch, tokens of this rank, heads_q, head_dim_v) in q's dtype, or (out, lse) with lse float32
+        (batch, heads_q, tokens of this rank); of packed sequences without batch.
 
     Raises:
         TypeError, ValueError: at the first call of a kind on every rank, where one of them has an argument that is wrong or
@@ -78,6 +79,21 @@ def attention(
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be what shard_plan() returns, got {arguments.describe(plan)}")
     options = (scale, softcap, sink, dropout_p, dropout_seed, deterministic, return_lse, backend)
+    run: Any = _attention
+    if "torch._dynamo" in sys.modules:  # nothing compiles without it, and its import costs a second
+        run = torch.compiler.disable(_attention)
+    return run(q, k, v, plan, mask, causal, window, options)  # type: ignore[no-any-return]
+
+
+# A graph break, as torch.compiler.disable marks it: what such a function calls is compiled all the same.
+setattr(attention, "_torchdynamo_disable", True)  # noqa: B010
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call out of the compiler's sight."""
+    dropout_seed, return_lse = options[4], options[6]
     call, choice, args = _prepared(q, k, v, plan, mask, causal, window, options)
     if args.dropout_p and dropout_seed is None and plan.group is not None:
         assert args.dropout_seed is not None
@@ -86,10 +102,6 @@ def attention(
     if plan.starts is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
-
-
-# torch.compile leaves what is marked so to Python, as torch.compiler.disable has it, whose import costs a second.
-setattr(attention, "_torchdynamo_disable", True)  # noqa: B010
 
 
 def explain(
@@ -147,7 +159,6 @@ def _prepared(
         args = _args(q, k, v, plan, {**keywords, "deterministic": deterministic})
         arguments.flag("return_lse", return_lse)
         whole_mask = resolved(mask, causal, window, plan.seqlen_q, plan.seqlen_k, plan.starts is not None)
-        check_columns(_on(whole_mask, args.q.device), args.q.shape[0], args.q.shape[2], args.k.shape[2], plan.seqlen_k, args.q)
         vectors = tuple([None if t is None else (id(t), t._version) for t in whole_mask.vectors])
         kind = (
             *(args.q.shape[0], args.q.shape[2:], args.k.shape[2:], args.v.shape[3], args.q.dtype, args.q.device),
@@ -156,6 +167,7 @@ def _prepared(
         )
         found = plan.kept.get(kind)
         if found is None:
+            check_columns(_on(whole_mask, args.q.device), args.q.shape[0], args.q.shape[2], args.k.shape[2], plan.seqlen_k, args.q)
             whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
             sharded = _sharded(plan, whole, args.q.device)
             choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0)

@@ -63,7 +63,9 @@ def choose(asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropou
     queries, keys = sharded.queries, sharded.keys
     ranks, (batch, _, heads_q, head_dim), (heads_kv, head_dim_v) = len(queries.counts), q.shape, v.shape[2:]
     if dropout and sharded.whole.starts is not None:
-        raise ValueError("dropout_p must be 0 with cu_seqlens: dropout counts elements of each sequence, which no method here can")
+        raise ValueError(
+            "dropout_p must be 0 with cu_seqlens: dropout counts elements of each sequence, which no method here can"
+        )
     why = {method: refusal(method, ranks, heads_q, heads_kv, dropout) for method in METHODS}
     if asked != "auto":
         words = why[asked]

@@ -44,7 +44,9 @@ class Gathering(Pending):
         self.wait()
         parts = self._found.view(len(self._layout.counts), -1).split([prod(shape) for shape in self._shapes], 1)
         # (ranks, batch, longest, heads, ·) with the batch first, so that ranks and rows are one dimension.
-        found = [part.unflatten(1, shape).transpose(0, 1).flatten(1, 2) for part, shape in zip(parts, self._shapes, strict=True)]
+        found = [
+            part.unflatten(1, shape).transpose(0, 1).flatten(1, 2) for part, shape in zip(parts, self._shapes, strict=True)
+        ]
         return [t.index_select(1, self._places) for t in found]
 
 

@@ -27,7 +27,9 @@ def of(group_or_mesh: Any) -> Any:
     if not dist.is_available():
         raise RuntimeError("this torch is built without torch.distributed, which warploom.distributed runs on")
     if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group() first, or init_device_mesh(); torchrun sets what it reads")
+        raise RuntimeError(
+            "call torch.distributed.init_process_group() first, or init_device_mesh(); torchrun sets what it reads"
+        )
     if group_or_mesh is None:
         return dist.group.WORLD
     if group_or_mesh is dist.GroupMember.NON_GROUP_MEMBER:
@@ -48,18 +50,32 @@ def of(group_or_mesh: Any) -> Any:
 
 
 def own(parent: Any) -> Any:
-    """A group of the same processes for our collectives, so that the order of others beside them does not matter."""
+    """A group of the same processes for our collectives, so that the order of others beside them does not matter.
+
+    A collective of ``parent``, once. torch names a group that only its members make by how many groups each is in: members that
+    differ in that would wait for each other under different names. Their collectives run on ``parent`` itself.
+    """
     name = parent.group_name
     kept = _own.get(name)
     if kept is None or kept[0] is not parent:
-        options: dict[str, Any] = {}
-        with suppress(AttributeError, RuntimeError):  # a backend without a timeout of its own
-            device = torch.device("cuda" if "nccl" in dist.get_backend(parent) else "cpu")
-            options["timeout"] = parent._get_backend(device).options._timeout
-        ranks = dist.get_process_group_ranks(parent)
-        found = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True, **options)
+        counts: list[Any] = [None] * dist.get_world_size(parent)
+        dist.all_gather_object(counts, _groups_here(), group=parent)
+        found = parent
+        if len(set(counts)) == 1:
+            options: dict[str, Any] = {}
+            with suppress(AttributeError, RuntimeError):  # a backend without a timeout of its own
+                device = torch.device("cuda" if "nccl" in dist.get_backend(parent) else "cpu")
+                options["timeout"] = parent._get_backend(device).options._timeout
+            ranks = dist.get_process_group_ranks(parent)
+            found = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True, **options)
         kept = _own[name] = parent, found
     return kept[1]
+
+
+def _groups_here() -> int:
+    """How many groups this process is in, as torch counts them."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return len(getattr(world, "pg_names", ()))
 
 
 def compared(group: Any, facts: dict[str, Any], error: Exception | None, what: str) -> None:

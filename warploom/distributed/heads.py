@@ -77,7 +77,7 @@ def _mine(call: Call, sink: Tensor | None) -> Tensor | None:
 
 
 def _to_heads(call: Call, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-    """From this rank's tokens, (batch, rows, heads, ·), to its heads of all tokens in order, (batch, seqlen, heads / ranks, ·)."""
+    """From this rank's tokens, (batch, rows, heads, ·), to its heads of all tokens in order."""
     ranks = call.ranks
     if call.group is None:
         return list(tensors)
@@ -87,9 +87,7 @@ def _to_heads(call: Call, tensors: Sequence[Tensor], layouts: Sequence[Layout]) 
         for rank in range(ranks)
     ]
     found = exchange(call.group, sent, shapes)
-    return [
-        _ordered(call, [several[n] for several in found], layout) for n, layout in enumerate(layouts)
-    ]
+    return [_ordered(call, [several[n] for several in found], layout) for n, layout in enumerate(layouts)]
 
 
 def _ordered(call: Call, parts: list[Tensor], layout: Layout) -> Tensor:
@@ -111,9 +109,7 @@ def _to_tokens(call: Call, tensors: Sequence[Tensor], layouts: Sequence[Layout])
         padded = t.new_empty((t.shape[0], ranks * layout.longest, *t.shape[2:])).index_copy_(1, _places(call, layout), t)
         for rank, part in enumerate(padded.split(layout.longest, 1)):
             sent[rank].append(part[:, : layout.counts[rank]])
-    shapes = [
-        (t.shape[0], layout.counts[call.rank], *t.shape[2:]) for t, layout in zip(tensors, layouts, strict=True)
-    ]
+    shapes = [(t.shape[0], layout.counts[call.rank], *t.shape[2:]) for t, layout in zip(tensors, layouts, strict=True)]
     found = exchange(call.group, sent, [shapes] * ranks)
     return [torch.cat([several[n] for several in found], 2) for n in range(len(tensors))]
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def whole(seqlen: int) -> Layout:
 def split(seqlen: int, ranks: int) -> Layout:
     """Neighbouring positions to each rank, as many to each as there can be."""
     edges = [seqlen * rank // ranks for rank in range(ranks + 1)]
-    return Layout(seqlen, tuple([((a, b),) if a < b else () for a, b in zip(edges, edges[1:], strict=False)]))
+    return Layout(seqlen, tuple([((a, b),) if a < b else () for a, b in pairwise(edges)]))
 
 
 def chunk_size(seqlen: int, ranks: int, chunk: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> li
     found, row = [], 0
     sequences: Sequence[Run | None] = [None]
     if whole.starts is not None:
-        sequences = list(zip(whole.starts, whole.starts[1:], strict=False))
+        sequences = list(pairwise(whole.starts))
     for a, b in layout.runs[rank]:
         for sequence in sequences:
             first, end = (a, b) if sequence is None else (max(a, sequence[0]), min(b, sequence[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -224,8 +225,10 @@ def _starts(cu_seqlens: Any, seqlen_q: int, seqlen_k: int) -> tuple[int, ...] | 
     if not isinstance(cu_seqlens, (list, tuple)):
         raise TypeError(f"cu_seqlens must be a list of ints or a vector of integers, got {arguments.describe(cu_seqlens)}")
     starts = tuple([arguments.integer("cu_seqlens", n) for n in cu_seqlens])
-    if not starts or starts[0] != 0 or starts[-1] > seqlen_q or any([a > b for a, b in zip(starts, starts[1:], strict=False)]):
-        raise ValueError(f"cu_seqlens must ascend from 0 to at most seqlen_q, {seqlen_q}, got {arguments.describe(list(starts))}")
+    if not starts or starts[0] != 0 or starts[-1] > seqlen_q or any([a > b for a, b in pairwise(starts)]):
+        raise ValueError(
+            f"cu_seqlens must ascend from 0 to at most seqlen_q, {seqlen_q}, got {arguments.describe(list(starts))}"
+        )
     if seqlen_k != seqlen_q:
         raise ValueError(f"cu_seqlens are of queries and keys alike: seqlen_k must be {seqlen_q}, got {seqlen_k}")
     return starts
@@ -246,7 +249,7 @@ class _Unsharded(torch.autograd.Function):
         return Gathering(group, layout, layout.places.to(rows.device), rows).result()[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         places = ctx.layout.places.to(gradient.device)
         part = Scattering(ctx.group, ctx.layout, places, gradient.to(wide(gradient))).result(ctx.count)[0]
         return part.to(gradient.dtype), None, None
