@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,9 +78,8 @@ def subgroup(rank: int, world: int, seed: int) -> None:
 def own_group(rank: int, world: int, seed: int) -> None:
     plan = distributed.shard_plan(40, None)
     assert plan.group is not dist.group.WORLD and plan.group is distributed.shard_plan(30, None).group
-    assert plan.group._get_backend(torch.device("cpu")).options._timeout == groups.of(None)._get_backend(
-        torch.device("cpu")
-    ).options._timeout
+    limits = [group._get_backend(torch.device("cpu")).options._timeout for group in (plan.group, groups.of(None))]
+    assert limits[0] == limits[1]
 
 
 @case("activation checkpoints")
@@ -178,3 +181,20 @@ def ring_skips(rank: int, world: int, seed: int) -> None:
             assert not (needed & ~held).any()
             assert not (keys & held & ~needed).any()
             assert int(needed.sum()) <= int((keys & held).sum()) + 16 * (len(sharded.needed(reader, source)) + 1)
+
+
+@case("the example's losses and resuming with other processes", 2, 4)
+def example(rank: int, world: int, seed: int) -> None:
+    """Sharded rows and whole ones, one after the other and through a checkpoint, teach the same."""
+    train = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_long.py"))["train"]
+    with tempfile.TemporaryDirectory() as folder:
+        saved = [str(Path(folder) / "state.pt")]
+        dist.broadcast_object_list(saved)
+        call = {"seqlen": 160, "rows": 4, "seed": seed % 1000, "device": "cpu"}
+        whole = train(1, 4, **call)
+        for context in {2, world}:
+            assert train(context, 4, **call) == pytest.approx(whole, rel=1e-4)
+        first = train(world, 2, save=saved[0], **call)
+        second = train(world // 2, 4, resume=saved[0], **call)
+        assert [*first, *second] == pytest.approx(whole, rel=1e-4)
+        dist.barrier()

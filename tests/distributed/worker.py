@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,9 +16,6 @@ import torch.distributed as dist
 
 from tests.distributed import cases, faults, usage  # noqa: F401  (they fill CASES)
 from tests.distributed.registry import of_world
-
-# Of the group of all: what a process waits for one that has died.
-TIMEOUT = 20.0
 
 
 def main() -> None:
@@ -39,9 +35,7 @@ def main() -> None:
 
 def run(rank: int, world: int, seed: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     failures: dict[str, str | None] = {}
     for number, (name, case) in enumerate(of_world(world).items()):
         torch.manual_seed(seed + number)

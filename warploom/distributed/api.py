@@ -82,7 +82,7 @@ def attention(
     run: Any = _attention
     if "torch._dynamo" in sys.modules:  # nothing compiles without it, and its import costs a second
         run = torch.compiler.disable(_attention)
-    return run(q, k, v, plan, mask, causal, window, options)  # type: ignore[no-any-return]
+    return run(q, k, v, plan, mask, causal, window, options)
 
 
 # A graph break, as torch.compiler.disable marks it: what such a function calls is compiled all the same.
@@ -167,7 +167,8 @@ def _prepared(
         )
         found = plan.kept.get(kind)
         if found is None:
-            check_columns(_on(whole_mask, args.q.device), args.q.shape[0], args.q.shape[2], args.k.shape[2], plan.seqlen_k, args.q)
+            here, heads = _on(whole_mask, args.q.device), (args.q.shape[2], args.k.shape[2])
+            check_columns(here, args.q.shape[0], *heads, plan.seqlen_k, args.q)
             whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
             sharded = _sharded(plan, whole, args.q.device)
             choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0)

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from warploom.distributed.layout import Layout
 from warploom.distributed.whole import Whole
 from warploom.runtime import arguments
-
-if TYPE_CHECKING:
-    from warploom.distributed.plan import ShardPlan
 
 _COLORS = ("#2a6f97", "#e07a5f", "#3d9970", "#9b5de5", "#f2b134", "#577590", "#c9184a", "#6a994e")
 _HIDDEN = "#eceff1"
 _BLOCKS = 64  # at most so many along each side
 
 
-def draw(plan: ShardPlan, path: str | os.PathLike[str]) -> None:
+def draw(path: str | os.PathLike[str], whole: Whole, queries: Layout, chunk: int, work: tuple[int, ...]) -> None:
     """See `ShardPlan.draw`."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path takes a name ending in .svg or .png, got {arguments.describe(path)}")
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"path takes a name ending in .svg or .png, got {str(path)!r}")
-    if not plan.seqlen_q or not plan.seqlen_k:
-        raise ValueError(f"there is nothing to draw: seqlen_q={plan.seqlen_q}, seqlen_k={plan.seqlen_k}")
+    seqlen_q, seqlen_k, ranks = whole.seqlen_q, whole.seqlen_k, len(work)
+    if not seqlen_q or not seqlen_k:
+        raise ValueError(f"there is nothing to draw: seqlen_q={seqlen_q}, seqlen_k={seqlen_k}")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import to_rgb
@@ -36,12 +34,12 @@ def draw(plan: ShardPlan, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError("drawing plans needs matplotlib: pip install warploom[demo]") from error
 
-    rows, columns = _edges(plan.seqlen_q, plan.chunk), _edges(plan.seqlen_k, plan.chunk)
-    shown = _shown(plan.whole, rows, columns)
-    holders = torch.empty(plan.seqlen_q, dtype=torch.int64)
-    for rank in range(plan.ranks):
-        holders[plan.positions(rank)] = rank
-    colors = [to_rgb(_COLORS[rank % len(_COLORS)]) for rank in range(plan.ranks)]
+    rows, columns = _edges(seqlen_q, chunk), _edges(seqlen_k, chunk)
+    shown = _shown(whole, rows, columns)
+    holders = torch.empty(seqlen_q, dtype=torch.int64)
+    for rank in range(ranks):
+        holders[queries.positions(rank)] = rank
+    colors = [to_rgb(_COLORS[rank % len(_COLORS)]) for rank in range(ranks)]
     hidden = torch.tensor(to_rgb(_HIDDEN))
     held = torch.tensor(colors)[holders[rows[:-1]]][:, None]
     # A block of which little shows is pale, not hidden.
@@ -51,19 +49,19 @@ def draw(plan: ShardPlan, path: str | os.PathLike[str]) -> None:
     figure = Figure(figsize=(8.4, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(2.1, 1.0))
-    left.imshow(picture.numpy(), extent=(0, plan.seqlen_k, plan.seqlen_q, 0), interpolation="nearest", aspect="auto")
+    left.imshow(picture.numpy(), extent=(0, seqlen_k, seqlen_q, 0), interpolation="nearest", aspect="auto")
     left.set(xlabel="keys", ylabel="queries")
-    left.set_title(f"{plan.seqlen_q} × {plan.seqlen_k}, chunks of {plan.chunk}: colour is who holds the query", fontsize=9)
-    total = max(sum(plan.work), 1)
-    names = [f"rank {rank}" for rank in range(plan.ranks)]
-    shares = [work / total for work in plan.work]
+    left.set_title(f"{seqlen_q} × {seqlen_k}, chunks of {chunk}: colour is who holds the query", fontsize=9)
+    total = max(sum(work), 1)
+    names = [f"rank {rank}" for rank in range(ranks)]
+    shares = [work / total for work in work]
     right.barh(names, shares, color=colors)
-    right.axvline(1 / plan.ranks, color="#37474f", linewidth=1, linestyle="--")
-    for at, (share, count) in enumerate(zip(shares, plan.tokens, strict=True)):
+    right.axvline(1 / ranks, color="#37474f", linewidth=1, linestyle="--")
+    for at, (share, count) in enumerate(zip(shares, queries.counts, strict=True)):
         right.annotate(f" {share:.1%}\n {count} tokens", (0, at), va="center", fontsize=8, color="white")
     right.invert_yaxis()
     right.set_xlabel("share of the visible work")
-    right.set_title(f"imbalance {plan.imbalance:.2%}", fontsize=9)
+    right.set_title(f"imbalance {max(shares) * ranks - 1:.2%}", fontsize=9)
     figure.savefig(path, format=path.suffix[1:], dpi=150)
 
 

@@ -119,7 +119,7 @@ class ShardPlan:
         """Draws who holds which queries and what work that is, to an .svg or .png file; needs matplotlib."""
         from warploom.distributed.draw import draw
 
-        draw(self, path)
+        draw(path, self.whole, self.queries, self.chunk, self.work)
 
     def __str__(self) -> str:
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q} × {self.seqlen_k}"
