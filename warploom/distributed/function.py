@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from warploom.distributed import gather, heads, local, ring
 from warploom.distributed.call import Call
@@ -38,8 +37,9 @@ class Sharded(torch.autograd.Function):
         return out, lse.float()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; what follows would be constants to it
+            raise RuntimeError("warploom.distributed.attention has no second derivatives: leave create_graph=True out")
         call, (sink, *kept) = ctx.call, ctx.saved_tensors
         dlse = None if dlse is None else dlse.to(kept[4].dtype)
         if ctx.method == "heads":

@@ -94,10 +94,10 @@ def chunk_size(seqlen: int, ranks: int, chunk: int) -> int:
 def balanced(work: Tensor, ranks: int, chunk: int) -> tuple[Layout, int]:
     """Chunks dealt to ranks, and their size.
 
-    Ranks hold one run of neighbours where that is nearly even (no mask, windows, documents of similar lengths); else two, one
-    from each end, the zigzag of ring attention (causal). Else the dearest chunks go first, one to each rank in a round, the
-    dearest of a round to the rank that has least. Exchanges between the fullest and the emptiest rank finish each. What
-    is not even enough is tried again in smaller chunks.
+    There are three ways: to each rank one run of neighbours (no mask, windows, documents of similar lengths); two, one from
+    each end, the zigzag of ring attention (causal); or the dearest chunks first, one to each rank in a round, the dearest of a
+    round to the rank that has least. Exchanges between the fullest and the emptiest rank finish each. What is not even
+    enough is tried again in smaller chunks.
 
     Args:
         work: before each position and behind the last, the sum over those before it: int64 (seqlen + 1,).
@@ -118,19 +118,17 @@ def balanced(work: Tensor, ranks: int, chunk: int) -> tuple[Layout, int]:
 
 
 def _dealt(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> tuple[list[list[int]], float]:
-    """The chunks of each rank, and their imbalance: of the first way that is nearly even, or of the best."""
+    """The chunks of each rank, and their imbalance: of the ways that are nearly even the one of fewest runs, else the best."""
     total = sum(costs)
-    best: tuple[list[list[int]], float] | None = None
+    found = []
     for deal, exchanges in ((_neighbours, 2 * ranks), (_zigzag, 2 * ranks), (_rounds, _EXCHANGES)):
         held = _improved(deal(seqlen, ranks, costs, size), costs, seqlen, size, exchanges)
         most = max(sum(costs[n] for n in chunks) for chunks in held)
         imbalance = most * ranks / total - 1.0 if total else 0.0
-        if best is None or imbalance < best[1]:
-            best = held, imbalance
-        if imbalance <= NEAR:
-            break
-    assert best is not None
-    return best
+        runs = sum(n - 1 not in chunks for chunks in map(set, held) for n in chunks)
+        found.append((max(imbalance, NEAR), runs, imbalance, held))
+    *_, imbalance, held = min(found, key=lambda each: each[:3])
+    return held, imbalance
 
 
 def _neighbours(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> list[list[int]]:

@@ -174,7 +174,8 @@ def shard_plan(
     plan: ShardPlan | None = None
     error: Exception | None = None
     try:
-        plan = _planned(seqlen_q, ranks, rank, group, seqlen_k, mask, causal, window, cu_seqlens, chunk, method)
+        bands: dict[str, Any] = {"mask": mask, "causal": causal, "window": window, "cu_seqlens": cu_seqlens}
+        plan = planned(seqlen_q, ranks, rank, group, seqlen_k=seqlen_k, **bands, chunk=chunk, method=method)
         facts = {name: getattr(plan, name) for name in ("seqlen_q", "seqlen_k", "chunk", "method")}
         facts |= {"cu_seqlens": plan.starts and hash(plan.starts), "mask, causal and window": plan.whole.digest()}
     except (TypeError, ValueError) as raised:
@@ -187,19 +188,21 @@ def shard_plan(
     return plan
 
 
-def _planned(
+def planned(
     seqlen_q: Any,
     ranks: int,
     rank: int,
-    group: Any,
-    seqlen_k: Any,
-    mask: Any,
-    causal: Any,
-    window: Any,
-    cu_seqlens: Any,
-    chunk: Any,
-    method: Any,
+    group: Any = None,
+    *,
+    seqlen_k: Any = None,
+    mask: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    cu_seqlens: Any = None,
+    chunk: Any = 512,
+    method: Any = "auto",
 ) -> ShardPlan:
+    """The plan of one rank, compared with nobody's; without a group of processes it is good for looking at."""
     seqlen_q = arguments.integer("seqlen_q", seqlen_q, minimum=0, maximum=LONGEST)
     seqlen_k = arguments.integer("seqlen_k", seqlen_k, minimum=0, maximum=LONGEST, optional=True)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

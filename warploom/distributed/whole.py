@@ -108,8 +108,9 @@ class Whole:
     def work(self) -> Tensor:
         """Visible keys of each query, summed over what batch entries and heads the mask has: int64 (seqlen_q,)."""
         first, end, hidden = self.shown
-        several = max([1] + [a.shape[0] * a.shape[1] for a, _ in hidden])
-        change = (self._count(first) - self._count(end)) * (several // (first.shape[0] * first.shape[1]))
+        own = first.shape[0] * first.shape[1]
+        several = max([own] + [a.shape[0] * a.shape[1] for a, _ in hidden])
+        change = (self._count(first) - self._count(end)) * (several // own)
         for a, b in hidden:
             change = change - self._count(a) + self._count(b)
         return change[:-1].cumsum(0)
