@@ -49,6 +49,7 @@ def run(rank: int, world: int, seed: int, folder: Path) -> None:
             failures[name] = traceback.format_exc()
             break
     else:
+        (folder / f"{rank}.json").write_text(json.dumps(failures))  # before the last of them dies
         dist.barrier()
         try:
             faults.death(rank, world, seed)
