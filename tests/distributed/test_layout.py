@@ -134,6 +134,12 @@ def test_a_plan_asks_for_a_process_group() -> None:
         distributed.shard_plan(64, None)
 
 
+def test_a_torch_without_distributed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"this torch is built without torch\.distributed"):
+        distributed.shard_plan(64, None)
+
+
 def test_a_group_of_one_is_one_device(tmp_path: Path) -> None:
     """Without a collective; and what is no group is refused."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

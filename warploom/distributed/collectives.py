@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warploom.distributed.layout import Layout, Run
+from warploom.distributed.layout import Layout
 
 # torch 2.13 gave them new names, and warns of the old.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -106,12 +106,6 @@ class Passing(Pending):
         self.wait()
         parts = self._found.split(list(map(prod, self._shapes)))
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-
-def held(layout: Layout, rank: int, runs: Sequence[Run]) -> Tensor:
-    """Where runs of the whole lie among what a rank holds: int64."""
-    before = layout.before(rank)
-    return torch.cat([torch.arange(int(before[a]), int(before[b])) for a, b in runs] or [torch.arange(0)])
 
 
 def _padded(t: Tensor, length: int) -> Tensor:

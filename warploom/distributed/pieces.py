@@ -148,6 +148,7 @@ class Sharded:
         self._all: tuple[Run, ...] = ((0, whole.seqlen_k),) if whole.seqlen_k else ()
         self._made: dict[tuple[object, ...], tuple[Piece, ...]] = {}
         self._seen: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
 
     def gathered(self, dropout: bool) -> tuple[Piece, ...]:
         """This rank's queries against all keys in order."""
@@ -171,6 +172,14 @@ class Sharded:
         edges = torch.tensor(steps, dtype=torch.int64).view(-1, 2)
         some = (self._seen[rank][edges[:, 1]] > self._seen[rank][edges[:, 0]]).tolist()
         return joined([step for step, wanted in zip(steps, some, strict=True) if wanted])
+
+    def rows(self, reader: int) -> Tensor:
+        """Where among this rank's keys those lie that ``reader`` sees something of: int64, on the device."""
+        if reader not in self._rows:
+            before = self.keys.before(self.rank)
+            runs = [torch.arange(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]
+            self._rows[reader] = torch.cat(runs or [torch.arange(0)]).to(self.device)
+        return self._rows[reader]
 
     def heads(self, found: Sequence[Piece], kv: Run, q: Run, heads_kv: int) -> tuple[Piece, ...]:
         """Pieces of some heads; the same tensors again, so that what kernels prepare of a mask is prepared once."""

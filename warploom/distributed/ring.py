@@ -14,7 +14,7 @@ from torch import Tensor
 
 from warploom.distributed import local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import Passing, held
+from warploom.distributed.collectives import Passing
 from warploom.distributed.pieces import Piece
 
 
@@ -47,12 +47,12 @@ def backward(
         dq += part[0]
         finish()
         if step == 0:
-            rows = _rows(call, call.rank, k)
+            rows = call.sharded.rows(call.rank)
             for total, gradient in zip((dk, dv), part[1:], strict=True):
                 total.index_add_(1, rows, gradient)
             continue
         source, target = (call.rank - step) % call.ranks, (call.rank + step) % call.ranks
-        rows = _rows(call, target, k)
+        rows = call.sharded.rows(target)
         shapes = [(t.shape[0], len(rows), *t.shape[2:]) for t in (k, v)]
         returning.append((rows, Passing(call.group, part[1:], source, shapes, target, dk)))
     finish()
@@ -61,7 +61,7 @@ def backward(
 
 def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Piece, ...], Tensor, Tensor]]:
     """Step by step the pieces, keys and values of a block; the next one is on its way by then. The first is this rank's own."""
-    own = _rows(call, call.rank, k)
+    own = call.sharded.rows(call.rank)
     coming = _passing(call, k, v, 1)
     yield 0, call.sharded.against(call.rank), k.index_select(1, own), v.index_select(1, own)
     for step in range(1, call.ranks):
@@ -75,12 +75,7 @@ def _passing(call: Call, k: Tensor, v: Tensor, step: int) -> Passing:
     if step >= call.ranks:
         return Passing(call.group, (), 0, (), 0, k)
     target, source = (call.rank + step) % call.ranks, (call.rank - step) % call.ranks
-    rows = _rows(call, target, k)
+    rows = call.sharded.rows(target)
     count = sum(b - a for a, b in call.sharded.needed(call.rank, source))
     shapes = [(t.shape[0], count, *t.shape[2:]) for t in (k, v)]
     return Passing(call.group, [t.index_select(1, rows) for t in (k, v)], target, shapes, source, k)
-
-
-def _rows(call: Call, reader: int, k: Tensor) -> Tensor:
-    """Of this rank's keys those that ``reader`` sees."""
-    return held(call.keys, call.rank, call.sharded.needed(reader, call.rank)).to(k.device)
