@@ -25,6 +25,7 @@ FLOORS = (
     ("warploom.runtime",),
     ("warploom.kernels", "warploom.masks", "warploom.smem"),
     ("warploom.attention", "warploom.decode", "warploom.linear"),
+    ("warploom.distributed",),
     ("warploom", "warploom.nn"),
     ("warploom.bench", "warploom.integrations"),
     ("warploom.demo", "warploom.smem.device"),

@@ -11,6 +11,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "decode",
+    "distributed",
     "explain",
     "linear_attention",
     "linear_attention_step",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING or not defers():
-    from warploom import masks
+    from warploom import distributed, masks
     from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache
