@@ -440,6 +440,8 @@ class Cpu(Backend):
             return f"runs on CPU tensors, not on {problem.device}"
         if problem.dtype == torch.float64:
             return "accumulates in fp32; float64 runs on the reference"
+        if problem.bias:
+            return "has no bias yet"
         return None
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
