@@ -1,7 +1,7 @@
 """Tiled attention on the CPU: skips what the mask hides, runs torch's own kernels on what it shows.
 
 A plan covers the visible elements by rectangles (masks/rectangles.py). Each rectangle is one call of torch's CPU
-flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, unequal head dims, a
+flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, a bias, unequal head dims, a
 gradient through lse). Partial results merge by log-sum-exp in fp32; the backward of a rectangle needs only the merged
 out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory is O(seqlen).
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
-from warploom.attention.packing import Gradients, chunks, gradients, sequences
+from warploom.attention.bias_terms import add_chunk_gradient, add_gradient, terms
+from warploom.attention.packing import Gradients, chunks, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
@@ -114,6 +115,12 @@ class _Tile:
             seen = seen[:, some_col]
         self.seen = seen
 
+    def shown(self, step: _Step) -> Tensor | None:
+        """(rows, cols) of a step that the mask shows; None: all."""
+        if self.causal:
+            return torch.arange(step.start, step.stop) <= torch.arange(self.row_index.numel())[:, None]
+        return None if self.seen is None else self.seen[:, step.start : step.stop]
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Additive mask (1, 1, rows, cols) for torch's kernel, or None."""
         if self.seen is None:
@@ -131,7 +138,8 @@ def _needs_arithmetic(args: AttentionArgs) -> bool:
 
     It masks before it scales, so that a scale of 0 or below turns a causal mask's -inf into NaN.
     """
-    return bool(args.softcap or args.dropout_p) or args.q.shape[-1] != args.v.shape[-1] or args.scale <= 0
+    lacks = args.softcap or args.dropout_p or args.bias is not None
+    return bool(lacks) or args.q.shape[-1] != args.v.shape[-1] or args.scale <= 0
 
 
 def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, Tensor]:
@@ -240,7 +248,10 @@ def _arithmetic_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[
         total = torch.zeros_like(top)
         for step in _steps(tile):
             k, v = (_take(t, part, heads_kv, step.take(tile.cols)).float() for t in (args.k, args.v))
-            scores, _ = _scores(args, q, k, tile, step)
+            added = _added(args, part, heads, tile, step)
+            scores, _ = _scores(args, q, k, tile, step, added)
+            if added is not None:
+                v = added.keys(v)
             before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
             weights, shrunk = _weight(scores, top), _weight(before, top)
             total = total * shrunk + weights.sum(-1, keepdim=True)
@@ -284,19 +295,53 @@ def _by_group(part: _Part, group: int) -> Iterator[tuple[slice, slice]]:
         )
 
 
-def _scores(args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step) -> tuple[Tensor, Tensor | None]:
-    """Scaled, softcapped and masked scores, and d(score)/d(scaled product) under a softcap."""
+@dataclass(frozen=True)
+class _Added:
+    """The bias of one step of a tile, for some heads, and what it hides there: keys and rows wholly hidden are not read."""
+
+    terms: Tensor  # (batch|1, heads|1, rows|1, cols|1) in fp32
+    seen: Tensor | None  # of the mask and the bias together, likewise; None: the bias hides nothing
+
+    def keys(self, t: Tensor) -> Tensor:
+        """k or v, (batch, heads_kv, cols, dim), without the keys that the bias hides from all of these rows and heads."""
+        if self.seen is None:
+            return t
+        shown = self.seen.any(-2)
+        if t.shape[1] == 1:
+            shown = shown.any(1, keepdim=True)
+        return t.masked_fill(~shown[..., None], 0.0)
+
+    def queries(self, t: Tensor) -> Tensor:
+        """q or dout, (batch, heads, rows, dim), without the rows from which the bias hides all of these keys."""
+        return t if self.seen is None else t.masked_fill(~self.seen.any(-1)[..., None], 0.0)
+
+
+def _added(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _Step) -> _Added | None:
+    if args.bias is None:
+        return None
+    cols, shift = tile.col_index[step.start : step.stop], args.k.shape[1] - args.q.shape[1]
+    found = terms(args, tile.row_index, cols, shift, torch.float32, part.batches, heads)
+    seen = found != float("-inf")
+    if bool(seen.all()):
+        return _Added(found, None)
+    shown = tile.shown(step)
+    return _Added(found, seen if shown is None else seen & shown)
+
+
+def _scores(
+    args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step, added: _Added | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, softcapped, biased and masked scores, and d(softcapped)/d(scaled product) under a softcap."""
     scores = (q @ k.transpose(-1, -2)).mul_(args.scale)
     slope = None
     if args.softcap:
         squashed = torch.tanh(scores / args.softcap)
         scores, slope = args.softcap * squashed, 1.0 - squashed * squashed
-    if tile.causal:
-        rows = torch.arange(tile.row_index.numel())[:, None]
-        scores = scores.masked_fill(torch.arange(step.start, step.stop) > rows, float("-inf"))
-    elif tile.seen is not None:
-        scores = scores.masked_fill(~tile.seen[:, step.start : step.stop], float("-inf"))
-    return scores, slope
+    shown = tile.shown(step)
+    if added is not None:
+        scores = scores + added.terms
+        shown = shown if added.seen is None else added.seen
+    return scores if shown is None else scores.masked_fill(~shown, float("-inf")), slope
 
 
 def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _Step) -> Tensor | None:
@@ -314,16 +359,18 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
 def _backward_dense(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int
 ) -> Gradients:
-    """dq, dk, dv and dsink in fp32: what sequences share is summed before it is rounded."""
+    """dq, dk, dv, dsink and dbias in fp32: what sequences share is summed before it is rounded."""
     if args.q_offset is None:
         return _backward_rows(args, dout, dlse, out, lse, first_batch, 0)
-    found = []
+    found, dbias = [], no_bias(args, torch.float32)
     for chunk in chunks(args, first_batch):
         at = chunk.entry
         given = (dout[at], None if dlse is None else dlse[at], out[at], lse[at])
         found.append(_backward_rows(chunk.args, *given, chunk.batch, chunk.first_row))
-    dq, dk, dv = (torch.cat(several) for several in list(zip(*found, strict=True))[:3])
-    return dq, dk, dv, torch.stack([dsink for *_, dsink in found]).sum(0)
+        if args.bias_grad:
+            add_chunk_gradient(dbias, args, found[-1][4], chunk.entry, chunk.first_row)
+    dq, dk, dv, dsinks = list(zip(*found, strict=True))[:4]
+    return torch.cat(dq), torch.cat(dk), torch.cat(dv), torch.stack(dsinks).sum(0), dbias
 
 
 def _backward_rows(
@@ -347,11 +394,12 @@ def _backward_rows(
         if dlse is not None:
             delta = delta - dlse
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
+    dbias = no_bias(args, torch.float32)
     for part in _parts(args, first_batch, first_row):
         for tile in _tiles(args, part):
             if arithmetic:
                 assert delta is not None
-                _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv))
+                _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv, dbias))
             else:
                 _flash_backward_tile(args, part, tile, dout, out, lse, (dq, dk, dv))
     dsink = torch.zeros(0)
@@ -359,7 +407,7 @@ def _backward_rows(
         assert delta is not None
         share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
         dsink = (-share * delta).sum((0, 2))
-    return dq, dk, dv, dsink
+    return dq, dk, dv, dsink, dbias
 
 
 def _add(total: Tensor, part: _Part, heads: slice, index: slice | Tensor, gradient: Tensor) -> None:
@@ -400,17 +448,20 @@ def _arithmetic_backward(
     dout: Tensor,
     delta: Tensor,
     lse: Tensor,
-    totals: tuple[Tensor, Tensor, Tensor],
+    totals: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """P = exp(S - lse), dV = Pᵀ dO, dS = P∘(dP - delta), dQ = dS·K, dK = dSᵀ·Q on one tile, column step by step."""
     for heads, heads_kv in _by_group(part, args.q.shape[2] // args.k.shape[2]):
-        q, do = (_take(t, part, heads, tile.rows).float() for t in (args.q, dout))
+        all_q, all_do = (_take(t, part, heads, tile.rows).float() for t in (args.q, dout))
         row_lse, row_delta = (t[part.batches][:, heads][:, :, tile.rows][..., None] for t in (lse, delta))
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), 0.0)
         for step in _steps(tile):
             cols = step.take(tile.cols)
             k, v = (_take(t, part, heads_kv, cols).float() for t in (args.k, args.v))
-            scores, slope = _scores(args, q, k, tile, step)
+            added, q, do = _added(args, part, heads, tile, step), all_q, all_do
+            if added is not None:
+                k, v, q, do = added.keys(k), added.keys(v), added.queries(q), added.queries(do)
+            scores, slope = _scores(args, q, k, tile, step, added)
             weights = torch.exp(scores - row_lse)
             keep = _kept(args, part, heads, tile, step)
             dweights = do @ v.transpose(-1, -2)
@@ -418,6 +469,11 @@ def _arithmetic_backward(
             if keep is not None:
                 dropped, dweights = weights * keep, dweights * keep
             dscores = weights * (dweights - row_delta)
+            if added is not None:
+                dscores = dscores.masked_fill(scores == float("-inf"), 0.0)
+            if args.bias_grad:
+                index, shift = tile.col_index[step.start : step.stop], args.k.shape[1] - args.q.shape[1]
+                add_gradient(totals[3], args, dscores, tile.row_index, index, shift, part.batches, heads)
             if slope is not None:
                 dscores = dscores * slope
             dscores = dscores * args.scale
@@ -440,8 +496,6 @@ class Cpu(Backend):
             return f"runs on CPU tensors, not on {problem.device}"
         if problem.dtype == torch.float64:
             return "accumulates in fp32; float64 runs on the reference"
-        if problem.bias:
-            return "has no bias yet"
         return None
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
@@ -463,8 +517,8 @@ class Cpu(Backend):
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    ) -> Gradients:
+        """dq, dk, dv, dsink (empty without a sink) and a bias's gradient in the dtypes of what they are of."""
         args = _readable(args)
         return gradients(args, dout, dlse, out, lse, _backward_dense)
 
