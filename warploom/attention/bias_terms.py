@@ -56,7 +56,7 @@ def add_gradient(
     distance = _distances(args, rows, cols, shift)[0]
     if args.bias_kind == "alibi":
         view = total[batches if total.shape[0] > 1 else ALL, heads]
-        view -= (dscores * distance.abs().to(dscores.dtype)).sum((-2, -1)).sum_to_size(view.shape)
+        view -= (dscores * distance.abs().to(dscores.dtype)).sum((-2, -1), dtype=total.dtype).sum_to_size(view.shape)
         return
     at = distance.clamp(0, total.shape[1] - 1).flatten()
     total[heads].index_add_(1, at, dscores.sum(0).flatten(1).to(total.dtype))
@@ -105,7 +105,8 @@ def _has_batch(args: AttentionArgs, t: Tensor) -> bool:
 
 def _distances(args: AttentionArgs, rows: Tensor, cols: Tensor, shift: int) -> Tensor:
     """d, (batch|1, rows, cols)."""
-    return rows.reshape(-1, rows.shape[-1], 1) + (shift + args.bias_origin) - cols
+    rows = rows[None] if rows.ndim == 1 else rows[:, 0]
+    return rows[..., None] + (shift + args.bias_origin) - cols
 
 
 def _part(t: Tensor, batches: slice, heads: slice) -> Tensor:
@@ -125,7 +126,7 @@ def _elements(t: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
 
 def _add_elements(total: Tensor, dscores: Tensor, rows: Tensor, cols: Tensor) -> None:
     """total, a view (batch|1, heads|1, rows|1, cols|1), += dscores summed over its dimensions of 1."""
-    shape = [full if have > 1 else 1 for have, full in zip(total.shape, dscores.shape, strict=True)]
+    shape = [full if have != 1 else 1 for have, full in zip(total.shape, dscores.shape, strict=True)]
     part = dscores.sum_to_size(shape).to(total.dtype)
     if total.shape[2] == 1:
         total[..., _span(cols, total.shape[3])] += part

@@ -112,7 +112,11 @@ Gradients = tuple[Tensor, ...]  # of q, k, v, sink and bias
 
 
 def no_bias(args: AttentionArgs, dtype: torch.dtype) -> Tensor:
-    """Zeros for the gradient of the call's bias; no elements where none is asked for."""
+    """Zeros for the gradient of the call's bias; no elements where none is asked for.
+
+    The few elements of slopes and tables sum so many terms, one after the other, that they need fp64.
+    """
+    dtype = dtype if args.bias_kind == "tensor" else torch.float64
     bias = args.bias if args.bias_grad else None
     return torch.zeros(0 if bias is None else bias.shape, dtype=dtype, device=args.q.device)
 
