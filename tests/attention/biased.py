@@ -146,7 +146,7 @@ def _model(call: Call, kind: str, leaf: Tensor) -> dict[str, Tensor]:
     options: dict[str, Any] = {"scale": args.scale, "softcap": args.softcap, "sink": sink, "bias": bias.detach().to(q.device)}
     low = low_precision(q, k, v, dout, dlse, seen, **options)
     named = {"out": low.out, "lse": low.lse, "dq": low.dq, "dk": low.dk, "dv": low.dv}
-    if KINDS[kind].matrix in (_element, _key):
+    if KINDS[kind].matrix in (_element, _key) and kind != "of rows":  # whose gradient cancels to zero
         (dbias,) = torch.autograd.grad(bias, leaf, low.dscores.cpu().sum_to_size(bias.shape))
     else:
         wide = (t.double() for t in (q, k, v, dout, dlse))
@@ -156,14 +156,22 @@ def _model(call: Call, kind: str, leaf: Tensor) -> dict[str, Tensor]:
 
 
 def _summed(kind: str, leaf: Tensor, call: Call, low: Tensor, exact: Tensor) -> Tensor:
-    """The gradient of a leaf whose few elements sum many terms, with the error expected of it, as ``dsink_like`` has it."""
+    """The gradient of a leaf whose few elements sum many terms, with the error expected of it, as ``dsink_like`` has it.
+
+    Terms of one row err together, by the rounding of the row's out and lse, and rows apart; but terms of one distance err
+    together by the rounding of the bias, as they do in the model.
+    """
     one = torch.ones_like(leaf, dtype=torch.float64).requires_grad_()
     slope = matrix_of(kind, one, call.seqlen_q, call.seqlen_k)  # of each term by the one element that it reads
-    squares = slope.detach() * ((low - exact).square() + (2.0**-24 * exact).square())
 
     def summed(t: Tensor) -> Tensor:
         return torch.autograd.grad(slope, one, t.sum_to_size(slope.shape), retain_graph=True)[0]
 
-    sums = summed(exact)
+    sums, error = summed(exact), low - exact
+    squares = summed(slope.detach() * (2.0**-24 * exact).square()).abs() + summed(error).square()
+    for row in range(call.seqlen_q):
+        alone = torch.zeros_like(error)
+        alone[:, :, row] = error[:, :, row]
+        squares = squares + summed(alone).square()
     rounding = torch.finfo(leaf.dtype).eps / 4 * sums
-    return sums + 1.5 * (summed(squares) + rounding.square()).sqrt()
+    return sums + 1.5 * (squares + rounding.square()).sqrt()

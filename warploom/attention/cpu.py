@@ -1,9 +1,10 @@
 """Tiled attention on the CPU: skips what the mask hides, runs torch's own kernels on what it shows.
 
 A plan covers the visible elements by rectangles (masks/rectangles.py). Each rectangle is one call of torch's CPU
-flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, a bias, unequal head dims, a
-gradient through lse). Partial results merge by log-sum-exp in fp32; the backward of a rectangle needs only the merged
-out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory is O(seqlen).
+flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, unequal head dims, a bias
+that is no finite tensor, gradients of a bias and through lse). Partial results merge by log-sum-exp in fp32; the
+backward of a rectangle needs only the merged out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory
+is O(seqlen), beyond that of a copy of a bias tensor.
 """
 
 from __future__ import annotations
@@ -138,8 +139,7 @@ def _needs_arithmetic(args: AttentionArgs) -> bool:
 
     It masks before it scales, so that a scale of 0 or below turns a causal mask's -inf into NaN.
     """
-    lacks = args.softcap or args.dropout_p or args.bias is not None
-    return bool(lacks) or args.q.shape[-1] != args.v.shape[-1] or args.scale <= 0
+    return bool(args.softcap or args.dropout_p) or args.q.shape[-1] != args.v.shape[-1] or args.scale <= 0
 
 
 def _forward_dense(args: AttentionArgs, first_batch: int = 0) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def _forward_rows(args: AttentionArgs, first_batch: int, first_row: int) -> tupl
 
     run = _arithmetic_forward if arithmetic else _flash_forward
     merges = any(_rows_overlap(part.plan) for part in parts) or args.sink is not None
-    wide = torch.float32 if merges or arithmetic else q.dtype
+    wide = torch.float32 if merges or arithmetic or args.bias is not None else q.dtype
     out = torch.zeros((batch, seqlen_q, heads, args.v.shape[-1]), dtype=wide)
     lse = torch.full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
     for part in parts:
@@ -222,11 +222,34 @@ def _weight(part: Tensor, total: Tensor) -> Tensor:
 def _flash_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor]:
     q = _take(args.q, part, part.heads, tile.rows)
     k, v = (_take(t, part, part.heads_kv, tile.cols) for t in (args.k, args.v))
-    out, lse = _flash(q, k, v, 0.0, tile.causal, attn_mask=tile.bias(q.dtype), scale=args.scale)
+    mask, causal = tile.bias(q.dtype), tile.causal
+    if args.bias is not None:
+        mask, causal = _kernel_bias(args, part, part.heads, tile), False
+        if mask is None:
+            return _arithmetic_forward(args, part, tile)
+    out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=args.scale)
     if bool((lse == 0.0).any()) and not _bounded(q, k, args.scale):
         # The kernel's lse of a row whose scores are all NaN or -inf, which it takes for a row that sees nothing.
         out, lse = _arithmetic_forward(args, part, tile)
     return out, lse
+
+
+def _kernel_bias(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile) -> Tensor | None:
+    """The bias of a tile, and what its mask hides, as torch's kernel takes it; None where that lacks it.
+
+    So where it would take a matrix that the caller did not bring, or spread a NaN that -inf hides.
+    """
+    if args.bias is None or args.bias_kind != "tensor":
+        return None
+    dtype = args.bias.dtype if args.bias.dtype == args.q.dtype else torch.float32
+    bias = terms(args, tile.row_index, tile.col_index, 0, dtype, part.batches, heads)
+    low, high = torch.aminmax(bias)
+    if not (float(low) > -math.inf and float(high) < math.inf):
+        return None
+    shown = tile.shown(_Step(0, tile.col_index.numel()))
+    if shown is not None:
+        return bias.masked_fill(~shown, float("-inf")) if bias.shape[2:] == shown.shape else None
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _bounded(q: Tensor, k: Tensor, scale: float) -> bool:
@@ -386,8 +409,8 @@ def _backward_rows(
     # sums in fp32, and are an order of magnitude faster where the CPU has no half-precision instructions.
     args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
     dout, out = dout.float(), out.float()
-    arithmetic = _needs_arithmetic(args) or dlse is not None
-    need_delta = arithmetic or args.sink is not None
+    arithmetic = _needs_arithmetic(args) or dlse is not None or args.bias_grad
+    need_delta = arithmetic or args.sink is not None or args.bias is not None
     delta = None
     if need_delta:
         delta = (dout * out).sum(-1).transpose(1, 2)
@@ -397,11 +420,15 @@ def _backward_rows(
     dbias = no_bias(args, torch.float32)
     for part in _parts(args, first_batch, first_row):
         for tile in _tiles(args, part):
-            if arithmetic:
+            mask, lacks = tile.bias(args.q.dtype), arithmetic
+            if args.bias is not None and not arithmetic:
+                mask = _kernel_bias(args, part, part.heads, tile)
+                lacks = mask is None
+            if lacks:
                 assert delta is not None
                 _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv, dbias))
             else:
-                _flash_backward_tile(args, part, tile, dout, out, lse, (dq, dk, dv))
+                _flash_backward_tile(args, part, tile, mask, dout, out, lse, (dq, dk, dv))
     dsink = torch.zeros(0)
     if args.sink is not None:
         assert delta is not None
@@ -423,17 +450,21 @@ def _flash_backward_tile(
     args: AttentionArgs,
     part: _Part,
     tile: _Tile,
+    mask: Tensor | None,
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
     totals: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    bias = tile.bias(args.q.dtype)
+    causal = tile.causal and args.bias is None
     for heads, heads_kv in _by_group(part, args.q.shape[2] // args.k.shape[2]):
         q, do, o = (_take(t, part, heads, tile.rows) for t in (args.q, dout, out))
         k, v = (_take(t, part, heads_kv, tile.cols).expand(-1, q.shape[1], -1, -1) for t in (args.k, args.v))
         tile_lse = lse[part.batches][:, heads][:, :, tile.rows]
-        dq, dk, dv = _flash_backward(do, q, k, v, o, tile_lse, 0.0, tile.causal, attn_mask=bias, scale=args.scale)
+        bias = mask
+        if mask is not None and mask.shape[1] > 1:
+            bias = mask[:, heads.start - part.heads.start : heads.stop - part.heads.start]
+        dq, dk, dv = _flash_backward(do, q, k, v, o, tile_lse, 0.0, causal, attn_mask=bias, scale=args.scale)
         if heads_kv.stop - heads_kv.start < q.shape[1]:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         _add(totals[0], part, heads, tile.rows, dq)
