@@ -263,13 +263,14 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in for torch.nn.functional.scaled_dot_product_attention, same arguments and (…, heads, seqlen, head_dim).
 
-    ``is_causal`` is top-left aligned, as torch's. ``attn_mask`` also takes a mask of `warploom.masks`. A boolean mask
-    over keys alone (query dimension 1) runs here; any other tensor mask goes to torch's own function, since turning a
-    dense mask into columns on the hot path would cost more than it saves. explain(..., attn_mask=...) says which.
+    ``is_causal`` is top-left aligned, as torch's. ``attn_mask`` also takes a mask of `warploom.masks`. A boolean mask over keys
+    alone (query dimension 1) runs here, and a floating point one, as attention()'s bias, where a kernel takes it. Any other
+    tensor mask goes to torch's own function: turning a dense boolean mask into columns on the hot path would cost more than it
+    saves. explain(..., attn_mask=...) says which, and why.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     _check_sdpa(query, key, value, attn_mask, is_causal, enable_gqa)
-    if _why_torch(query, attn_mask) is not None:
+    if _why_torch(query, key, value, attn_mask, dropout_p) is not None:
         assert attn_mask is None or isinstance(attn_mask, Tensor)
         checked_scale, _, dropout_p = scalars(scale, 0.0, dropout_p, query.shape[-1])
         scale = None if scale is None else checked_scale
@@ -304,7 +305,7 @@ def explain(
     arguments.flag("return_lse", return_lse)
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
-        reason = _why_torch(q, attn_mask)
+        reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
         if reason is not None:
             return torch_plan(reason)
         q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal)
@@ -380,15 +381,34 @@ def _problem(args: AttentionArgs) -> AttentionProblem:
     return AttentionProblem.from_args(args, backward)
 
 
-def _why_torch(query: Tensor, attn_mask: Tensor | Mask | None) -> str | None:
-    """Why the SDPA drop-in hands a call to torch, or None."""
+def _why_torch(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Mask | None, dropout_p: float
+) -> str | None:
+    """Why the SDPA drop-in hands a checked call to torch, or None."""
     if not isinstance(attn_mask, Tensor):
         return None
     if attn_mask.dtype != torch.bool:
-        return f"attn_mask is a {str(attn_mask.dtype).removeprefix('torch.')} tensor, an additive bias"
+        return _why_torch_adds(query, key, value, attn_mask, dropout_p)
     if query.ndim == 4 and _is_key_padding(attn_mask):
         return None
     return f"attn_mask is a dense mask of shape {tuple(attn_mask.shape)}; ColumnMask.from_dense converts it once, ahead"
+
+
+def _why_torch_adds(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float) -> str | None:
+    """The same of a floating point attn_mask, an additive bias."""
+    what = f"attn_mask is a {str(attn_mask.dtype).removeprefix('torch.')} tensor, an additive bias"
+    if query.ndim > 4 and attn_mask.ndim > 3:
+        return f"{what} with dimensions before the heads beyond a batch"
+    q, k, v, options = _sdpa_call(query, key, value, attn_mask, False)
+    problem = _problem(dense_args(q, k, v, dropout_p=dropout_p, dropout_seed=0, **options))
+    refused = []
+    for implementation in dispatch.implementations():
+        reason = implementation.refusal(problem)
+        if reason is None and not implementation.eager:
+            return None
+        if reason is not None and implementation.device in (None, problem.device):
+            refused.append(f"{implementation.name}: {reason}")
+    return f"{what}, which no kernel takes here ({'; '.join(refused)})"
 
 
 def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> None:
@@ -460,6 +480,8 @@ def _sdpa_call(
     if is_causal:
         # torch aligns top-left, j <= i: in our coordinates p - j >= seqlen_k - seqlen_q.
         options["window"] = (None, seqlen_q - seqlen_k)
+    elif isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
+        options["bias"] = attn_mask
     elif isinstance(attn_mask, Tensor):
         batch = attn_mask.shape[0] if attn_mask.ndim == 4 else 1
         options["mask"] = Padding(attn_mask.reshape(batch, attn_mask.shape[-1]).expand(batch, seqlen_k))
