@@ -116,8 +116,11 @@ class ALiBi(Bias):
 
     @classmethod
     def standard(cls, heads: int, device: torch.device | str | None = None) -> Self:
-        """The paper's slopes: 2^(-8 (h + 1) / heads) for a power of two; else those of the next lower one, then every other
-        one of the next higher, as Bloom, MPT and flash-attn users have them."""
+        """The paper's slopes.
+
+        2^(-8 (h + 1) / heads) where ``heads`` is a power of two; else those of the next lower one, and then every other one of
+        twice as many heads.
+        """
         heads = arguments.integer("heads", heads, minimum=1)
         lower = 1 << (heads.bit_length() - 1)
         powers = [-8.0 * (h + 1) / lower for h in range(lower)]
@@ -196,8 +199,8 @@ class Relative(Bias):
         wanted = 2 * self.max_distance + 1 if self.bidirectional else self.max_distance + 1
         if entries != wanted:
             rule = "2 · max_distance + 1" if self.bidirectional else "max_distance + 1"
-            most = f"max_distance {self.max_distance}"
-            raise ValueError(f"{holder} has {entries} distances; with {most} it takes {rule} = {wanted}")
+            given_or_found = f"max_distance {self.max_distance}"
+            raise ValueError(f"{holder} has {entries} distances; with {given_or_found} it takes {rule} = {wanted}")
 
     def resolve(self, heads_q: int, dtype: torch.dtype) -> Resolved:
         if self.table.shape[0] not in (1, heads_q):

@@ -203,17 +203,16 @@ def _may_keep(*tensors: Tensor | None) -> bool:
     return not (any(t.is_cuda for t in given) and torch.cuda.is_current_stream_capturing())
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     bias = options["bias"]
-    if bias is not None and mask.dtype == torch.bool:
-        bias, mask = bias.masked_fill(~mask, float("-inf")), None
     if options["softcap"] or options["sink"] is not None or bias is not None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        columns = None if mask is None else _dense_as_columns(mask, query.shape[2])
-        if mask is not None and columns is None:
+        if bias is not None and mask.dtype == torch.bool:
+            return warploom.attention(q, k, v, **options | {"bias": bias.masked_fill(~mask, float("-inf"))})
+        columns = _dense_as_columns(mask, query.shape[2])
+        if columns is None:
             bias = mask if bias is None else bias + mask
         return warploom.attention(q, k, v, mask=columns, **options | {"bias": bias})
-    assert mask is not None
     if mask.is_floating_point() and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
     out = warploom.scaled_dot_product_attention(
