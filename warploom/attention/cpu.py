@@ -205,7 +205,7 @@ def _merge(
     out_view = out[part.batches][:, :, part.heads].transpose(1, 2)
     lse_view = lse[part.batches][:, part.heads]
     if not merges:
-        out_view[:, :, rows], lse_view[:, :, rows] = part_out, part_lse
+        out_view[:, :, rows], lse_view[:, :, rows] = part_out.to(out.dtype), part_lse
         return
     before = lse_view[:, :, rows]
     after = torch.logaddexp(before, part_lse)
