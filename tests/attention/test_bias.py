@@ -20,6 +20,7 @@ from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.chunks import attention_chunks, chunk_args
 from warploom.attention.problem import AttentionProblem
 from warploom.bias import ALiBi, Bias, Key, Relative, t5_buckets
+from warploom.demo.memory import PeakMemory
 from warploom.runtime import dispatch
 
 INF = float("inf")
@@ -348,6 +349,29 @@ def test_func_grad(kind: str, backend: str, seed: int) -> None:
     torch.testing.assert_close(torch.func.grad(loss)(q, leaf), got[0])
 
 
+@pytest.mark.parametrize("kind", ["of heads", "keys", "alibi", "t5"])
+def test_the_reference_takes_every_transform_and_kernels_refuse_in_words(kind: str, seed: int) -> None:
+    q, k, v = inputs(seed, requires_grad=False)
+    leaf = leaf_of(kind, SHAPE, seed, torch.float32)
+
+    def run(leaf: Tensor, backend: str | None = "reference") -> Tensor:
+        return warploom.attention(q, k, v, bias=KINDS[kind].build(leaf), backend=backend)
+
+    leaves = torch.stack([leaf, 2 * leaf])
+    for a, b in zip(torch.func.vmap(run)(leaves), (run(leaf), run(2 * leaf)), strict=True):
+        torch.testing.assert_close(a, b)
+    tangent = torch.ones_like(leaf)
+    _, slope = torch.func.jvp(run, (leaf,), (tangent,))
+    (dleaf,) = torch.autograd.grad(run(leaf.requires_grad_()).sum(), leaf)
+    torch.testing.assert_close(slope.sum(), (dleaf * tangent).sum(), rtol=1e-3, atol=1e-3)
+    for transform in (
+        lambda: torch.func.jvp(lambda t: run(t, None), (leaf.detach(),), (tangent,)),
+        lambda: torch.func.vmap(lambda t: run(t, None))(leaves),
+    ):
+        with pytest.raises(NotImplementedError, match="backend='reference' supports it"):
+            transform()
+
+
 def test_compiles_whole_without_recompiling_for_new_shapes(seed: int) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
@@ -355,15 +379,15 @@ def test_compiles_whole_without_recompiling_for_new_shapes(seed: int) -> None:
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    def loss(q: Tensor, matrix: Tensor, slopes: Tensor, table: Tensor) -> Tensor:
-        biases = (matrix, ALiBi(slopes), Relative(table, 20, buckets="t5"), Key(matrix[:, :, 0]))
-        return sum(warploom.attention(q, q, q, bias=b, causal=True).square().sum() for b in biases)  # type: ignore[return-value]
+    def loss(q: Tensor, matrix: Tensor, table: Tensor) -> Tensor:
+        first = warploom.attention(q, q, q, bias=Relative(table, 20, buckets="t5"), causal=True)
+        return warploom.attention(first, q, q, bias=matrix).square().sum()
 
     compiled, first = torch.compile(loss, fullgraph=True, dynamic=True, backend=counting), 0
-    slopes, table = torch.rand(4, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    table = torch.randn(4, 8, requires_grad=True)
     for seqlen in (16, 24):
         q, matrix = torch.randn(2, seqlen, 4, 8, requires_grad=True), torch.randn(1, 4, seqlen, seqlen, requires_grad=True)
-        leaves = (q, matrix, slopes, table)
+        leaves = (q, matrix, table)
         got, want = compiled(*leaves), loss(*leaves)
         torch.testing.assert_close(got, want)
         for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
@@ -436,6 +460,19 @@ def test_a_bias_is_a_pytree_that_moves(kind: str, seed: int) -> None:
     for other in (again, bias.to("cpu")):
         assert type(other) is type(bias) and repr(other) == repr(bias)
         assert torch.equal(warploom.attention(*tensors, bias=other), want)
+
+
+@pytest.mark.parametrize("kind", ["alibi", "t5", "keys"])
+def test_memory_is_linear_in_the_sequence(kind: str, seed: int) -> None:
+    """A matrix of this call would take 4 GiB, in both passes."""
+    seqlen = 32768
+    q, k, v = (torch.randn(1, seqlen, 1, 16, requires_grad=True) for _ in range(3))
+    leaf = leaf_of(kind, (1, 1, 1, seqlen), seed, torch.float32).requires_grad_()
+    memory = PeakMemory("cpu")
+    memory.start()
+    warploom.attention(q, k, v, bias=KINDS[kind].build(leaf), window=(200, 0)).sum().backward()
+    peak = memory.stop()
+    assert peak is not None and peak < 200 * 2**20, f"took {peak} bytes"
 
 
 def test_small_integers_are_exact() -> None:
