@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import warploom
-from warploom import distributed, masks, nn
+from warploom import bias, distributed, masks, nn
 from warploom.cli import make_parser
 from warploom.integrations import collators, flash_attn, transformers
 from warploom.linear import feature_maps
@@ -35,7 +35,7 @@ NAMES = {
 def text() -> str:
     """All of it, as the file holds it."""
     lines: list[str] = []
-    for module in (warploom, masks, distributed, nn, feature_maps, transformers, collators, flash_attn):
+    for module in (warploom, masks, bias, distributed, nn, feature_maps, transformers, collators, flash_attn):
         lines += ["", module.__name__, *(f"  {line}" for line in module_lines(module))]
     q = torch.zeros(1, 1, 1, 16)
     lines += ["", "what warploom.explain() returns", *(f"  {line}" for line in class_lines(type(warploom.explain(q, q, q))))]
@@ -56,7 +56,7 @@ def module_lines(module: ModuleType) -> Iterator[str]:
 
 def class_lines(cls: type) -> Iterator[str]:
     """The class, and the members that it adds to its public base."""
-    base = masks.Mask if issubclass(cls, masks.Mask) and cls is not masks.Mask else None
+    base = next((each for each in (masks.Mask, bias.Bias) if issubclass(cls, each) and cls is not each), None)
     yield f"class {cls.__name__}{signature(cls)}" + (f", a {base.__name__}" if base else "")
     own = [part for part in cls.__mro__ if part.__module__.startswith("warploom") and not (base and issubclass(base, part))]
     members = {name: value for part in reversed(own) for name, value in vars(part).items()}

@@ -23,7 +23,7 @@ from warploom.runtime import dispatch
 # From the ground up. A module lies on the floor of its longest prefix; those of one floor know their own prefix only.
 FLOORS = (
     ("warploom.runtime",),
-    ("warploom.kernels", "warploom.masks", "warploom.smem"),
+    ("warploom.bias", "warploom.kernels", "warploom.masks", "warploom.smem"),
     ("warploom.attention", "warploom.decode", "warploom.linear"),
     ("warploom.distributed",),
     ("warploom", "warploom.nn"),

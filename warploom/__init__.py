@@ -10,6 +10,7 @@ __all__ = [
     "PagedKVCache",
     "attention",
     "attention_varlen",
+    "bias",
     "decode",
     "distributed",
     "explain",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING or not defers():
-    from warploom import distributed, masks
+    from warploom import bias, distributed, masks
     from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache

@@ -73,8 +73,10 @@ class Call:
         return dout, dlse
 
 
-def results(call: Call, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """out, lse and gradients of one backend, inputs cast to ``dtype`` (default: the call's)."""
+def results(
+    call: Call, backend: str, dtype: torch.dtype | None = None, bias: tuple[Tensor, Any] | None = None
+) -> dict[str, Tensor]:
+    """out, lse and gradients of one backend, inputs cast to ``dtype`` (default: the call's); ``bias``: its leaf and itself."""
     q, k, v, sink = call.tensors()
     leaves = [t.to(dtype or call.dtype).detach() for t in (q, k, v)]
     if call.strided and dtype is None:
@@ -83,7 +85,11 @@ def results(call: Call, backend: str, dtype: torch.dtype | None = None) -> dict[
     sink_leaf = None if sink is None else sink.to(torch.float64 if dtype == torch.float64 else sink.dtype)
     if sink_leaf is not None:
         leaves.append(sink_leaf.requires_grad_())
-    out, lse = warploom.attention(*leaves[:3], sink=sink_leaf, return_lse=True, backend=backend, **call.keywords)
+    keywords = call.keywords
+    if bias is not None:
+        leaves.append(bias[0])
+        keywords = {**keywords, "bias": bias[1]}
+    out, lse = warploom.attention(*leaves[:3], sink=sink_leaf, return_lse=True, backend=backend, **keywords)
     dout, dlse = call.upstream(out.to(call.dtype), lse)
     total = (out * dout.to(out.dtype)).sum()
     if call.lse_gradient:
@@ -94,7 +100,7 @@ def results(call: Call, backend: str, dtype: torch.dtype | None = None) -> dict[
         gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
     else:
         gradients = torch.autograd.grad(total, leaves)
-    names = ["dq", "dk", "dv", "dsink"][: len(leaves)]
+    names = ["dq", "dk", "dv", *["dsink"] * call.sink, *["dbias"] * (bias is not None)]
     return {"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}
 
 

@@ -20,6 +20,7 @@ from warploom.attention.hopper import run, run_backward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.plan import backward_config_for, config_for
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.bias import ALiBi
 from warploom.runtime import dispatch, modules
 from warploom.runtime.module_spec import ModuleSpec
 
@@ -38,10 +39,12 @@ CARRIED: dict[str, dict[str, Any]] = {
     "used": {"packed": True, "seqused_k": LENGTHS},
     "deterministic": {"deterministic": True},
     "q_offset": {"q_offset": torch.zeros(1, dtype=torch.int32), "seqlen_q": 20},
+    "bias": {"bias": ALiBi(torch.zeros(2))},
+    "bias_grad": {"bias": ALiBi(torch.zeros(2, requires_grad=True))},
 }
 # Without a kernel for it, a call's out and lse are none the less right.
 NO_MATTER = {"deterministic", "dlse"}  # of gradients alone
-FLAGS = [name for name, value in Features(torch.float16, 16, 16)._asdict().items() if value is False]
+FLAGS = [name for name, value in Features(torch.float16, 16, 16)._asdict().items() if value is False or value == ""]
 
 
 def carrying(packed: bool = False, heads_kv: int = 2, **keywords: Any) -> AttentionArgs:
@@ -72,7 +75,8 @@ def test_a_problem_and_its_arguments_carry_the_same(feature: str) -> None:
     found = Features.of_args(args)
     assert found == Features.of(AttentionProblem.from_args(args, False))
     also = {"varlen"} if CARRIED[feature].get("packed") else set()
-    assert flags(found) - flags(Features.of_args(carrying())) == {feature} | also | ({"used"} if feature == "paged" else set())
+    also |= {"paged": {"used"}, "bias_grad": {"bias"}}.get(feature, set())
+    assert flags(found) - flags(Features.of_args(carrying())) == {feature} | also
 
 
 @pytest.mark.parametrize("dlse", [False, True])

@@ -19,6 +19,7 @@ from warploom import masks
 from warploom.attention import bounds, hopper
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs
+from warploom.bias import ALiBi
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
 
@@ -472,3 +473,27 @@ def test_a_step_under_a_new_mask_launches_as_little_as_can_be() -> None:
     command = [sys.executable, "-m", "tests.attention.host_counts"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "as few as can be" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_call_with_a_bias_took_the_launcher_of_one_without(
+    packed: bool, requires_grad: bool, kernel: Kernel, backward: Backward
+) -> None:
+    """Nor does it leave one that a call without takes: another length of queries has none yet."""
+
+    def run(rows: int, **keywords: Any) -> list[str]:
+        q = torch.ones(1, rows, 2, 16, requires_grad=requires_grad)
+        if packed:
+            starts, longest = torch.tensor([0, rows], dtype=torch.int32), {"max_seqlen_q": rows, "max_seqlen_k": rows}
+            tokens = q[0].detach().requires_grad_(requires_grad)
+            warploom.attention_varlen(tokens, tokens, tokens, starts, backend="hopper", **longest, **keywords)
+        else:
+            call(q, **keywords)
+        return kernel.ways()
+
+    slopes = ALiBi(torch.ones(2, requires_grad=requires_grad))
+    assert [run(3) for _ in range(3)] == [["checked"], ["checked"], ["bound"]]
+    assert [run(3, bias=slopes) for _ in range(3)] == [["checked"]] * 3
+    assert [run(4, bias=slopes) for _ in range(3)] == [["checked"]] * 3
+    assert [run(4) for _ in range(3)] == [["checked"], ["checked"], ["bound"]]

@@ -57,6 +57,38 @@ def test_other_ranks(lead: tuple[int, ...]) -> None:
     torch.testing.assert_close(warploom.scaled_dot_product_attention(q, k, v), torch_sdpa(q, k, v))
 
 
+BIASES = {
+    "heads": ((1, 4, 9, 13), {}),
+    "keys": ((2, 1, 1, 13), {"scale": 0.3}),
+    "a matrix": ((9, 13), {"enable_gqa": True}),
+    "full": ((2, 4, 9, 13), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BIASES)
+def test_float_masks_are_biases_with_gradients(name: str, dtype: torch.dtype) -> None:
+    shape, options = BIASES[name]
+    q, (_, k, v) = qkv(2, 4)[0], qkv(2, 2 if "enable_gqa" in options else 4)
+    inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v, torch.randn(shape))]
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    assert warploom.explain(*inputs[:3], attn_mask=inputs[3], **options).implementation == "cpu"
+    got = warploom.scaled_dot_product_attention(*inputs[:3], inputs[3], **options)
+    want = torch_sdpa(*exact[:3], exact[3], **options)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    torch.testing.assert_close(got.float(), want, **near)
+    pairs = (torch.autograd.grad(out.sin().sum(), leaves) for out, leaves in ((got.float(), inputs), (want, exact)))
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a.float(), b, **near)
+
+
+@pytest.mark.parametrize(("lead", "shape"), [((4,), (4, 9, 13)), ((3, 2, 4), (4, 1, 13)), ((3, 2, 4), (3, 2, 1, 9, 13))])
+def test_float_masks_of_other_ranks(lead: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    q, k, v = qkv(*lead)
+    bias = torch.randn(shape)
+    torch.testing.assert_close(warploom.scaled_dot_product_attention(q, k, v, bias), torch_sdpa(q, k, v, bias))
+
+
 def test_grouped_heads_need_their_flag_as_in_torch() -> None:
     q, _, _ = qkv(2, 4)
     _, k, v = qkv(2, 2)
@@ -80,7 +112,13 @@ def test_explain_says_when_torch_runs() -> None:
     assert warploom.explain(q, k, v, attn_mask=CASES["padding"]["attn_mask"]).implementation == "cpu"
     plan = warploom.explain(q, k, v, attn_mask=CASES["dense"]["attn_mask"])
     assert plan.implementation == "torch" and "dense mask of shape (9, 13)" in str(plan)
-    assert "additive bias" in str(warploom.explain(q, k, v, attn_mask=CASES["bias"]["attn_mask"]))
+    plan = warploom.explain(q, k, v, attn_mask=CASES["bias"]["attn_mask"])
+    assert plan.implementation == "cpu" and "bias (tensor)" in plan.call
+    doubles = [t.double() for t in (q, k, v)]
+    plan = warploom.explain(*doubles, attn_mask=CASES["bias"]["attn_mask"].double())
+    assert plan.implementation == "torch" and "no kernel takes here (cpu: accumulates in fp32" in str(plan)
+    plan = warploom.explain(*(t[None] for t in (q, k, v)), attn_mask=torch.zeros(1, 2, 4, 9, 13))
+    assert plan.implementation == "torch" and "beyond a batch" in str(plan)
 
 
 def test_signature_is_torchs() -> None:

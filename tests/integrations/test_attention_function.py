@@ -127,10 +127,63 @@ def test_dense_masks_with_softcap_and_sinks(dtype):
     close(out, reference(q, k, v, visible, softcap=1.5, sinks=sinks))
 
 
-def test_a_bias_with_a_softcap_is_refused():
+def biased(q, k, v, bias, visible, softcap=None, sinks=None):
+    """The same as `reference`, with a bias behind the softcap."""
+    k, v = (t.repeat_interleave(HQ // HK, 1) for t in (k, v))
+    scores = (q @ k.mT) * D**-0.5
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)) + bias
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(B, -1, q.shape[2], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+EVERYTHING = torch.ones(S, S, dtype=torch.bool)
+
+
+def test_a_float_mask_of_any_numbers_is_a_bias():
     q, k, v = qkv()
-    with pytest.raises(ValueError, match=r"attention_mask.*bias.*softcap"):
-        attention_forward(Layer(), q, k, v, torch.full((B, 1, S, S), -0.5), softcap=1.0)
+    bias = torch.randn(B, 1, S, S, requires_grad=True)
+    sinks = torch.randn(HQ)
+    for options in ({}, {"softcap": 1.0}, {"s_aux": sinks}):
+        out, _ = attention_forward(Layer(), q, k, v, bias, **options)
+        want = biased(q, k, v, bias, EVERYTHING, options.get("softcap"), options.get("s_aux"))
+        close(out, want)
+        close(*(torch.autograd.grad(t.square().sum(), bias)[0] for t in (out, want)))
+
+
+@pytest.mark.parametrize("mask", ["none", "bounds", "bool", "0 and lowest", "keys", "numbers"])
+def test_position_bias_is_added_under_every_mask(mask):
+    q, k, v = qkv()
+    bias = torch.randn(1, HQ, S, S, requires_grad=True)
+    g = torch.Generator().manual_seed(5)
+    visible = (torch.rand(B, 1, S, S, generator=g) < 0.6) | torch.eye(S, dtype=torch.bool)
+    lowest, numbers = torch.finfo(torch.float32).min, torch.randn(B, 1, S, S, generator=g)
+    given, added = {
+        "none": (None, 0.0),
+        "bounds": (some_bounds(), 0.0),
+        "bool": (visible, 0.0),
+        "0 and lowest": (torch.zeros(B, 1, S, S).masked_fill(~visible, lowest), 0.0),
+        "keys": (torch.zeros(B, 1, 1, S).masked_fill(~visible[:, :, :1], lowest), 0.0),
+        "numbers": (numbers, numbers),
+    }[mask]
+    shown = visible if mask in ("bool", "0 and lowest") else EVERYTHING.expand(B, 1, S, S)
+    if mask == "keys":
+        shown = visible[:, :, :1].expand(B, 1, S, S)
+    if mask == "bounds":
+        shown = ColumnMask.from_startend_row_indices(given, causal=False).dense(S, S)
+    rows = shown.any(-1).transpose(1, 2)[..., None]
+    out, _ = attention_forward(Layer(False), q, k, v, given, position_bias=bias)
+    want = biased(q, k, v, bias + added, shown).masked_fill(~rows, 0.0)
+    close(out, want)
+    close(*(torch.autograd.grad((t * torch.ones_like(t).cumsum(1)).sum(), bias)[0].nan_to_num(0.0) for t in (out, want)))
+
+
+def test_position_bias_of_documents_by_offsets_is_refused():
+    q, k, v = (t[:1] for t in qkv())
+    offsets = torch.tensor([0, 6, S], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"position_bias: Layer gives one .* column bounds as attention_mask"):
+        attention_forward(Layer(), q, k, v, None, cu_seq_lens_q=offsets, position_bias=torch.zeros(1, HQ, S, S))
 
 
 def test_scaling_softcap_and_sinks():
@@ -158,7 +211,7 @@ def test_masks_of_another_rank_are_refused():
         attention_forward(Layer(), *qkv(), torch.ones(B, S, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["position_bias", "cache", "sinks", "head_mask"])
+@pytest.mark.parametrize("name", ["cache", "sinks", "head_mask"])
 def test_what_cannot_be_honoured_is_refused(name):
     with pytest.raises(ValueError, match=rf"{name}: .*not supported"):
         attention_forward(Layer(), *qkv(), None, **{name: torch.zeros(1)})
@@ -174,25 +227,6 @@ def test_models_refuse_output_attentions():
     _, llama = build("llama")
     with pytest.raises(ValueError, match=r"output_attentions: .*eager"):
         llama(torch.ones(1, 3, dtype=torch.long), output_attentions=True)
-
-
-def test_t5_is_refused():
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    # Today T5 has its own eager attention and never asks for another; both ways nothing wrong is computed.
-    config._attn_implementation = "warploom"
-    ids = torch.ones(1, 4, dtype=torch.long)
-    try:
-        torch.manual_seed(0)
-        model = T5EncoderModel(config).eval()
-        out = model(ids).last_hidden_state
-    except ValueError as error:
-        assert "position_bias" in str(error) or "attn_implementation" in str(error)
-    else:
-        torch.manual_seed(0)
-        config._attn_implementation = "eager"
-        assert torch.equal(out, T5EncoderModel(config).eval()(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize("name", ["flash_warploom", "paged|warploom", "sdpa", "eager", "", None])

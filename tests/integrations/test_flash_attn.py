@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import secrets
+from typing import Any
 
 import pytest
 import torch
@@ -238,16 +239,44 @@ def test_rotary(interleaved: bool, causal: bool, seed: int) -> None:
     near(out[0], naive(turned, k_cache[0, :8], v_cache[0, :8], visible)[0], seed)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi(causal: bool, batched: bool) -> None:
+    """-slope · |i + seqlen_k - seqlen_q - j| added to the scores, of (heads,) or (batch, heads)."""
+    seed = secrets.randbelow(2**31)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    slopes = torch.rand((2, 4) if batched else (4,), requires_grad=True)
+    distance = torch.arange(5)[:, None] + 4 - torch.arange(9)
+    scores = q.transpose(1, 2) @ k.repeat_interleave(2, 2).permute(0, 2, 3, 1) * 0.5
+    scores = scores - (slopes if batched else slopes[None])[..., None, None] * distance.abs()
+    if causal:
+        scores = scores.masked_fill(distance < 0, float("-inf"))
+    want = (scores.softmax(-1) @ v.repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 9))
+    options: dict[str, Any] = {"softmax_scale": 0.5, "causal": causal, "alibi_slopes": slopes}
+    packed = flash_attn.flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), cu_q, cu_k, 5, 9, **options)
+    for got in (
+        flash_attn.flash_attn_func(q, k, v, **options),
+        flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options),
+        packed.view(2, 5, 4, 8),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        a, b = (torch.autograd.grad(t.sin().sum(), slopes, retain_graph=True)[0] for t in (got, want))
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 def test_refusals() -> None:
     q, slopes = torch.zeros(1, 4, 2, 16), torch.zeros(2)
     cu = torch.tensor([0, 4], dtype=torch.int32)
-    for call in (
-        lambda: flash_attn.flash_attn_func(q, q, q, alibi_slopes=slopes),
-        lambda: flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 4, 4, alibi_slopes=slopes),
-        lambda: flash_attn.flash_attn_with_kvcache(q, q, q, alibi_slopes=slopes),
-    ):
-        with pytest.raises(ValueError, match="alibi_slopes is not supported"):
-            call()
+    with pytest.raises(ValueError, match="alibi_slopes is not supported beside a cache yet"):
+        flash_attn.flash_attn_with_kvcache(q, q, q, alibi_slopes=slopes)
+    for wrong in (slopes[None, None], slopes.int(), 0.5):
+        with pytest.raises(TypeError, match=r"alibi_slopes must be a floating point tensor \(heads,\) or \(batch, heads\)"):
+            flash_attn.flash_attn_func(q, q, q, alibi_slopes=wrong)
+    with pytest.raises(ValueError, match="slopes of 3 heads"):
+        flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 4, 4, alibi_slopes=torch.zeros(3))
     leftpad, idx = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     for words, options in (
         ("cache_leftpad is not supported", {"cache_leftpad": leftpad}),

@@ -17,6 +17,7 @@ from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.ops import attention_op
 from warploom.attention.plan import Plan, plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.bias import Bias
 from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window
@@ -29,7 +30,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
-    backend: str | None = ...,
+    backend: str | None = ..., bias: Tensor | Bias | None = ...,
 ) -> Tensor: ...
 
 
@@ -38,7 +39,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
-    backend: str | None = ...,
+    backend: str | None = ..., bias: Tensor | Bias | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -47,6 +48,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
+    bias: Tensor | Bias | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -66,8 +68,9 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    bias: Tensor | Bias | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention, softmax(scale · q kᵀ, masked) v, differentiable in q, k, v and sink.
+    """Exact softmax attention, softmax(scale · q kᵀ + bias, masked) v, differentiable in q, k, v, sink and bias.
 
     Causal masks and windows are bottom-right aligned: with p = i + seqlen_k - seqlen_q, query i sees key j when
     -right <= p - j <= left. A query that sees no key has out 0 and lse -inf, and zero gradients.
@@ -89,6 +92,10 @@ def attention(
         return_lse: also return lse, the natural log of the softmax's denominator (sink included, dropout ignored),
             float32 (batch, heads_q, seqlen_q), differentiable.
         backend: run this implementation or raise its refusal; default: the first that does not refuse.
+        bias: added to the scaled and softcapped scores, in fp32: a tensor that broadcasts to (batch, heads_q, seqlen_q,
+            seqlen_k), of any float dtype and strides, or ALiBi, Relative or Key of `warploom.bias`. -inf hides an element as a
+            mask does; what it holds where a mask hides changes nothing. Differentiable, if it asks for a gradient: in its
+            dtype, summed over dimensions that broadcast.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, lse).
@@ -97,7 +104,8 @@ def attention(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     key, launch, others, resolved, records = launcher.find(
-        q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse
+        q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
+        bias=bias,
     )
     if launch is not None:
         out, lse = launch(q, k, v, sink, *others)
@@ -115,6 +123,7 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        bias=bias,
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
@@ -131,6 +140,7 @@ def attention_varlen(
     mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+    bias: Tensor | Bias | None = ...,
 ) -> Tensor: ...
 
 
@@ -141,6 +151,7 @@ def attention_varlen(
     mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
+    bias: Tensor | Bias | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -151,6 +162,7 @@ def attention_varlen(
     mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
+    bias: Tensor | Bias | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -176,6 +188,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    bias: Tensor | Bias | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over sequences packed without padding; masks apply within each sequence.
 
@@ -190,6 +203,8 @@ def attention_varlen(
         block_table: int32 (batch, pages_per_sequence), the pages of each sequence in order.
         mask: a band (Full, Causal, SlidingWindow) or a ColumnMask whose columns are packed as k is, with rows local to
             each sequence.
+        bias: as attention()'s, by rows and keys of each sequence: a tensor has (sequences|1, heads_q|1, max_seqlen_q|1,
+            max_seqlen_k|1), the last two or more; slopes of `warploom.bias.ALiBi` (heads_q,) or (sequences, heads_q).
 
     The other keywords are attention()'s.
 
@@ -202,7 +217,7 @@ def attention_varlen(
         longest = (max_seqlen_q, max_seqlen_k)
         found = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
-            sequences, longest,
+            sequences, longest, bias,
         )
     if found.launch is not None:
         out, lse = found.launch(q, k, v, sink, *found.others)
@@ -226,6 +241,7 @@ def attention_varlen(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        bias=bias,
         resolved=found.resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
@@ -247,13 +263,14 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in for torch.nn.functional.scaled_dot_product_attention, same arguments and (…, heads, seqlen, head_dim).
 
-    ``is_causal`` is top-left aligned, as torch's. ``attn_mask`` also takes a mask of `warploom.masks`. A boolean mask
-    over keys alone (query dimension 1) runs here; any other tensor mask goes to torch's own function, since turning a
-    dense mask into columns on the hot path would cost more than it saves. explain(..., attn_mask=...) says which.
+    ``is_causal`` is top-left aligned, as torch's. ``attn_mask`` also takes a mask of `warploom.masks`. A boolean mask over keys
+    alone (query dimension 1) runs here, and a floating point one, as attention()'s bias, where a kernel takes it. Any other
+    tensor mask goes to torch's own function: turning a dense boolean mask into columns on the hot path would cost more than it
+    saves. explain(..., attn_mask=...) says which, and why.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     _check_sdpa(query, key, value, attn_mask, is_causal, enable_gqa)
-    if _why_torch(query, attn_mask) is not None:
+    if _why_torch(query, key, value, attn_mask, dropout_p) is not None:
         assert attn_mask is None or isinstance(attn_mask, Tensor)
         checked_scale, _, dropout_p = scalars(scale, 0.0, dropout_p, query.shape[-1])
         scale = None if scale is None else checked_scale
@@ -288,7 +305,7 @@ def explain(
     arguments.flag("return_lse", return_lse)
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
-        reason = _why_torch(q, attn_mask)
+        reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
         if reason is not None:
             return torch_plan(reason)
         q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal)
@@ -345,32 +362,53 @@ def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> b
 def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
     """All that the problem of a call depends on, at a tenth of its cost."""
     q, k, v, sink, cu_q = args.q, args.k, args.v, args.sink, args.cu_seqlens_q
-    backward = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    backward = args.bias_grad or (
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad))
     )
     return (
         *(backend, backward, q.dtype, q.shape, k.shape, v.shape[-1], args.left, args.right, args.deterministic),
         *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
         *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
         *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k, args.q_offset is None),
+        *(args.bias_kind, args.bias_grad),
     )
 
 
 def _problem(args: AttentionArgs) -> AttentionProblem:
-    tensors = (args.q, args.k, args.v, args.sink)
+    tensors = (args.q, args.k, args.v, args.sink, args.bias)
     backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     return AttentionProblem.from_args(args, backward)
 
 
-def _why_torch(query: Tensor, attn_mask: Tensor | Mask | None) -> str | None:
-    """Why the SDPA drop-in hands a call to torch, or None."""
+def _why_torch(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Mask | None, dropout_p: float
+) -> str | None:
+    """Why the SDPA drop-in hands a checked call to torch, or None."""
     if not isinstance(attn_mask, Tensor):
         return None
     if attn_mask.dtype != torch.bool:
-        return f"attn_mask is a {str(attn_mask.dtype).removeprefix('torch.')} tensor, an additive bias"
+        return _why_torch_adds(query, key, value, attn_mask, dropout_p)
     if query.ndim == 4 and _is_key_padding(attn_mask):
         return None
     return f"attn_mask is a dense mask of shape {tuple(attn_mask.shape)}; ColumnMask.from_dense converts it once, ahead"
+
+
+def _why_torch_adds(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float) -> str | None:
+    """The same of a floating point attn_mask, an additive bias."""
+    what = f"attn_mask is a {str(attn_mask.dtype).removeprefix('torch.')} tensor, an additive bias"
+    if query.ndim > 4 and attn_mask.ndim > 3:
+        return f"{what} with dimensions before the heads beyond a batch"
+    q, k, v, options = _sdpa_call(query, key, value, attn_mask, False)
+    problem = _problem(dense_args(q, k, v, dropout_p=dropout_p, dropout_seed=0, **options))
+    refused = []
+    for implementation in dispatch.implementations():
+        reason = implementation.refusal(problem)
+        if reason is None and not implementation.eager:
+            return None
+        if reason is not None and implementation.device in (None, problem.device):
+            refused.append(f"{implementation.name}: {reason}")
+    return f"{what}, which no kernel takes here ({'; '.join(refused)})"
 
 
 def _check_sdpa(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> None:
@@ -442,6 +480,8 @@ def _sdpa_call(
     if is_causal:
         # torch aligns top-left, j <= i: in our coordinates p - j >= seqlen_k - seqlen_q.
         options["window"] = (None, seqlen_q - seqlen_k)
+    elif isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
+        options["bias"] = attn_mask
     elif isinstance(attn_mask, Tensor):
         batch = attn_mask.shape[0] if attn_mask.ndim == 4 else 1
         options["mask"] = Padding(attn_mask.reshape(batch, attn_mask.shape[-1]).expand(batch, seqlen_k))

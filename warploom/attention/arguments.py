@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.biases import with_bias
 from warploom.attention.problem import AttentionArgs, check_columns, check_contents
+from warploom.bias import Bias
 from warploom.masks import Causal, ColumnMask, Full, Mask, ResolvedMask, SlidingWindow
 from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
@@ -33,6 +35,7 @@ def dense_args(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
     deterministic: bool | None = None,
+    bias: Tensor | Bias | None = None,
     resolved: ResolvedMask | None = None,
 ) -> AttentionArgs:
     """The arguments of attention(); ``resolved``: the mask for these lengths, if it was asked already."""
@@ -43,7 +46,8 @@ def dense_args(
     _warn_layout(q)
     resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q, resolved)
     check_columns(resolved, q.shape[0], q.shape[2], k.shape[2], k.shape[1], q)
-    return _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
+    args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
+    return with_bias(args, bias, q.shape[1], k.shape[1])
 
 
 def varlen_args(
@@ -66,6 +70,7 @@ def varlen_args(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | int | None = None,
     deterministic: bool | None = None,
+    bias: Tensor | Bias | None = None,
     resolved: ResolvedMask | None = None,
 ) -> AttentionArgs:
     """The arguments of attention_varlen(); ``resolved``: the mask for all packed tokens, if it was asked already."""
@@ -100,7 +105,7 @@ def varlen_args(
         max_seqlen_k=max_seqlen_k,
     )
     check_contents(args)
-    return args
+    return with_bias(args, bias, max_seqlen_q, max_seqlen_k)
 
 
 def _longest(name: str, length: Any) -> Any:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from warploom.attention import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.attention.arguments import dense_args, resolve
+from warploom.attention.biases import with_bias
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import MOST_OFFSET, AttentionArgs, AttentionProblem, check_columns, check_contents
+from warploom.bias import Bias
 from warploom.masks import Mask
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window
@@ -27,6 +29,7 @@ def chunk_args(
     mask: Mask | None = None,
     causal: bool = False,
     window: Window | None = None,
+    bias: Tensor | Bias | None = None,
     **others: Any,
 ) -> AttentionArgs:
     """The arguments of `attention_chunks`."""
@@ -55,7 +58,8 @@ def chunk_args(
         q_chunks=chunks,
     )
     check_contents(args)
-    return args
+    args = with_bias(args, bias, seqlen_q, seqlen_k)
+    return args if args.bias_kind in ("", "tensor") else args._replace(bias_origin=args.bias_origin + shift)
 
 
 def attention_chunks(
@@ -73,8 +77,8 @@ def attention_chunks(
         seqlen_q: rows of Q, which masks are resolved for and aligned by.
         backend: as attention()'s.
         keywords: ``chunks``, how many entries in a row a sequence has, for dropout's elements; mask, causal, window, scale,
-            softcap, sink, dropout_p, dropout_seed and deterministic as attention() takes them for Q. A mask of ``batch``
-            entries has one for each of q's.
+            softcap, sink, dropout_p, dropout_seed, deterministic and bias as attention() takes them for Q. A mask or bias of
+            ``batch`` entries has one for each of q's.
 
     Returns:
         out (batch, rows, heads_q, head_dim_v) in q's dtype, lse (batch, heads_q, rows) in float32.
@@ -83,7 +87,7 @@ def attention_chunks(
         TypeError, ValueError: before any work, as attention() does.
     """
     args = chunk_args(q, k, v, q_offset, seqlen_q=seqlen_q, **keywords)
-    tensors = (args.q, args.k, args.v, args.sink)
+    tensors = (args.q, args.k, args.v, args.sink, args.bias)
     backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     chosen = dispatch.choose(AttentionProblem.from_args(args, backward), backend)
     implementation = dispatch.find(chosen)

@@ -1,9 +1,10 @@
 """Tiled attention on the CPU: skips what the mask hides, runs torch's own kernels on what it shows.
 
 A plan covers the visible elements by rectangles (masks/rectangles.py). Each rectangle is one call of torch's CPU
-flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, unequal head dims, a
-gradient through lse). Partial results merge by log-sum-exp in fp32; the backward of a rectangle needs only the merged
-out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory is O(seqlen).
+flash kernel, or of the tile arithmetic below for what that kernel lacks (softcap, dropout, unequal head dims, a bias
+that is no finite tensor, gradients of a bias and through lse). Partial results merge by log-sum-exp in fp32; the
+backward of a rectangle needs only the merged out and lse (FlashAttention-2, arXiv 2307.08691, section 3). Extra memory
+is O(seqlen), beyond that of a copy of a bias tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
-from warploom.attention.packing import Gradients, chunks, gradients, sequences
+from warploom.attention.bias_terms import add_chunk_gradient, add_gradient, terms
+from warploom.attention.packing import Gradients, chunks, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
@@ -114,6 +116,12 @@ class _Tile:
             seen = seen[:, some_col]
         self.seen = seen
 
+    def shown(self, step: _Step) -> Tensor | None:
+        """(rows, cols) of a step that the mask shows; None: all."""
+        if self.causal:
+            return torch.arange(step.start, step.stop) <= torch.arange(self.row_index.numel())[:, None]
+        return None if self.seen is None else self.seen[:, step.start : step.stop]
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Additive mask (1, 1, rows, cols) for torch's kernel, or None."""
         if self.seen is None:
@@ -153,7 +161,7 @@ def _forward_rows(args: AttentionArgs, first_batch: int, first_row: int) -> tupl
 
     run = _arithmetic_forward if arithmetic else _flash_forward
     merges = any(_rows_overlap(part.plan) for part in parts) or args.sink is not None
-    wide = torch.float32 if merges or arithmetic else q.dtype
+    wide = torch.float32 if merges or arithmetic or args.bias is not None else q.dtype
     out = torch.zeros((batch, seqlen_q, heads, args.v.shape[-1]), dtype=wide)
     lse = torch.full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
     for part in parts:
@@ -197,7 +205,7 @@ def _merge(
     out_view = out[part.batches][:, :, part.heads].transpose(1, 2)
     lse_view = lse[part.batches][:, part.heads]
     if not merges:
-        out_view[:, :, rows], lse_view[:, :, rows] = part_out, part_lse
+        out_view[:, :, rows], lse_view[:, :, rows] = part_out.to(out.dtype), part_lse
         return
     before = lse_view[:, :, rows]
     after = torch.logaddexp(before, part_lse)
@@ -214,11 +222,34 @@ def _weight(part: Tensor, total: Tensor) -> Tensor:
 def _flash_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor]:
     q = _take(args.q, part, part.heads, tile.rows)
     k, v = (_take(t, part, part.heads_kv, tile.cols) for t in (args.k, args.v))
-    out, lse = _flash(q, k, v, 0.0, tile.causal, attn_mask=tile.bias(q.dtype), scale=args.scale)
+    mask, causal = tile.bias(q.dtype), tile.causal
+    if args.bias is not None:
+        mask, causal = _kernel_bias(args, part, part.heads, tile), False
+        if mask is None:
+            return _arithmetic_forward(args, part, tile)
+    out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=args.scale)
     if bool((lse == 0.0).any()) and not _bounded(q, k, args.scale):
         # The kernel's lse of a row whose scores are all NaN or -inf, which it takes for a row that sees nothing.
         out, lse = _arithmetic_forward(args, part, tile)
     return out, lse
+
+
+def _kernel_bias(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile) -> Tensor | None:
+    """The bias of a tile, and what its mask hides, as torch's kernel takes it; None where that lacks it.
+
+    So where it would take a matrix that the caller did not bring, or spread a NaN that -inf hides.
+    """
+    if args.bias is None or args.bias_kind != "tensor":
+        return None
+    dtype = args.bias.dtype if args.bias.dtype == args.q.dtype else torch.float32
+    bias = terms(args, tile.row_index, tile.col_index, 0, dtype, part.batches, heads)
+    low, high = torch.aminmax(bias)
+    if not (float(low) > -math.inf and float(high) < math.inf):
+        return None
+    shown = tile.shown(_Step(0, tile.col_index.numel()))
+    if shown is not None:
+        return bias.masked_fill(~shown, float("-inf")) if bias.shape[2:] == shown.shape else None
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _bounded(q: Tensor, k: Tensor, scale: float) -> bool:
@@ -240,7 +271,10 @@ def _arithmetic_forward(args: AttentionArgs, part: _Part, tile: _Tile) -> tuple[
         total = torch.zeros_like(top)
         for step in _steps(tile):
             k, v = (_take(t, part, heads_kv, step.take(tile.cols)).float() for t in (args.k, args.v))
-            scores, _ = _scores(args, q, k, tile, step)
+            added = _added(args, part, heads, tile, step)
+            scores, _ = _scores(args, q, k, tile, step, added)
+            if added is not None:
+                v = added.keys(v)
             before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
             weights, shrunk = _weight(scores, top), _weight(before, top)
             total = total * shrunk + weights.sum(-1, keepdim=True)
@@ -284,19 +318,53 @@ def _by_group(part: _Part, group: int) -> Iterator[tuple[slice, slice]]:
         )
 
 
-def _scores(args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step) -> tuple[Tensor, Tensor | None]:
-    """Scaled, softcapped and masked scores, and d(score)/d(scaled product) under a softcap."""
+@dataclass(frozen=True)
+class _Added:
+    """The bias of one step of a tile, for some heads, and what it hides there: keys and rows wholly hidden are not read."""
+
+    terms: Tensor  # (batch|1, heads|1, rows|1, cols|1) in fp32
+    seen: Tensor | None  # of the mask and the bias together, likewise; None: the bias hides nothing
+
+    def keys(self, t: Tensor) -> Tensor:
+        """k or v, (batch, heads_kv, cols, dim), without the keys that the bias hides from all of these rows and heads."""
+        if self.seen is None:
+            return t
+        shown = self.seen.any(-2)
+        if t.shape[1] == 1:
+            shown = shown.any(1, keepdim=True)
+        return t.masked_fill(~shown[..., None], 0.0)
+
+    def queries(self, t: Tensor) -> Tensor:
+        """q or dout, (batch, heads, rows, dim), without the rows from which the bias hides all of these keys."""
+        return t if self.seen is None else t.masked_fill(~self.seen.any(-1)[..., None], 0.0)
+
+
+def _added(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _Step) -> _Added | None:
+    if args.bias is None:
+        return None
+    cols, shift = tile.col_index[step.start : step.stop], args.k.shape[1] - args.q.shape[1]
+    found = terms(args, tile.row_index, cols, shift, torch.float32, part.batches, heads)
+    seen = found != float("-inf")
+    if bool(seen.all()):
+        return _Added(found, None)
+    shown = tile.shown(step)
+    return _Added(found, seen if shown is None else seen & shown)
+
+
+def _scores(
+    args: AttentionArgs, q: Tensor, k: Tensor, tile: _Tile, step: _Step, added: _Added | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, softcapped, biased and masked scores, and d(softcapped)/d(scaled product) under a softcap."""
     scores = (q @ k.transpose(-1, -2)).mul_(args.scale)
     slope = None
     if args.softcap:
         squashed = torch.tanh(scores / args.softcap)
         scores, slope = args.softcap * squashed, 1.0 - squashed * squashed
-    if tile.causal:
-        rows = torch.arange(tile.row_index.numel())[:, None]
-        scores = scores.masked_fill(torch.arange(step.start, step.stop) > rows, float("-inf"))
-    elif tile.seen is not None:
-        scores = scores.masked_fill(~tile.seen[:, step.start : step.stop], float("-inf"))
-    return scores, slope
+    shown = tile.shown(step)
+    if added is not None:
+        scores = scores + added.terms
+        shown = shown if added.seen is None else added.seen
+    return scores if shown is None else scores.masked_fill(~shown, float("-inf")), slope
 
 
 def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _Step) -> Tensor | None:
@@ -314,16 +382,18 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
 def _backward_dense(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int
 ) -> Gradients:
-    """dq, dk, dv and dsink in fp32: what sequences share is summed before it is rounded."""
+    """dq, dk, dv, dsink and dbias in fp32: what sequences share is summed before it is rounded."""
     if args.q_offset is None:
         return _backward_rows(args, dout, dlse, out, lse, first_batch, 0)
-    found = []
+    found, dbias = [], no_bias(args, torch.float32)
     for chunk in chunks(args, first_batch):
         at = chunk.entry
         given = (dout[at], None if dlse is None else dlse[at], out[at], lse[at])
         found.append(_backward_rows(chunk.args, *given, chunk.batch, chunk.first_row))
-    dq, dk, dv = (torch.cat(several) for several in list(zip(*found, strict=True))[:3])
-    return dq, dk, dv, torch.stack([dsink for *_, dsink in found]).sum(0)
+        if args.bias_grad:
+            add_chunk_gradient(dbias, args, found[-1][4], chunk.entry, chunk.first_row)
+    dq, dk, dv, dsinks = list(zip(*found, strict=True))[:4]
+    return torch.cat(dq), torch.cat(dk), torch.cat(dv), torch.stack(dsinks).sum(0), dbias
 
 
 def _backward_rows(
@@ -339,27 +409,32 @@ def _backward_rows(
     # sums in fp32, and are an order of magnitude faster where the CPU has no half-precision instructions.
     args = args._replace(q=args.q.float(), k=args.k.float(), v=args.v.float())
     dout, out = dout.float(), out.float()
-    arithmetic = _needs_arithmetic(args) or dlse is not None
-    need_delta = arithmetic or args.sink is not None
+    arithmetic = _needs_arithmetic(args) or dlse is not None or args.bias_grad
+    need_delta = arithmetic or args.sink is not None or args.bias is not None
     delta = None
     if need_delta:
         delta = (dout * out).sum(-1).transpose(1, 2)
         if dlse is not None:
             delta = delta - dlse
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (args.q, args.k, args.v))
+    dbias = no_bias(args, torch.float32)
     for part in _parts(args, first_batch, first_row):
         for tile in _tiles(args, part):
-            if arithmetic:
+            mask, lacks = tile.bias(args.q.dtype), arithmetic
+            if args.bias is not None and not arithmetic:
+                mask = _kernel_bias(args, part, part.heads, tile)
+                lacks = mask is None
+            if lacks:
                 assert delta is not None
-                _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv))
+                _arithmetic_backward(args, part, tile, dout, delta, lse, (dq, dk, dv, dbias))
             else:
-                _flash_backward_tile(args, part, tile, dout, out, lse, (dq, dk, dv))
+                _flash_backward_tile(args, part, tile, mask, dout, out, lse, (dq, dk, dv))
     dsink = torch.zeros(0)
     if args.sink is not None:
         assert delta is not None
         share = torch.exp(args.sink.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
         dsink = (-share * delta).sum((0, 2))
-    return dq, dk, dv, dsink
+    return dq, dk, dv, dsink, dbias
 
 
 def _add(total: Tensor, part: _Part, heads: slice, index: slice | Tensor, gradient: Tensor) -> None:
@@ -375,17 +450,21 @@ def _flash_backward_tile(
     args: AttentionArgs,
     part: _Part,
     tile: _Tile,
+    mask: Tensor | None,
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
     totals: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    bias = tile.bias(args.q.dtype)
+    causal = tile.causal and args.bias is None
     for heads, heads_kv in _by_group(part, args.q.shape[2] // args.k.shape[2]):
         q, do, o = (_take(t, part, heads, tile.rows) for t in (args.q, dout, out))
         k, v = (_take(t, part, heads_kv, tile.cols).expand(-1, q.shape[1], -1, -1) for t in (args.k, args.v))
         tile_lse = lse[part.batches][:, heads][:, :, tile.rows]
-        dq, dk, dv = _flash_backward(do, q, k, v, o, tile_lse, 0.0, tile.causal, attn_mask=bias, scale=args.scale)
+        bias = mask
+        if mask is not None and mask.shape[1] > 1:
+            bias = mask[:, heads.start - part.heads.start : heads.stop - part.heads.start]
+        dq, dk, dv = _flash_backward(do, q, k, v, o, tile_lse, 0.0, causal, attn_mask=bias, scale=args.scale)
         if heads_kv.stop - heads_kv.start < q.shape[1]:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         _add(totals[0], part, heads, tile.rows, dq)
@@ -400,17 +479,20 @@ def _arithmetic_backward(
     dout: Tensor,
     delta: Tensor,
     lse: Tensor,
-    totals: tuple[Tensor, Tensor, Tensor],
+    totals: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """P = exp(S - lse), dV = Pᵀ dO, dS = P∘(dP - delta), dQ = dS·K, dK = dSᵀ·Q on one tile, column step by step."""
     for heads, heads_kv in _by_group(part, args.q.shape[2] // args.k.shape[2]):
-        q, do = (_take(t, part, heads, tile.rows).float() for t in (args.q, dout))
+        all_q, all_do = (_take(t, part, heads, tile.rows).float() for t in (args.q, dout))
         row_lse, row_delta = (t[part.batches][:, heads][:, :, tile.rows][..., None] for t in (lse, delta))
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), 0.0)
         for step in _steps(tile):
             cols = step.take(tile.cols)
             k, v = (_take(t, part, heads_kv, cols).float() for t in (args.k, args.v))
-            scores, slope = _scores(args, q, k, tile, step)
+            added, q, do = _added(args, part, heads, tile, step), all_q, all_do
+            if added is not None:
+                k, v, q, do = added.keys(k), added.keys(v), added.queries(q), added.queries(do)
+            scores, slope = _scores(args, q, k, tile, step, added)
             weights = torch.exp(scores - row_lse)
             keep = _kept(args, part, heads, tile, step)
             dweights = do @ v.transpose(-1, -2)
@@ -418,6 +500,11 @@ def _arithmetic_backward(
             if keep is not None:
                 dropped, dweights = weights * keep, dweights * keep
             dscores = weights * (dweights - row_delta)
+            if added is not None:
+                dscores = dscores.masked_fill(scores == float("-inf"), 0.0)
+            if args.bias_grad:
+                index, shift = tile.col_index[step.start : step.stop], args.k.shape[1] - args.q.shape[1]
+                add_gradient(totals[3], args, dscores, tile.row_index, index, shift, part.batches, heads)
             if slope is not None:
                 dscores = dscores * slope
             dscores = dscores * args.scale
@@ -461,8 +548,8 @@ class Cpu(Backend):
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    ) -> Gradients:
+        """dq, dk, dv, dsink (empty without a sink) and a bias's gradient in the dtypes of what they are of."""
         args = _readable(args)
         return gradients(args, dout, dlse, out, lse, _backward_dense)
 

@@ -32,6 +32,8 @@ class Features(NamedTuple):
     deterministic: bool = False  # gradients have equal bits in every run
     dlse: bool = False  # a gradient arrives through lse too
     q_offset: bool = False  # queries are chunks of longer sequences
+    bias: str = ""  # the kind of an additive bias
+    bias_grad: bool = False  # which has a gradient
 
     @classmethod
     def of(cls, problem: AttentionProblem, dlse: bool = False) -> Features:
@@ -51,6 +53,8 @@ class Features(NamedTuple):
             deterministic=problem.deterministic,
             dlse=dlse,
             q_offset=problem.q_offset,
+            bias=problem.bias,
+            bias_grad=problem.bias_grad,
         )
 
     @classmethod
@@ -73,6 +77,8 @@ class Features(NamedTuple):
             args.deterministic,
             dlse,
             args.q_offset is not None,
+            args.bias_kind,
+            args.bias_grad,
         )
 
     @property

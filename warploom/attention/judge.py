@@ -114,6 +114,7 @@ class LowPrecision:
     dv: Tensor
     dsink: Tensor | None
     dsink_terms: Tensor | None  # what dsink sums, (batch, heads_q, seqlen_q)
+    dscores: Tensor  # what a bias's gradient sums, fp32 (batch, heads_q, seqlen_q, seqlen_k)
 
     def dsink_like(self, exact: LowPrecision) -> Tensor:
         """dsink with the error expected of it, given the same call's fp64 model.
@@ -139,6 +140,7 @@ def low_precision(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     keep: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> LowPrecision:
     """The model of a correct flash kernel, forward and backward (FlashAttention-2, algorithms 1 and 2).
 
@@ -147,6 +149,7 @@ def low_precision(
         dout: gradient of out, in the same dtype; dlse: gradient of lse, fp32 (batch, heads, seqlen_q).
         visible: bool (batch|1, heads|1, seqlen_q, seqlen_k); heads is 1 or that of q.
         keep: dropout multipliers (batch, heads, seqlen_q, seqlen_k): 0 or 1 / (1 - p).
+        bias: added to the scores, finite where visible, (batch|1, heads|1, seqlen_q|1, seqlen_k|1).
     """
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -171,6 +174,8 @@ def low_precision(
     if softcap:
         squashed = torch.tanh(scores / softcap)
         scores, bend = softcap * squashed, 1.0 - squashed**2
+    if bias is not None:
+        scores = scores + bias.to(wide)
     scores = scores.masked_fill(~visible, float("-inf"))
     top = scores.amax(-1, keepdim=True)
     top = top if sinks is None else torch.maximum(top, sinks)
@@ -184,9 +189,11 @@ def low_precision(
 
     probability = torch.exp(scores - lse.masked_fill(empty, 0.0))
     delta = (gs * out).sum(-1, keepdim=True) - dlse.to(wide)[..., None].masked_fill(empty, 0.0)
-    slope = rounded(probability * (gs @ vs.transpose(-1, -2) * keeps - delta) * bend)
+    dscores = probability * (gs @ vs.transpose(-1, -2) * keeps - delta)
+    slope = rounded(dscores * bend)
     dk, dv = slope.transpose(-1, -2) @ qs * scale, rounded(probability * keeps).transpose(-1, -2) @ gs
     dk, dv = (t.unflatten(1, (k.shape[2], group)).sum(2) for t in (dk, dv))
     terms = None if sinks is None else -(torch.exp(sinks - lse) * delta).squeeze(-1)
     dsink = None if terms is None else terms.sum((0, 2))
-    return LowPrecision(lower(out), lse.squeeze(-1), lower(slope @ ks * scale), lower(dk), lower(dv), dsink, terms)
+    found = lower(out), lse.squeeze(-1), lower(slope @ ks * scale), lower(dk), lower(dv), dsink, terms
+    return LowPrecision(*found, dscores)

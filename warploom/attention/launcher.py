@@ -12,6 +12,7 @@ from warploom.attention.arguments import PACKED_MASKS, seed_of
 from warploom.attention.bounds import bounds_of, packed_bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
+from warploom.bias import Bias
 from warploom.masks import ColumnMask, Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime import dispatch
@@ -143,16 +144,18 @@ def find(
     return_lse: bool,
     vectors: tuple[Tensor | None, ...] = (),
     longest: tuple[int | None, ...] = (),
+    bias: Tensor | Bias | None = None,
 ) -> Found:
     """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
 
     The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
-    keyword is not of the plainest type: 1 is equal to True, and would find what True left.
+    keyword is not of the plainest type: 1 is equal to True, and would find what True left. A call with a bias has neither.
     ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths. The vectors of a mask
     come behind them.
     """
     if (
         not (type(dropout_p) is float or type(dropout_p) is int)
+        or bias is not None
         or torch.compiler.is_compiling()
         or (vectors and checked())
     ):

@@ -15,13 +15,14 @@ from warploom.runtime.op import DifferentiableOp, schema, settled_dtypes
 
 
 class AttentionOp(DifferentiableOp):
-    """out, lse = attention(*AttentionArgs), differentiable in q, k, v and sink."""
+    """out, lse = attention(*AttentionArgs), differentiable in q, k, v, sink and bias."""
 
     name, public = "attention", "warploom.attention"
     without = "export the model with backend='reference' or torch's scaled_dot_product_attention in its place"
     arguments, names = schema(AttentionArgs), AttentionArgs._fields
     results, upstream, kept = 2, (0, 1), (0, 1)
-    gradients = ("q", "k", "v", "sink")
+    gradients = ("q", "k", "v", "sink", "bias")
+    launched = 4  # a call with a bias has no launcher
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args = AttentionArgs(*flat)
@@ -39,11 +40,12 @@ class AttentionOp(DifferentiableOp):
                 dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
                 dsink += dlse.sum(dim=[d for d in range(dlse.ndim) if d != dlse.ndim - 2]).to(dsink.dtype)
             dq, dk, dv = (t.new_zeros(t.shape) for t in (args.q, args.k, args.v))
-            return dq, dk, dv, dsink
+            return dq, dk, dv, dsink, _no_bias_gradient(args)
         if dout is None:
             dout = torch.zeros_like(out)
         with settled_dtypes(args.q):
-            return dispatch.find(args.backend).backward(args, dout, dlse, out, lse)
+            gradients: tuple[Tensor, ...] = dispatch.find(args.backend).backward(args, dout, dlse, out, lse)
+        return gradients if args.bias_grad else (*gradients, args.q.new_zeros(0))
 
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args = AttentionArgs(*flat)
@@ -53,7 +55,11 @@ class AttentionOp(DifferentiableOp):
     def fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
         args = AttentionArgs(*flat)
         dsink = args.q.new_empty(0) if args.sink is None else args.sink.new_empty(args.sink.shape)
-        return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink)
+        dbias = args.q.new_empty(0)
+        if args.bias_grad:
+            assert args.bias is not None
+            dbias = args.bias.new_empty(args.bias.shape)
+        return (*(t.new_empty(t.shape) for t in (args.q, args.k, args.v)), dsink, dbias)
 
     def flops(self, *flat: Any) -> Any:
         args = AttentionArgs(*flat)
@@ -62,6 +68,14 @@ class AttentionOp(DifferentiableOp):
     def flops_backward(self, *flat: Any) -> Any:
         args = AttentionArgs(*flat)
         return 2 * _scores(args) * (3 * args.q.shape[-1] + 2 * args.v.shape[-1])  # q kᵀ, ds k, dsᵀ q; do vᵀ, pᵀ do
+
+
+def _no_bias_gradient(args: AttentionArgs) -> Tensor:
+    """Zeros of the bias's shape, where nobody read it; no elements where no gradient is asked for."""
+    if not args.bias_grad:
+        return args.q.new_zeros(0)
+    assert args.bias is not None
+    return args.bias.new_zeros(args.bias.shape)
 
 
 def _scores(args: AttentionArgs) -> Any:

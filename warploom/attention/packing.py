@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.attention.bias_terms import chunk_part, sequence_part
 from warploom.attention.problem import AttentionArgs
 
 
@@ -63,6 +64,7 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
             seqused_k=None,
             block_table=None,
             q_offset=None if args.q_offset is None else args.q_offset[n : n + 1],
+            bias=None if args.bias is None else sequence_part(args.bias, args, n, queries.stop - queries.start, length),
             **vectors,
         )
         yield Sequence(dense, queries, keys, pages, length)
@@ -101,11 +103,22 @@ def chunks(args: AttentionArgs, first_batch: int) -> Iterator[Chunk]:
             right=None if args.right is None else args.right + shift,
             q_offset=None,
             **vectors,
+            **chunk_part(args, entry, row),
         )
         yield Chunk(dense, entry, row, (first_batch + b) // args.q_chunks)
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]  # of q, k, v, sink and bias
+
+
+def no_bias(args: AttentionArgs, dtype: torch.dtype) -> Tensor:
+    """Zeros for the gradient of the call's bias; no elements where none is asked for.
+
+    The few elements of slopes and tables sum so many terms, one after the other, that they need fp64.
+    """
+    dtype = dtype if args.bias_kind == "tensor" else torch.float64
+    bias = args.bias if args.bias_grad else None
+    return torch.zeros(0 if bias is None else bias.shape, dtype=dtype, device=args.q.device)
 
 
 def gradients(
@@ -116,19 +129,20 @@ def gradients(
     lse: Tensor,
     dense: Callable[[AttentionArgs, Tensor, Tensor | None, Tensor, Tensor, int], Gradients],
 ) -> Gradients:
-    """dq, dk, dv and dsink (empty without a sink) in their inputs' dtypes, of a dense or packed call.
+    """dq, dk, dv and dsink (empty without a sink), and with ``bias_grad`` dbias, in their inputs' dtypes, of any call.
 
-    What sequences share, pages and the sink, is summed before it is rounded.
+    What sequences share, pages, the sink and a bias, is summed before it is rounded.
 
     Args:
-        dense: the gradients of a dense call before they are rounded; its last argument is the number of the call's first
-            batch entry.
+        dense: the five gradients of a dense call before they are rounded, that of no bias empty; its last argument is the
+            number of the call's first batch entry.
     """
     if args.cu_seqlens_q is None:
         return _rounded(args, dense(args, dout, dlse, out, lse, 0))
     wide = torch.promote_types(args.q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (args.q, args.k, args.v))
     dsink = torch.zeros(0 if args.sink is None else args.sink.shape, dtype=wide, device=args.q.device)
+    dbias = no_bias(args, wide)
     for n, sequence in enumerate(sequences(args)):
         rows = sequence.queries
         if not sequence.args.q.shape[1]:
@@ -146,13 +160,17 @@ def gradients(
                 total.flatten(0, 1).index_add_(0, slots[: sequence.keys_used], gradient)
         if args.sink is not None:
             dsink += part[3]
-    return _rounded(args, (dq, dk, dv, dsink))
+        if args.bias_grad:
+            own = sequence_part(dbias, args, n, sequence.args.q.shape[1], sequence.args.k.shape[1])
+            own += part[4]
+    return _rounded(args, (dq, dk, dv, dsink, dbias))
 
 
 def _rounded(args: AttentionArgs, wide: Gradients) -> Gradients:
-    dq, dk, dv, dsink = wide
+    dq, dk, dv, dsink, dbias = wide
     sink = args.q if args.sink is None else args.sink
-    return dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink.to(sink.dtype)
+    found = (dq.to(args.q.dtype), dk.to(args.k.dtype), dv.to(args.v.dtype), dsink.to(sink.dtype))
+    return found if args.bias is None or not args.bias_grad else (*found, dbias.to(args.bias.dtype))
 
 
 def _clamped(cu: Tensor, total: int) -> list[int]:

@@ -43,6 +43,21 @@ class AttentionArgs(NamedTuple):
     A key counts as hidden in batch entry b if no row of that entry sees it, whatever other chunks see: ``bounds`` are extrema
     over each entry's own rows, counted from 0 and cut to [0, seqlen_q], and have a batch dimension of their own where
     the vectors have none. Kernels clamp offsets to [0, 2**29]; no address depends on one.
+
+    With ``bias`` a score is softcap(scale · q kᵀ) + bias, added in fp32 (fp64 for fp64 inputs), where the mask shows it. A bias
+    of -inf hides its element as the mask does; what a hidden element holds changes nothing and has gradient 0. Rows, keys and
+    batch entries are those of each sequence (of a packed call, its number is the batch entry), and d = p - j + ``bias_origin``,
+    where p = i + seqlen_k - seqlen_q with the sequence's own lengths, or p = r with ``q_offset``. By ``bias_kind``:
+
+    - "tensor": any float dtype and any strides, (batch|1, heads_q|1, rows|1, keys|1). Of dense calls rows are seqlen_q and keys
+      seqlen_k; of packed ones at least max_seqlen_q and max_seqlen_k; with ``q_offset`` those of the whole, read at r. A
+      dimension of 1 is read with a stride of 0; an index beyond rows or keys, which wrong contents alone can bring, is clamped.
+    - "alibi": slopes, contiguous fp32 (batch|1, heads_q): the bias is -slope · |d|.
+    - "distance": a table, contiguous fp32 (heads_q, entries), read at clamp(d, 0, entries - 1); entries is at least 1.
+
+    For fp64 inputs slopes and tables are fp64. With ``bias_grad`` a backward pass returns a fifth gradient, of the shape and
+    dtype of ``bias``: the sum over all that was read from an element, of dscores before softcap and scale. Without, it returns
+    four, and no work is done for a bias.
     """
 
     q: Tensor
@@ -70,6 +85,10 @@ class AttentionArgs(NamedTuple):
     backend: str
     q_offset: Tensor | None = None
     q_chunks: int = 1
+    bias: Tensor | None = None
+    bias_kind: str = ""
+    bias_origin: int = 0
+    bias_grad: bool = False
 
     @property
     def mask(self) -> ResolvedMask:
@@ -77,7 +96,7 @@ class AttentionArgs(NamedTuple):
 
     @property
     def launched(self) -> tuple[str, ...]:
-        """Names of the tensors that launchers take, in their order: of a call that is not paged."""
+        """Names of the tensors that launchers take, in their order: of a call that is not paged and has no bias."""
         found: tuple[str, ...] = _ALWAYS
         if self.cu_seqlens_q is not None:
             found = (*found, *_SEQUENCES)
@@ -126,6 +145,8 @@ class AttentionProblem:
     backward: bool = False
     seqused: bool = False  # a packed sequence's keys may end early
     q_offset: bool = False  # queries are chunks of longer sequences
+    bias: str = ""  # its kind: "tensor", "alibi", "distance"
+    bias_grad: bool = False  # which has a gradient
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -158,6 +179,8 @@ class AttentionProblem:
             backward=backward,
             seqused=args.seqused_k is not None,
             q_offset=args.q_offset is not None,
+            bias=args.bias_kind,
+            bias_grad=args.bias_grad,
         )
 
     def describe(self) -> str:
@@ -172,6 +195,8 @@ class AttentionProblem:
         if self.columns:
             parts.append(f"column mask ({', '.join(self.columns)})")
         parts += [name for name in ("softcap", "sink", "dropout", "deterministic") if getattr(self, name)]
+        if self.bias:
+            parts.append(f"bias ({self.bias}{', with a gradient' if self.bias_grad else ''})")
         if self.q_offset:
             parts.append("queries are chunks")
         parts.append("forward + backward" if self.backward else "forward")

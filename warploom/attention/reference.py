@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from warploom.attention import philox
-from warploom.attention.packing import gradients, sequences
+from warploom.attention.bias_terms import add_gradient, terms
+from warploom.attention.packing import Gradients, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.masks.visible import visible
 from warploom.runtime.backend import Backend
@@ -28,9 +29,11 @@ def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     q = args.q
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    # Once, so that gradients of what sequences share, the sink and pages, are summed over them in this precision.
+    # Once, so that gradients of what sequences share, the sink, a bias and pages, are summed over them in this precision.
     if args.sink is not None:
         args = args._replace(sink=args.sink.to(accumulate))
+    if args.bias is not None:
+        args = args._replace(bias=args.bias.to(accumulate))
     if args.block_table is not None:
         args = args._replace(k=args.k.to(accumulate), v=args.v.to(accumulate))
     outs, lses = [], []
@@ -40,19 +43,21 @@ def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         lses.append(lse[0])
     rest = q.shape[0] - sum(o.shape[0] for o in outs)
     # A sum of nothing ties the tokens of no sequence to every input: gradients are zeros even where there is no sequence.
-    tie = sum(t[:0].sum() for t in (q, args.k, args.v, args.sink) if t is not None)
+    tie = sum(t[:0].sum() for t in (q, args.k, args.v, args.sink, args.bias) if t is not None)
     outs.append(q.new_zeros((rest, q.shape[1], args.v.shape[-1])) + tie)
     lses.append(q.new_full((q.shape[1], rest), float("-inf"), dtype=accumulate) + tie)
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
 def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, seen = _shown(args)
+    q, k, v, seen, bias = _shown(args)
     accumulate, seqlen_k = q.dtype, k.shape[2]
     exact = _has_nonfinite(q, k, v)
     scores = _scores(q, k, seen, exact) * args.scale
     if args.softcap:
         scores = args.softcap * torch.tanh(scores / args.softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~seen, float("-inf"))
 
     top = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
@@ -75,8 +80,8 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2).to(args.q.dtype), lse
 
 
-def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v as (batch, heads_q, seqlen, dim), wide, without what is hidden, and what is seen of the scores."""
+def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v as (batch, heads_q, seqlen, dim), wide, without what is hidden; what is seen of the scores; the bias."""
     accumulate = torch.promote_types(args.q.dtype, torch.float32)
     group = args.q.shape[2] // max(args.k.shape[2], 1)
     q = args.q.transpose(1, 2).to(accumulate)
@@ -84,12 +89,17 @@ def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
     cols = torch.arange(seqlen_k, device=q.device)
     shift = seqlen_k - seqlen_q if args.q_offset is None else 0
-    seen = visible(args.mask, _rows(args, seqlen_q), cols, shift)
+    rows, bias = _rows(args, seqlen_q), None
+    seen = visible(args.mask, rows, cols, shift)
     if seen.shape[1] not in (1, heads):
         seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
+    if args.bias is not None:
+        bias = terms(args, rows, cols, shift, accumulate)
+        seen = seen & (bias != float("-inf"))
+        bias = bias.masked_fill(~seen, 0.0)
     # What no query sees, and a query that sees nothing, must not reach a matmul: 0 · NaN is NaN.
     k, v = (t.masked_fill(~seen.any(-2)[..., None], 0.0) for t in (k, v))
-    return q.masked_fill(~seen.any(-1)[..., None], 0.0), k, v, seen
+    return q.masked_fill(~seen.any(-1)[..., None], 0.0), k, v, seen, bias
 
 
 def _rows(args: AttentionArgs, seqlen_q: int) -> Tensor:
@@ -109,9 +119,9 @@ def _keep(args: AttentionArgs, q: Tensor, k: Tensor, batches: Tensor) -> Tensor:
 
 def _backward_dense(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, first_batch: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     """P = exp(S - lse), dV = Pᵀ dO, dS = P∘(dP - delta), dQ = dS·K, dK = dSᵀ·Q, all wide."""
-    q, k, v, seen = _shown(args)
+    q, k, v, seen, bias = _shown(args)
     blind = ~seen.any(-1)[..., None]
     dout, out = (t.transpose(1, 2).to(q.dtype).masked_fill(blind, 0.0) for t in (dout, out))
     scores = (q @ k.transpose(-1, -2)) * args.scale
@@ -119,6 +129,8 @@ def _backward_dense(
     if args.softcap:
         squashed = torch.tanh(scores / args.softcap)
         scores = args.softcap * squashed
+    if bias is not None:
+        scores = scores + bias
     nothing = lse == float("-inf")
     weights = torch.exp(scores.masked_fill(~seen, float("-inf")) - lse.masked_fill(nothing, 0.0)[..., None])
     dweights, kept = dout @ v.transpose(-1, -2), weights
@@ -129,7 +141,13 @@ def _backward_dense(
     delta = (dout * out).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    dscores = weights * (dweights - delta[..., None]) * args.scale
+    dscores = weights * (dweights - delta[..., None])
+    dbias = no_bias(args, q.dtype)
+    if args.bias_grad:
+        cols = torch.arange(k.shape[2], device=q.device)
+        shift = k.shape[2] - q.shape[2] if args.q_offset is None else 0
+        add_gradient(dbias, args, dscores.masked_fill(~seen, 0.0), _rows(args, q.shape[2]), cols, shift)
+    dscores = dscores * args.scale
     if squashed is not None:
         dscores = dscores * (1.0 - squashed * squashed)
     dk, dv = dscores.transpose(-1, -2) @ q, kept.transpose(-1, -2) @ dout
@@ -139,7 +157,7 @@ def _backward_dense(
     if args.sink is not None:
         share = torch.exp(args.sink.to(q.dtype)[:, None] - lse).masked_fill(nothing, 0.0)
         dsink = -(share * delta).sum((0, 2))
-    return (dscores @ k).transpose(1, 2), dk, dv, dsink
+    return (dscores @ k).transpose(1, 2), dk, dv, dsink, dbias
 
 
 def _has_nonfinite(*tensors: Tensor) -> bool:
@@ -211,8 +229,8 @@ class Reference(Backend):
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dsink (empty without a sink) in closed form, for kernels without a backward pass for a call.
+    ) -> Gradients:
+        """dq, dk, dv, dsink (empty without a sink) and a bias's gradient in closed form, for kernels without a backward pass.
 
         A call of the reference itself is differentiated op by op.
         """

@@ -3,9 +3,9 @@
     from warploom.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Semantics are flash-attn's (>= 2.1): (batch, seqlen, heads, head_dim), causal aligned bottom right, windows inclusive with
--1 for unlimited, a softmax_scale of None meaning 1/√head_dim. Differences, all in words or documented: ALiBi and
-cache_leftpad raise, float32 inputs work, page sizes are any power of two, and the lse of a query that sees no key is -inf
-(flash-attn gives +inf).
+-1 for unlimited, a softmax_scale of None meaning 1/√head_dim. Differences, all in words or documented: ALiBi beside a
+cache and cache_leftpad raise, float32 inputs work, page sizes are any power of two, and the lse of a query that sees no
+key is -inf (flash-attn gives +inf).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.api import attention, attention_varlen
+from warploom.bias import ALiBi
 from warploom.decode.api import decode
 from warploom.decode.arguments import MAX_QUERIES
 from warploom.decode.cache import KVCache, PagedKVCache, append
@@ -41,10 +42,10 @@ def flash_attn_func(
 ) -> Any:
     """q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim) -> out as q.
 
+    ``alibi_slopes``: (heads_q,) or (batch, heads_q), -slope · |i + seqlen_k - seqlen_q - j| added to scores; differentiable.
     With ``return_attn_probs``: (out, softmax_lse float32 (batch, heads_q, seqlen_q), None); the third is flash-attn's
     probabilities, which it too returns only for testing under dropout.
     """
-    _refuse_alibi(alibi_slopes)
     return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     result = attention(
         q,
@@ -52,6 +53,7 @@ def flash_attn_func(
         v,
         dropout_p=dropout_p,
         return_lse=return_attn_probs,
+        bias=_alibi(alibi_slopes),
         **_common(softmax_scale, causal, window_size, softcap),
         deterministic=_deterministic(deterministic),
     )
@@ -117,7 +119,6 @@ def flash_attn_varlen_func(
 
     With ``return_attn_probs``: (out, softmax_lse float32 (heads_q, total_q), None).
     """
-    _refuse_alibi(alibi_slopes)
     return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k}
     if block_table is not None:
@@ -134,6 +135,7 @@ def flash_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
         dropout_p=dropout_p,
         return_lse=return_attn_probs,
+        bias=_alibi(alibi_slopes),
         **keys,
         **_common(softmax_scale, causal, window_size, softcap),
         deterministic=_deterministic(deterministic),
@@ -249,7 +251,8 @@ def flash_attn_with_kvcache(
     Returns:
         out as q, or (out, softmax_lse float32 (batch, heads_q, seqlen_q)) with ``return_softmax_lse``.
     """
-    _refuse_alibi(alibi_slopes)
+    if alibi_slopes is not None:
+        raise ValueError("alibi_slopes is not supported beside a cache yet; flash_attn_func and flash_attn_varlen_func take it")
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad is not supported: start each sequence at the first key of its row or page")
     if block_table is not None and cache_batch_idx is not None:
@@ -391,9 +394,15 @@ def _unpack(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, .
     return packed.unbind(-3)
 
 
-def _refuse_alibi(alibi_slopes: Tensor | None) -> None:
-    if alibi_slopes is not None:
-        raise ValueError("alibi_slopes is not supported: Warploom has no additive position bias")
+def _alibi(slopes: Tensor | None) -> ALiBi | None:
+    """(heads_q,) or (batch, heads_q) as a bias."""
+    if slopes is None:
+        return None
+    if not isinstance(slopes, Tensor) or slopes.ndim not in (1, 2) or slopes.dtype not in arguments.FLOATS:
+        raise TypeError(
+            f"alibi_slopes must be a floating point tensor (heads,) or (batch, heads), got {arguments.describe(slopes)}"
+        )
+    return ALiBi(slopes)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, advance: bool) -> Tensor:

@@ -92,7 +92,7 @@ def _schema_type(annotation: Any) -> str:
 
 
 class Launcher(Protocol):
-    """Runs the calls of one kind, of a differentiable op, by their tensors: first those of the op's ``gradients``, in order."""
+    """Runs the calls of one kind, of a differentiable op, by their tensors: first ``launched`` ones of its ``gradients``."""
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """The results."""
@@ -173,6 +173,7 @@ class DifferentiableOp(ABC):
     upstream: tuple[int, ...]
     kept: tuple[int, ...]
     gradients: tuple[str, ...]
+    launched: int | None = None  # how many of these, the first, calls of launchers have; None: all
     without: str = "export the model with backend='reference' in its place"  # what to do where the op cannot go
 
     def __init__(self) -> None:
@@ -327,7 +328,7 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
             else:
                 results = (op._second.apply if _transforms() else op.backward_op)(*upstream, *kept, *flat)
             for at, gradient in zip(op._wanted, results, strict=True):
-                gradients[at] = None if flat[at] is None else gradient
+                gradients[at] = gradient if flat[at] is not None and ctx.needs_input_grad[at] else None
             return tuple(gradients)
 
     class Transformed(Call):
@@ -369,7 +370,7 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
 
 def _launched(op: DifferentiableOp) -> Any:
     """The autograd.Function of an op's launchers."""
-    count = op.results
+    count, wanted = op.results, len(op.gradients) if op.launched is None else op.launched
 
     class Launched(torch.autograd.Function):
         """The op by a launcher that is kept."""
@@ -386,7 +387,6 @@ def _launched(op: DifferentiableOp) -> Any:
         def backward(ctx: Any, *found: Tensor | None) -> Any:
             saved = ctx.saved_tensors
             results, tensors = saved[:count], saved[count:]
-            wanted = len(op.gradients)
             if all([t is None for t in found]):
                 return (None,) * (1 + len(tensors))
             if unobserved(*found, *results, *tensors[:wanted]):
@@ -394,7 +394,7 @@ def _launched(op: DifferentiableOp) -> Any:
             else:
                 flat = ctx.launcher.arguments(tensors)
                 gradients = (op._second.apply if _transforms() else op.backward_op)(*found, *results, *flat)
-            given = [None if t is None else gradient for t, gradient in zip(tensors, gradients, strict=False)]
+            given = [None if t is None else gradient for t, gradient in zip(tensors[:wanted], gradients, strict=False)]
             return None, *given, *(None,) * (len(tensors) - wanted)
 
     return type(f"_{op.name.title().replace('_', '')}", (Launched,), {"__doc__": Launched.__doc__})

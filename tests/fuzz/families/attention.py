@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import warploom
+from tests.attention.biased import KINDS
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
-from tests.fuzz.families import masked
+from tests.fuzz.families import biases, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -34,6 +35,7 @@ FEW_ROWS = 256
 # Of that many Triton variants one, and of so many freely drawn problems, has chunks.
 CHUNKS_EVERY = 8
 TAKE_CHUNKS = ("cpu", "triton", "reference")
+BIASES_EVERY = 4  # likewise
 # Sets of features of which no problem has two, with the reason.
 ONE_OF: list[tuple[set[str], str]] = [
     ({"float16", "bfloat16", "float32", "float64"}, "a call has one dtype"),
@@ -43,6 +45,8 @@ ONE_OF: list[tuple[set[str], str]] = [
         for kind in ("transposed", "packed", "sliced", "padded", "expanded", "overlapping", "last_dim_strided")
     ),
     ({"forward_only", "lse_gradient"}, "no gradient arrives"),
+    ({"forward_only", "bias_gradient"}, "no gradient arrives"),
+    ({"visible_nan", "bias_gradient"}, "a visible NaN is drawn without a backward pass"),
     ({"view_all_contiguous", "strides_odd"}, "head dims that GPUs take are multiples of 8"),
 ]
 EXCLUSIVE = [
@@ -94,6 +98,10 @@ class Attention:
     offsets: tuple[int, ...] = ()
     chunk: int = 0
     chunks: int = 1  # in a row of one sequence, as dropout counts
+    bias: str = ""  # its kind
+    bias_dtype: str = "float32"
+    bias_gradient: bool = False
+    bias_hides: bool = False  # some of it is -inf
 
     @property
     def rows(self) -> int:
@@ -184,6 +192,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         found = replace(found, wants=("q", "k", "v", "sink"))
     if v.chunks or (free and backend in TAKE_CHUNKS and d.chance(1 / CHUNKS_EVERY)):
         found = _chunked(d, found, v, free)
+    if free and backend in biases.TAKE_BIASES and d.chance(1 / BIASES_EVERY):
+        found = biases.with_bias(d, found)
     return found
 
 
@@ -295,6 +305,8 @@ def features(p: Attention) -> frozenset[str]:
         "visible_nan": p.visible_nan,
         "style_large": p.style == "large",
         "chunks": p.offsets,
+        "bias": p.bias,
+        "bias_gradient": p.bias_gradient,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -329,7 +341,8 @@ def visible(p: Attention, oracle: SimpleNamespace, device: torch.device) -> Tens
     left, right = p.window or (None, None)
     seen = seen & oracle.band(g.p, g.j, left, right)
     seen = seen & oracle.band(g.p, g.j, None, 0) if p.causal else seen
-    return oracle.seen_of_chunks(seen, list(range(p.batch)), p.offsets, p.rows) if p.offsets else seen
+    seen = oracle.seen_of_chunks(seen, list(range(p.batch)), p.offsets, p.rows) if p.offsets else seen
+    return seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf")) if p.bias_hides else seen
 
 
 def hidden_keys(seen: Tensor, batch: int, heads_q: int, heads_kv: int) -> Tensor:
@@ -355,6 +368,7 @@ def inputs(p: Attention, device: torch.device) -> dict[str, Any]:
     if bool(hidden_k.any()):
         observed.add("key_seen_by_none")
     more = extras(p, (p.batch, p.heads_q, p.rows), device)
+    more["bias"] = biases.leaf_of(p, device) if p.bias else None
     return {**tensors, **more, "buffers": buffers, "seen": seen, "observed": observed}
 
 
@@ -416,8 +430,11 @@ def run(p: Attention, given: dict[str, Any], backend: str) -> dict[str, Tensor |
 
 def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor | None]:
     """out, lse and gradients of call(q, k, v, sink=…)."""
+    leaf = given.get("bias")
     if not p.backward:
         more = {} if given["sink"] is None else {"sink": given["sink"]}
+        if leaf is not None:
+            more["bias"] = KINDS[p.bias].build(leaf)
         for _ in range(3):  # the second call of a kind keeps its launcher, the third takes it
             out, lse = call(given["q"], given["k"], given["v"], **more)
         return {"out": out, "lse": lse}
@@ -425,9 +442,15 @@ def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor 
     if given["sink"] is not None:
         leaves["sink"] = given["sink"].detach()
     wanted = [n for n in leaves if n in p.wants]
+    if leaf is not None:
+        leaves["bias"] = leaf.detach()
+        wanted += ["bias"] * p.bias_gradient
     for name in wanted:
         leaves[name].requires_grad_()
-    out, lse = call(leaves["q"], leaves["k"], leaves["v"], **{n: leaves[n] for n in leaves if n == "sink"})
+    more = {n: leaves[n] for n in leaves if n == "sink"}
+    if leaf is not None:
+        more["bias"] = KINDS[p.bias].build(leaves["bias"])
+    out, lse = call(leaves["q"], leaves["k"], leaves["v"], **more)
     results, gradients = [], []
     if p.lse_gradient != "only":
         results, gradients = [out], [given["dout"]]
@@ -460,13 +483,17 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace, again: 
     dout = None if p.lse_gradient == "only" else given["dout"]
     tensors = {"q": given["q"], "k": given["k"], "v": given["v"], "dout": dout}
     arguments = {name: None if t is None else t.transpose(1, 2) for name, t in tensors.items()}
-    found = both(p, oracle, arguments, seen, keep, dlse, given["sink"], again)
+    found = both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, given["bias"])
     named = {"out": _back(found["out"]), "lse": found["lse"]}
     if p.backward:
         named |= {f"d{n}": _back(found[f"d{n}"]) for n in "qkv" if n in p.wants}
         if given["sink"] is not None and "sink" in p.wants:
             named["dsink"] = found["dsink"]
-    return typed(p, named, given)
+    of_bias = {}
+    if p.bias_gradient:
+        ref, *lows = found["dscores"]
+        of_bias["dbias"] = biases.expected(p, given["bias"], ref, lows)
+    return {**typed(p, named, given), **of_bias}
 
 
 def both(
@@ -478,13 +505,15 @@ def both(
     dlse: Tensor | None,
     sink: Tensor | None,
     again: bool,
+    bias: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, ...]]:
     """Each result exactly and by models."""
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     options = {"scale": scale, "softcap": p.softcap, "backward": p.backward}
 
     def cast(wide: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-        given = (("sink", sink), ("keep", keep), ("dlse", dlse))
+        added = None if bias is None else biases.matrix(p, bias.to(wide))
+        given = (("sink", sink), ("keep", keep), ("dlse", dlse), ("bias", added))
         return tuple({n: None if t is None else t.to(wide) for n, t in some} for some in (arguments.items(), given))
 
     dtype = DTYPES[p.dtype]
@@ -564,6 +593,8 @@ def shrink(p: Attention) -> Iterator[Attention]:
             yield replace(p, offsets=(0,) * p.batch)
         if p.chunks > 1:
             yield replace(p, chunks=1)
+    if p.bias:
+        yield replace(p, bias="", bias_dtype="float32", bias_gradient=False, bias_hides=False)
     if p.mask is not None:
         yield replace(p, mask=None)
         if p.mask.kind == "and":
@@ -581,6 +612,9 @@ def shrink(p: Attention) -> Iterator[Attention]:
         "deterministic": None,
         "dlse_view": "",
         "visible_nan": "",
+        "bias_hides": False,
+        "bias_gradient": False,
+        "bias_dtype": "float32",
         "wants": ("q", "k", "v", "sink"),
     }
     for name, value in plain.items():

@@ -1,6 +1,6 @@
 """Exact attention and its gradients in closed form, in fp64; and the same as a correct low-precision kernel computes it.
 
-S = c·tanh(scale·QKᵀ / c), P = exp(S - lse), O = (P∘keep)V; with dP = dO·Vᵀ∘keep and delta = rowsum(dO∘O) - dlse:
+S = c·tanh(scale·QKᵀ / c) + bias, P = exp(S - lse), O = (P∘keep)V; with dP = dO·Vᵀ∘keep and delta = rowsum(dO∘O) - dlse:
 dS = P∘(dP - delta)∘(1 - tanh²), dQ = scale·dS·K, dK = scale·dSᵀ·Q, dV = (P∘keep)ᵀdO, dsink = -Σ exp(sink - lse)·delta.
 Every step that a mutant may replace is a function of the namespace that `functions` makes.
 """
@@ -24,6 +24,11 @@ def bend(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
         return scores, 1.0
     squashed = torch.tanh(scores / softcap)
     return softcap * squashed, 1.0 - squashed * squashed
+
+
+def biased(scores: Tensor, bias: Tensor | None) -> Tensor:
+    """A bias is added behind the softcap."""
+    return scores if bias is None else scores + bias
 
 
 def over_queries(t: Tensor, heads_q: int) -> Tensor:
@@ -79,6 +84,7 @@ def functions() -> SimpleNamespace:
         kept_of_chunks=masks.of_chunks,
         kept=philox.kept,
         bend=bend,
+        biased=biased,
         over_queries=over_queries,
         over_keys=over_keys,
         sink_score=sink_score,
@@ -102,6 +108,7 @@ def attend(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     keep: Tensor | None = None,
+    bias: Tensor | None = None,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     backward: bool = True,
@@ -114,6 +121,8 @@ def attend(
     Args:
         q, k, v, dout: (batch, heads, seqlen, dim), in the dtype to compute in (fp64, or fp32 for the model).
         seen: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
+        bias: added to the scores where they are seen, (batch|1, heads_q|1, seqlen_q|1, seqlen_k|1); with one, dscores are
+            returned too, its gradient before it is summed.
         sink: (heads_q,); keep: bool multipliers of dropout and 1 / (1 - p) in one, or None.
         dlse: (batch, heads_q, seqlen_q).
         rounded: a low-precision model rounds unnormalised P, dS and out to it; None: nothing is rounded.
@@ -149,7 +158,7 @@ def attend(
     vs = torch.where(lost, 0.0, vs)
 
     scores, slope = oracle.bend(product(q, ks.transpose(-1, -2)) * scale, softcap)
-    scores = torch.where(seen, scores, float("-inf"))
+    scores = torch.where(seen, oracle.biased(scores, bias), float("-inf"))
     sinks = None if sink is None else oracle.sink_score(sink, scale).to(q.dtype)[None, :, None, None]
     lse = oracle.denominator(scores, sinks)
     empty = lse == float("-inf")
@@ -173,7 +182,7 @@ def attend(
     if rounded is not None:
         # A backward pass computes scores again, and sums them in another order.
         scores, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
-        scores = torch.where(seen, scores, float("-inf"))
+        scores = torch.where(seen, oracle.biased(scores, bias), float("-inf"))
         weights = torch.exp2(exponent(scores, level)) if shift else torch.exp(scores - level)
     if dout is None:
         dout = torch.zeros_like(out)
@@ -181,7 +190,10 @@ def attend(
     if keep is not None:
         dweights = dweights * keep
     delta = oracle.delta(dout, out, dlse)
-    slopes = low(weights * (dweights - torch.where(empty, 0.0, delta)) * slope)
+    dscores = weights * (dweights - torch.where(empty, 0.0, delta))
+    if bias is not None:
+        found["dscores"] = dscores
+    slopes = low(dscores * slope)
     found["dq"] = low(oracle.scaled_q(product(slopes, ks), scale))
     dk = oracle.scaled_k(product(slopes.transpose(-1, -2), q), scale)
     dv = product(held(weights).transpose(-1, -2), dout)

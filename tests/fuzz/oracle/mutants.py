@@ -57,6 +57,14 @@ def _zero_where_nothing(lse: Tensor, scores: Tensor) -> Tensor:
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
+def _bias_of_another_key(scores: Tensor, bias: Tensor | None) -> Tensor:
+    return scores if bias is None else scores + torch.nan_to_num(bias.roll(1, -1), neginf=0.0)
+
+
+def _bias_of_another_row(scores: Tensor, bias: Tensor | None) -> Tensor:
+    return scores if bias is None else scores + torch.nan_to_num(bias.roll(1, -2), neginf=0.0)
+
+
 # name: the function that is replaced, and by what
 _CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
     "causal masks aligned top-left": ("position", lambda i, seqlen_q, seqlen_k: i + 0 * seqlen_k),
@@ -81,6 +89,9 @@ _CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda dout, out, dlse: attention.delta(dout, out, None if dlse is None else -dlse),
     ),
     "gradient of lse ignored": ("delta", lambda dout, out, dlse: attention.delta(dout, out, None)),
+    "bias ignored": ("biased", lambda scores, bias: scores),
+    "bias of another key": ("biased", _bias_of_another_key),
+    "bias of another row": ("biased", _bias_of_another_row),
     "seqused ignored": ("used", lambda used, lengths: lengths),
     "offsets of chunks ignored": ("seen_of_chunks", _first_rows),
     "dropout by a chunk's own rows": ("kept_of_chunks", _first_rows),
@@ -88,7 +99,7 @@ _CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 # Those that only packed calls can tell, and those that they cannot.
 _PACKED = ("seqused ignored",)
-_CHUNKS = tuple(name for name in _CHANGES if "chunk" in name)
+_DENSE = tuple(name for name in _CHANGES if "chunk" in name or "bias" in name)
 
 
 def mutants(base: SimpleNamespace, packed: bool) -> dict[str, SimpleNamespace]:
@@ -96,5 +107,5 @@ def mutants(base: SimpleNamespace, packed: bool) -> dict[str, SimpleNamespace]:
     return {
         name: SimpleNamespace(**{**vars(base), function: changed})
         for name, (function, changed) in _CHANGES.items()
-        if name not in (_CHUNKS if packed else _PACKED)
+        if name not in (_DENSE if packed else _PACKED)
     }

@@ -24,7 +24,8 @@ CORE_EQUAL = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "RobertaModel",
+    "T5ForConditionalGeneration",
     "ViTModel",
     "WhisperForConditionalGeneration",
 )
-CORE_REFUSED = ("BloomForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "MptForCausalLM", "T5ForConditionalGeneration")
+CORE_REFUSED = ("BloomForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "MptForCausalLM")

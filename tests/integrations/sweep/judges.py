@@ -23,6 +23,8 @@ def zeroing(
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
     if attention_mask is not None:
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > LOWEST
         if attention_mask.is_floating_point():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,7 +75,7 @@ def config_for(problem: AttentionProblem, capability: tuple[int, int]) -> Forwar
 def named_set(capability: tuple[int, int] = (8, 0)) -> list[ForwardConfig]:
     """The variants that `warploom build` prepares for a device: any band, with at most one of softcap and sink."""
     flags = (False, True)
-    extras: tuple[dict[str, bool], ...] = ({}, {"sink": True}, {"softcap": True})
+    extras: tuple[dict[str, Any], ...] = ({}, {"sink": True}, {"softcap": True})
     found: dict[ForwardConfig, None] = {}
     for extra, dim, right, left, dtype in product(extras, (64, 128), flags, flags, DTYPES):
         found[config(capability, Features(dtype, dim, dim, right, left, **extra))] = None

@@ -127,6 +127,8 @@ class Hopper(Backend):
             return "takes no pages"
         if problem.q_offset:
             return "has no query offsets yet"
+        if problem.bias:
+            return "has no bias yet"
         if problem.backward and dispatch.following(NAME, problem) is None:
             refused = _no_backward(problem)
             if refused is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,7 +66,7 @@ TILINGS = {
 }
 
 
-BANDS: tuple[dict[str, bool], ...] = ({}, {"right": True}, {"right": True, "left": True})  # of what `warploom build` prepares
+BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"right": True, "left": True})  # of what `warploom build` prepares
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -145,7 +145,7 @@ def named_set() -> list[ForwardConfig]:
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
-    extras: tuple[dict[str, bool], ...] = ({}, {"columns": True}, {"varlen": True}, {"sink": True}, {"softcap": True})
+    extras: tuple[dict[str, Any], ...] = ({}, {"columns": True}, {"varlen": True}, {"sink": True}, {"softcap": True})
     found: dict[ForwardConfig, None] = {}
     for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, **band | extra), long)] = None
@@ -291,7 +291,7 @@ def backward_set() -> list[BackwardConfig]:
 
     Others are compiled when first called for.
     """
-    extras: tuple[tuple[dict[str, bool], bool], ...] = (
+    extras: tuple[tuple[dict[str, Any], bool], ...] = (
         ({}, False),
         ({}, True),
         ({"deterministic": True}, False),
@@ -303,7 +303,7 @@ def backward_set() -> list[BackwardConfig]:
         for (extra, short), dims, band, dtype in product(extras, BACKWARD_TILES, BANDS, DTYPES)
     }
     for deterministic, dims, band, dtype in product((False, True), BACKWARD_TILES, BANDS, DTYPES):
-        features = Features(dtype, *dims, columns=True, deterministic=deterministic, **band)
+        features = Features(dtype, *dims, **band | {"columns": True, "deterministic": deterministic})
         if takes_columns(features):
             found[backward_config(features, False)] = None
     for dims, right, dtype in product(BACKWARD_TILES, (False, True), DTYPES):

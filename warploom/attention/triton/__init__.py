@@ -32,6 +32,8 @@ class Triton(TritonBackend):
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if not 16 <= dim <= 256 or dim % 8:
                 return f"takes {name} from 16 to 256 in steps of 8, not {dim}"
+        if problem.bias:
+            return "has no bias yet"
         if problem.backward and problem.layout == "paged":
             return "has no gradients for a paged cache, whose pages several sequences may share"
         return None

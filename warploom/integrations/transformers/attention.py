@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import warploom
-from warploom.masks import ColumnMask, Document
+from warploom.masks import ColumnMask, Document, Padding
 
 from . import continuous
 from .guard import Bounds, plain
@@ -35,6 +35,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as `AttentionInterface` calls it.
@@ -43,22 +44,23 @@ def attention_forward(
         query, key, value: `(batch, heads, seqlen, head_dim)`; key and value have the KV heads, not repeated.
         attention_mask: 4-D. int32 whose last dimension is 1, 2 or 4: column bounds, which then are the whole
             truth (`is_causal` and `sliding_window` only describe them; two columns a key are read by
-            `is_causal`). bool (True = visible) or float (added to the scores): a dense mask, run by torch's
-            SDPA. None: `is_causal`, `sliding_window` and `cu_seq_lens_q`, `cu_seq_lens_k` say what is
-            visible.
+            `is_causal`). bool (True = visible): a dense mask, run by torch's SDPA. float: a bias, added to the
+            scores. None: `is_causal`, `sliding_window` and `cu_seq_lens_q`, `cu_seq_lens_k` say what is visible.
         dropout: used in training only.
         scaling: of the scores; None is head_dim ** -0.5.
         is_causal: None takes the module's own `is_causal`.
         sliding_window: W keys including the query's own: left = W - 1, and right too where not causal.
         softcap: tanh cap of the scores.
         s_aux: sink logits `(heads,)`.
+        position_bias: added to the scores, as T5 and its family have it: `(batch | 1, heads | 1, seqlen, keys)`,
+            differentiable.
 
     Returns:
         `(batch, seqlen, heads, head_dim)` and None: attention weights never exist.
 
     Raises:
-        ValueError: a mask of another kind, or an argument that cannot be honoured (position_bias,
-            output_attentions, a paged cache of an unknown kind).
+        ValueError: a mask of another kind, or an argument that cannot be honoured (output_attentions, a paged
+            cache of an unknown kind, position_bias of packed documents).
     """
     _refuse(module, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
@@ -68,12 +70,18 @@ def attention_forward(
         "sink": s_aux,
         "dropout_p": float(dropout) if module.training else 0.0,
         "deterministic": True if kwargs.get("deterministic") else None,
+        "bias": position_bias,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if kwargs.get("cache") is not None:
-        return continuous.attend(module, query, key, value, causal, _window(sliding_window, causal), options, kwargs), None
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-
+    paged = kwargs.get("cache") is not None
+    if position_bias is not None and (paged or (attention_mask is None and cu_q is not None)):
+        raise ValueError(
+            f"position_bias: {_model(module)} gives one for the whole row, and cu_seq_lens_q packs documents in it; "
+            "give their column bounds as attention_mask instead (docs/transformers.md, 'Packing instead of padding')"
+        )
+    if paged:
+        return continuous.attend(module, query, key, value, causal, _window(sliding_window, causal), options, kwargs), None
     if attention_mask is None:
         options.update(causal=causal, window=_window(sliding_window, causal))
         if cu_q is not None:
@@ -93,11 +101,6 @@ def attention_forward(
 
 
 def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"position_bias: {_model(module)} adds a bias to its scores, and that is not supported with "
-            "attn_implementation='warploom'; use attn_implementation='sdpa' or 'eager' for this model"
-        )
     if kwargs.get("output_attentions"):
         raise ValueError(
             f"output_attentions: {_model(module)} runs with attn_implementation='warploom', where attention weights are never "
@@ -199,9 +202,15 @@ def _may_keep(*tensors: Tensor | None) -> bool:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    if options["softcap"] or options["sink"] is not None:
+    bias = options["bias"]
+    if options["softcap"] or options["sink"] is not None or bias is not None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return warploom.attention(q, k, v, mask=_dense_as_columns(mask), **options)
+        if bias is not None and mask.dtype == torch.bool:
+            return warploom.attention(q, k, v, **options | {"bias": bias.masked_fill(~mask, float("-inf"))})
+        columns = _dense_as_columns(mask, query.shape[2])
+        if columns is None:
+            bias = mask if bias is None else bias + mask
+        return warploom.attention(q, k, v, mask=columns, **options | {"bias": bias})
     if mask.is_floating_point() and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
     out = warploom.scaled_dot_product_attention(
@@ -216,18 +225,30 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dic
     return out.transpose(1, 2)
 
 
-def _dense_as_columns(mask: Tensor) -> Any:
-    """A dense mask as columns, exactly, made once for each tensor: torch's SDPA takes neither a softcap nor sinks."""
+def _dense_as_columns(mask: Tensor, seqlen_q: int) -> Any:
+    """A dense mask as columns, exactly, made once for each tensor; None for numbers that are a bias.
+
+    Raises:
+        ValueError: a boolean mask that is no column mask.
+    """
     keep = _may_keep(mask)
     kept = _made.setdefault(mask, {}) if keep else {}
-    tag = ("dense", mask._version if keep else 0)
+    tag = ("dense", mask._version if keep else 0, seqlen_q)
     if tag not in kept:
-        visible = mask if mask.dtype == torch.bool else mask == 0
-        if mask.is_floating_point() and not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all()):
-            raise ValueError(
-                "attention_mask: a dense float mask with values other than 0 and -inf is a bias, which "
-                "cannot be combined with a softcap or sinks; use attn_implementation='eager'"
-            )
         kept.clear()
-        kept[tag] = ColumnMask.from_dense(visible)
+        kept[tag] = _columns(mask, seqlen_q)
     return kept[tag]
+
+
+def _columns(mask: Tensor, seqlen_q: int) -> Any:
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and (mask.requires_grad or not bool((visible | (mask <= torch.finfo(mask.dtype).min)).all())):
+        return None
+    if mask.shape[1] == mask.shape[2] == 1:
+        return Padding(visible[:, 0, 0])
+    try:
+        return ColumnMask.from_dense(visible.expand(-1, -1, seqlen_q, -1))
+    except ValueError:
+        if mask.dtype == torch.bool:
+            raise
+        return None

@@ -1,0 +1,80 @@
+"""Biases of dense problems: what is added to each score, and the gradient of what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.attention.biased import KINDS, distances
+from tests.fuzz.draw import Draw
+from tests.fuzz.families import softmax as shared
+from tests.fuzz.problem import DTYPES, Expected
+
+TAKE_BIASES = ("cpu", "reference")
+DRAWN = tuple(kind for kind in KINDS if not kind.startswith("t5"))  # whose buckets are counted one by one
+DENSE = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")  # which may hold -inf
+# Whose every element sums few enough terms for the model's own error to say what is expected.
+DIRECT = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")
+
+
+def with_bias(d: Draw, p: Any) -> Any:
+    """The problem with a bias of any kind and dtype."""
+    kind = d.pick(DRAWN)
+    return replace(
+        p,
+        bias=kind,
+        bias_dtype=d.pick(("float32", "float16", "bfloat16", "float64"), (5, 2, 2, 1)),
+        bias_gradient=p.backward and d.chance(0.7),
+        bias_hides=kind in DENSE and d.chance(0.3),
+    )
+
+
+def leaf_of(p: Any, device: torch.device) -> Tensor:
+    """What the bias is made of."""
+    shape = KINDS[p.bias].shape((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
+    leaf = shared.values(p.seed, "bias", shape, "float32", "normal")
+    if p.bias.startswith("alibi"):
+        leaf = leaf.abs() * 0.1
+    if p.bias_hides:
+        leaf = leaf.masked_fill(shared.values(p.seed, "hides", shape, "float32", "normal") > 1, float("-inf"))
+        leaf[..., p.seqlen_k // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
+    return leaf.to(device, DTYPES[p.bias_dtype])
+
+
+def matrix(p: Any, leaf: Tensor) -> Tensor:
+    """What is added, in the leaf's dtype: (batch|1, heads_q|1, rows|1, seqlen_k|1), of chunks (batch, heads_q|1, rows, …)."""
+    whole = KINDS[p.bias].matrix(leaf, distances(p.seqlen_q, p.seqlen_k).to(leaf.device))
+    if not p.offsets:
+        return whole
+    whole = whole.expand(p.batch, whole.shape[1], p.seqlen_q, whole.shape[3])
+    return torch.stack([whole[b, :, first : first + p.rows] for b, first in enumerate(p.offsets)])
+
+
+def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expected:
+    """The gradient, of exact and modelled gradients of biased scores."""
+    one = torch.ones_like(leaf, dtype=torch.float64).requires_grad_()
+    slope = matrix(p, one)  # of each score by the one element of the leaf that it reads
+
+    def summed(t: Tensor) -> Tensor:
+        full = t.double().sum_to_size(slope.shape)
+        return torch.autograd.grad(slope, one, full, retain_graph=True)[0] if full.numel() else torch.zeros_like(one)
+
+    ref = summed(exact)
+    near = []
+    for low in lows:
+        error = low.double() - exact
+        if p.bias in DIRECT:
+            near.append(summed(low).to(leaf.dtype).double())
+            continue
+        # Few elements sum many terms: those of a row err together by its out and lse, rows apart, all by the bias's rounding.
+        squares = summed(slope.detach() * (2.0**-24 * exact).square()).abs() + summed(error).square()
+        for row in range(error.shape[2]):
+            alone = torch.zeros_like(error)
+            alone[:, :, row] = error[:, :, row]
+            squares = squares + summed(alone).square()
+        near.append(ref + 1.5 * (squares + (torch.finfo(leaf.dtype).eps / 4 * ref).square()).sqrt())
+    narrow = leaf.dtype if torch.finfo(leaf.dtype).eps > torch.finfo(DTYPES[p.dtype]).eps else None
+    return Expected(ref, tuple(near), dtype=narrow, like=leaf.dtype)
