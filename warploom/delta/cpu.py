@@ -1,13 +1,14 @@
 """The gated delta rule on the CPU in chunks of matrix products: time O(seqlen), and little memory beside results.
 
-Heads are walked a few at a time and their tokens in blocks of several chunks. Backward is written by hand: it walks forward once
-more, keeps the state before each block, and forms everything else anew, block by block from the last.
+Heads are walked a few at a time and their tokens in blocks of several chunks. Backward is written by hand: it walks forward
+once more, keeps the state before each block, and forms everything else anew, block by block from the last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,10 @@ class Part:
         """A view of a tensor of v's heads, (batch, seqlen, heads_v, …)."""
         return t[self.rows, self.tokens, self.heads_v]
 
-    def cut_keys(self, t: Tensor) -> Tensor:
-        """A view of a tensor of q's heads."""
-        return t[self.rows, self.tokens, self.heads]
+    def gradients(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None) -> Gradients:
+        """Views of them."""
+        own_q, own_k = (t[self.rows, self.tokens, self.heads] for t in (q, k))
+        return Gradients(own_q, own_k, self.cut(v), self.cut(beta), None if decay is None else self.cut(decay))
 
     def blocks(self) -> list[Block]:
         """Up to the last token that counts."""
@@ -66,7 +68,8 @@ def _parts(call: DeltaCall) -> Iterator[Part]:
     for start in range(0, call.q.shape[0], size):
         rows = slice(start, start + size)
         names = ("q", "k", "v", "beta", "decay", "state", "lengths")
-        cut = {name: t if t is None else t[rows] for name, t in ((name, getattr(call, name)) for name in names)}
+        given: dict[str, Any] = {name: getattr(call, name) for name in names}
+        cut = {name: None if t is None else t[rows] for name, t in given.items()}
         yield from _heads(dataclasses.replace(call, **cut), rows, slice(None), rows)
 
 
@@ -79,9 +82,8 @@ def _heads(call: DeltaCall, rows: slice, tokens: slice, states: slice) -> Iterat
         q, k = (t[:, :, heads] for t in (call.q, call.k))
         v, beta = (t[:, :, heads_v] for t in (call.v, call.beta))
         decay = None if call.decay is None else call.decay[:, :, heads_v]
-        yield Part(
-            dataclasses.replace(call, q=q, k=k, v=v, beta=beta, decay=decay), rows, tokens, heads, heads_v, states
-        )
+        cut = dataclasses.replace(call, q=q, k=k, v=v, beta=beta, decay=decay)
+        yield Part(cut, rows, tokens, heads, heads_v, states)
 
 
 def _first_state(call: DeltaCall) -> Tensor:
@@ -123,12 +125,11 @@ class Cpu(DeltaBackend):
         """Gradients of all that the call has."""
         states = _first_state(call)
         dstates = torch.zeros_like(states) if dstate is None else torch.empty_like(states).copy_(dstate)
-        names, end = ("q", "k", "v", "beta", "decay"), 0
-        whole = [None if t is None else t.new_empty(t.shape) for t in (getattr(call, name) for name in names)]
+        dq, dk, dv, dbeta = (t.new_empty(t.shape) for t in (call.q, call.k, call.v, call.beta))
+        ddecay, end = None if call.decay is None else call.decay.new_empty(call.decay.shape), 0
         for part in _parts(call):
             end = part.tokens.stop
-            cut = [None if t is None else (part.cut_keys if n in "qk" else part.cut)(t) for n, t in zip(names, whole, strict=True)]
-            into = Gradients(*cut)  # type: ignore[arg-type]
+            into = part.gradients(dq, dk, dv, dbeta, ddecay)
             state = states[part.states, part.heads_v].flatten(0, 1)
             blocks, before = part.blocks(), []
             for block in blocks:
@@ -144,11 +145,8 @@ class Cpu(DeltaBackend):
                 if t is not None:
                     part.finish(t)
         if call.cu_seqlens is not None:
-            for t in whole:
-                if t is not None:
-                    t[:, end:] = 0.0
-        dq, dk, dv, dbeta, ddecay = whole
-        assert dq is not None and dk is not None and dv is not None and dbeta is not None
+            for t in (dq, dk, dv, dbeta, *([] if ddecay is None else [ddecay])):
+                t[:, end:] = 0.0
         return dq, dk, dv, dbeta, ddecay, None if call.state is None else dstates
 
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
