@@ -78,8 +78,8 @@ def gated_delta_rule(
             sequences for packed calls. None: zeros.
         return_state: also return S after the last token.
         lengths: int32 (batch,), tokens of each row that count; later ones may hold anything, change no state and get out 0.
-        cu_seqlens: int32 (sequences + 1,), starts of packed sequences, from 0; tensors are then (total_tokens, heads, ·), or have
-            batch 1, and each sequence has its own state. Read on the device. Tokens past the last entry get out 0.
+        cu_seqlens: int32 (sequences + 1,), starts of packed sequences, from 0; tensors are then (total_tokens, heads, ·), or
+            have batch 1, and each sequence has its own state. Read on the device. Tokens past the last entry get out 0.
         backend: run this implementation or raise its refusal; default: the first that does not refuse.
 
     Returns:

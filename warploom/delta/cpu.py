@@ -69,7 +69,7 @@ def _parts(call: DeltaCall) -> Iterator[Part]:
         rows = slice(start, start + size)
         names = ("q", "k", "v", "beta", "decay", "state", "lengths")
         given: dict[str, Any] = {name: getattr(call, name) for name in names}
-        cut = {name: None if t is None else t[rows] for name, t in given.items()}
+        cut: dict[str, Any] = {name: None if t is None else t[rows] for name, t in given.items()}
         yield from _heads(dataclasses.replace(call, **cut), rows, slice(None), rows)
 
 
