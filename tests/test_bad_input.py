@@ -20,7 +20,7 @@ import warploom
 from warploom import KVCache, LinearState, PagedKVCache, masks
 from warploom.integrations import collators, flash_attn
 from warploom.linear.feature_maps import RandomFeatures
-from warploom.nn import CausalLinearAttention, LinearAttention
+from warploom.nn import CausalLinearAttention, GatedDeltaNet, LinearAttention
 
 warnings.filterwarnings("ignore", message=".*(nested|sparse|quanti).*")
 
@@ -291,6 +291,20 @@ ENTRIES: dict[str, Entry] = {
         lambda **given: CausalLinearAttention(16, 2).step(**given),
         lambda: {"x": normal(2, 16), "state": LinearState.zeros(2, 2, 8, 8)},
         {"x": "tensor", "state": "state"},
+    ),
+    "GatedDeltaNet": (
+        GatedDeltaNet,
+        lambda: {"dim": 16, "heads": 2},
+        {
+            **{"dim": "count", "heads": "count", "heads_v": "count or none", "head_dim": "count or none", "taps": "count"},
+            **{"head_dim_v": "count or none", "decay": "flag", "beta_max": "number", "eps": "number", "bias": "flag"},
+            "backend": "backend",
+        },
+    ),
+    "GatedDeltaNet.forward": (
+        lambda **given: GatedDeltaNet(16, 2)(**given),
+        lambda: {"x": normal(2, 8, 16), "lengths": ints(8, 3)},
+        {"x": "tensor", "lengths": "index", "state": "state", "return_state": "flag"},
     ),
     "flash_attn_func": (flash_attn.flash_attn_func, flash, {"q": "tensor", "k": "tensor", "v": "tensor", **FLASH}),
     "flash_attn_kvpacked_func": (

@@ -44,7 +44,7 @@ HIGH = torch.tensor([0.0, 0.5]).repeat(2, 9, 2)
         ({"normalize_qk": 1}, TypeError, "normalize_qk must be"),
         ({"lengths": ints(9)}, ValueError, "lengths has 1 entries but q has batch 2"),
         ({"lengths": ints(9, 10)}, ValueError, "lengths must be from 0 to the 9 tokens of a row, got 9 to 10"),
-        ({"cu_seqlens": ints(0, 9)}, ValueError, r"with cu_seqlens q is \(total_tokens, heads, E\) or has batch 1"),
+        ({"cu_seqlens": ints(0, 9)}, ValueError, r"with cu_seqlens q is \(total_tokens, …\) or has batch 1"),
         ({"lengths": ints(9, 9), "cu_seqlens": ints(0, 9)}, ValueError, "lengths and cu_seqlens together"),
         ({**PACKED, "cu_seqlens": ints()}, ValueError, r"cu_seqlens must have sequences \+ 1 entries"),
         ({**PACKED, "cu_seqlens": ints(1, 9)}, ValueError, "cu_seqlens must start at 0, got 1"),

@@ -161,7 +161,7 @@ def test_packed_sequences_are_kept_apart() -> None:
 def test_models_without_such_layers_and_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="Linear has no layer that computes the gated delta rule"):
         use_gated_delta_rule(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         use_gated_delta_rule("Qwen/Qwen3-Next")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="enabled must be"):
         use_gated_delta_rule(build("Qwen3-Next"), 1)  # type: ignore[arg-type]

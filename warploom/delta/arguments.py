@@ -41,7 +41,7 @@ def delta_call(
         q, k, v, beta = (t.unsqueeze(0) for t in (q, k, v, beta))
         decay = None if decay is None else decay.unsqueeze(0)
     lengths, cu_seqlens = arguments.int32("lengths", lengths, 1, q), arguments.int32("cu_seqlens", cu_seqlens, 1, q)
-    _check_packing(q, lengths, cu_seqlens)
+    check_packing("q", q, lengths, cu_seqlens)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = checked_state(state, (sequences, v.shape[2], q.shape[3], v.shape[3]), q)
     _check_decay(decay, lengths, cu_seqlens)
@@ -154,16 +154,17 @@ def _of_tokens(name: str, value: Any, v: Tensor, dtype: torch.dtype, words: str)
     return found.to(dtype)
 
 
-def _check_packing(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_packing(name: str, q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """lengths or cu_seqlens, and what may be read of them, beside a tensor ``name`` (batch, seqlen, …)."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens together are not supported: packed sequences have no padding")
     if lengths is not None and lengths.shape[0] != q.shape[0]:
-        raise ValueError(f"lengths has {lengths.shape[0]} entries but q has batch {q.shape[0]}")
+        raise ValueError(f"lengths has {lengths.shape[0]} entries but {name} has batch {q.shape[0]}")
     if cu_seqlens is not None:
         if cu_seqlens.shape[0] < 1:
             raise ValueError("cu_seqlens must have sequences + 1 entries, got none")
         if q.shape[0] != 1:
-            raise ValueError(f"with cu_seqlens q is (total_tokens, heads, E) or has batch 1, got shape {tuple(q.shape)}")
+            raise ValueError(f"with cu_seqlens {name} is (total_tokens, …) or has batch 1, got shape {tuple(q.shape)}")
     if not arguments.readable(q):
         return
     if lengths is not None and lengths.numel():
