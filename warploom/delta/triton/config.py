@@ -1,0 +1,49 @@
+"""Tiles of the gated delta rule's kernels. None has been timed: they are chosen by registers and shared memory, as compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from warploom.kernels.triton.widths import power_of_two
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Warps and stages of one kernel."""
+
+    warps: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernels of one width and dtype."""
+
+    chunk: int  # tokens: 16, 32 or 64
+    block: int  # value columns that a program holds of a state
+    prepare: Launches
+    walk: Launches
+    back: Launches
+    dq: Launches
+    dk: Launches
+
+
+@cache
+def config(dtype: torch.dtype, e: int, m: int) -> Config:
+    """The variant for a dtype and the dims of keys and values."""
+    wide = max(e, m) > 128
+    if dtype == torch.float32:
+        # Operands are three TF32 products through registers: small tiles.
+        chunk = 16 if wide else 32
+        return Config(chunk, 32, Launches(4), Launches(4), Launches(4), Launches(8), Launches(8))
+    if wide:
+        return Config(32, 32, Launches(4), Launches(4), Launches(4), Launches(8), Launches(8))
+    return Config(64, 64, Launches(4), Launches(4, 2), Launches(4, 2), Launches(8), Launches(8))
+
+
+def padded(dim: int) -> int:
+    """The smallest power of two that holds dim and is a warpgroup's rows: states narrower than that have no wgmma."""
+    return max(64, power_of_two(dim))
