@@ -13,7 +13,7 @@ from torch import Tensor
 class DeltaCall:
     """Tensors and numbers of one call, validated.
 
-    A value head h has a state S (E, M), reads the query and key head h // (heads_v / heads_qk), and at each token, in this order
+    A value head h has a state S (E, M) and reads the query and key head h // (heads_v / heads_qk). At each token, in this order
 
         S <- exp(decay) · S,    S <- S + beta · k ⊗ (v - S^T k),    out = scale · S^T q.
 

@@ -1,7 +1,7 @@
 """The gated delta rule as its definition says, token by token: the specification, in fp64.
 
-Yang et al., 2024, "Gated Delta Networks" (arXiv 2412.06464), eq. 10, and without a decay "Parallelizing Linear Transformers with
-the Delta Rule" (arXiv 2406.06484), eq. 3; states here are (E, M), transposed to the papers'.
+Yang et al., 2024, "Gated Delta Networks" (arXiv 2412.06464), eq. 10, and without a decay "Parallelizing Linear Transformers
+with the Delta Rule" (arXiv 2406.06484), eq. 3; states here are (E, M), transposed to the papers'.
 """
 
 from __future__ import annotations
