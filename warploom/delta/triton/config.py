@@ -34,14 +34,14 @@ class Config:
 @cache
 def config(dtype: torch.dtype, e: int, m: int) -> Config:
     """The variant for a dtype and the dims of keys and values."""
-    wide = max(e, m) > 128
     if dtype == torch.float32:
         # Operands are three TF32 products through registers: small tiles.
-        chunk = 16 if wide else 32
+        chunk = 32 if max(e, m) <= 128 else 16
         return Config(chunk, 32, Launches(4), Launches(4), Launches(4), Launches(8), Launches(8))
-    if wide:
-        return Config(32, 32, Launches(4), Launches(4), Launches(4), Launches(8), Launches(8))
-    return Config(64, 64, Launches(4), Launches(4, 2), Launches(4, 2), Launches(8), Launches(8))
+    if e > 128:
+        return Config(32, 64, Launches(4), Launches(8), Launches(8), Launches(8), Launches(8))
+    # Four warps spill in every walk of 128 dims, up to 128 bytes a thread, and dk's of one stage 8.
+    return Config(64, 64, Launches(4), Launches(8, 2), Launches(8, 2), Launches(8), Launches(8, 2))
 
 
 def padded(dim: int) -> int:

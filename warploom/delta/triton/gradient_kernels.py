@@ -65,6 +65,8 @@ def dq_kernel(
     missing_ptr,
     states_ptr,
     factors_ptr,
+    dstates_ptr,
+    dfactors_ptr,
     beta_ptr,
     decay_ptr,
     dq_ptr,
@@ -111,7 +113,7 @@ def dq_kernel(
 ):
     """dq of one chunk of one key head, summed over its value heads.
 
-    ddecay takes what queries give to the gradient of G, for dk_kernel. Where no token of the chunk counts, all gradients are
+    ddecay takes what queries and the states that pass through give to the gradient of G, for dk_kernel. Where no token of the chunk counts, all gradients are
     written here, zeros.
     """
     pid = tl.program_id(0)
@@ -155,6 +157,7 @@ def dq_kernel(
         index = entry.to(tl.int64) * (heads * GROUP) + head_v
         inner = tl.zeros([C, C], tl.float32)
         read = tl.zeros([C, DE], tl.float32)
+        through = tl.zeros([DE], tl.float32)
         for block in tl.range(0, blocks, num_stages=STAGES):
             m = block * BM + tl.arange(0, BM)
             dout = load_chunk(do_base, at.first, rows, m, stride_os * UNIT, at.live, M, M % BM == 0)
@@ -162,10 +165,17 @@ def dq_kernel(
             offsets, inside = state_at(index, e, m, E, M)
             state = tl.load(states_ptr + offsets, mask=inside, other=0.0)
             inner = dot(dout, tl.trans(missing), inner)
+            factor = 1.0
             if factors_ptr is not None:
-                read += dot(dout, tl.trans(state), None) * tl.load(factors_ptr + index * blocks + block)
+                factor = tl.load(factors_ptr + index * blocks + block)
+                read += dot(dout, tl.trans(state), None) * factor
             else:
                 read = dot(dout, tl.trans(state), read)
+            if decay_ptr is not None:
+                dstate = tl.load(dstates_ptr + offsets, mask=inside, other=0.0)
+                if dfactors_ptr is not None:
+                    factor *= tl.load(dfactors_ptr + index * blocks + block)
+                through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1) * factor
         beta = load_rows(Source(beta_ptr, stride_bb, stride_bs, stride_bh), at, head_v, at.first, n, 0.0)
         coarse, fine = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         if decay_ptr is not None:
@@ -173,8 +183,11 @@ def dq_kernel(
             coarse, fine = cumulative(decay)
         read *= (exp(coarse + fine) * scale)[:, None]
         if ddecay_ptr is not None:
+            # What passes through the whole chunk counts for each of its tokens, and so as the last one's.
+            last = n == tl.minimum(at.live - at.first, C) - 1
+            passing = exp(tl.zeros([C], tl.float32) + last_of(coarse, n, C) + last_of(fine, n, C)) * tl.sum(through, 0)
             to = token_rows(ddecay_ptr, at, seqlen, head_v, heads * GROUP, at.first, n)
-            tl.store(to, norm_q * tl.sum(wide_q * read, 1), mask=at.first + n < at.rows)
+            tl.store(to, norm_q * tl.sum(wide_q * read, 1) + tl.where(last, passing, 0.0), mask=at.first + n < at.rows)
         inner *= between(coarse, fine) * (beta * norm_k * scale)[None, :]
         inner, factor = operand(tl.where(n[:, None] >= n[None, :], inner, 0.0), dtype)
         dq += read + times(dot(inner, k, None), factor, dtype)
@@ -265,38 +278,28 @@ def dk_kernel(
         do_base = head_base(Source(dout_ptr, stride_ob, stride_os, stride_oh), at, head_v, UNIT)
         dv_base = dv_ptr + ((at.batch * seqlen + at.start + at.first) * heads_v + head_v) * M
         index = entry.to(tl.int64) * heads_v + head_v
-        asked = tl.zeros([C, C], tl.float32)
-        later = tl.zeros([C, C], tl.float32)
-        earlier = tl.zeros([C, C], tl.float32)
-        read = tl.zeros([C, DE], tl.float32)
-        wrote = tl.zeros([C, DE], tl.float32)
-        through = tl.zeros([DE], tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            m = block * BM + tl.arange(0, BM)
-            dout = load_chunk(do_base, at.first, rows, m, stride_os * UNIT, at.live, M, M % BM == 0)
-            missing = load_chunk(missing_ptr + index * (C * M), 0, n, m, M, C, M, M % BM == 0)
-            dv = load_chunk(dv_base, 0, n, m, heads_v * M, at.live - at.first, M, M % BM == 0)
-            offsets, inside = state_at(index, e, m, E, M)
-            state = tl.load(states_ptr + offsets, mask=inside, other=0.0)
-            dstate = tl.load(dstates_ptr + offsets, mask=inside, other=0.0)
-            asked = dot(missing, tl.trans(dout), asked)
-            later = dot(missing, tl.trans(dv), later)
-            earlier = dot(dv, tl.trans(missing), earlier)
-            product = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            if factors_ptr is not None:
-                s_factor, ds_factor = tl.load(factors_ptr + index * blocks + block), tl.load(dfactors_ptr + index * blocks + block)
-                read += dot(dv, tl.trans(state), None) * s_factor
-                wrote += dot(missing, tl.trans(dstate), None) * ds_factor
-                through += product * (s_factor * ds_factor)
-            else:
-                read = dot(dv, tl.trans(state), read)
-                wrote = dot(missing, tl.trans(dstate), wrote)
-                through += product
         beta = load_rows(Source(beta_ptr, stride_bb, stride_bs, stride_bh), at, head_v, at.first, n, 0.0)
         coarse, fine = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         if decay_ptr is not None:
             decay = load_rows(Source(decay_ptr, stride_db, stride_ds, stride_dh), at, head_v, at.first, n, 0.0)
             coarse, fine = cumulative(decay)
+
+        # Products of states first and those of tokens after them: together they would need more registers than there are.
+        read = tl.zeros([C, DE], tl.float32)
+        wrote = tl.zeros([C, DE], tl.float32)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            m = block * BM + tl.arange(0, BM)
+            missing = load_chunk(missing_ptr + index * (C * M), 0, n, m, M, C, M, M % BM == 0)
+            dv = load_chunk(dv_base, 0, n, m, heads_v * M, at.live - at.first, M, M % BM == 0)
+            offsets, inside = state_at(index, e, m, E, M)
+            state = tl.load(states_ptr + offsets, mask=inside, other=0.0)
+            dstate = tl.load(dstates_ptr + offsets, mask=inside, other=0.0)
+            if factors_ptr is not None:
+                read += dot(dv, tl.trans(state), None) * tl.load(factors_ptr + index * blocks + block)
+                wrote += dot(missing, tl.trans(dstate), None) * tl.load(dfactors_ptr + index * blocks + block)
+            else:
+                read = dot(dv, tl.trans(state), read)
+                wrote = dot(missing, tl.trans(dstate), wrote)
         whole_coarse, whole_fine = last_of(coarse, n, C), last_of(fine, n, C)
         read *= exp(coarse + fine)[:, None]
         wrote *= exp((whole_coarse - coarse) + (whole_fine - fine))[:, None]
@@ -304,28 +307,34 @@ def dk_kernel(
         wrote_sum = norm_k * tl.sum(wide_k * wrote, 1)
         dk += wrote * beta[:, None] - read
 
+        asked = tl.zeros([C, C], tl.float32)
+        later = tl.zeros([C, C], tl.float32)
+        earlier = tl.zeros([C, C], tl.float32)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            m = block * BM + tl.arange(0, BM)
+            dout = load_chunk(do_base, at.first, rows, m, stride_os * UNIT, at.live, M, M % BM == 0)
+            missing = load_chunk(missing_ptr + index * (C * M), 0, n, m, M, C, M, M % BM == 0)
+            dv = load_chunk(dv_base, 0, n, m, heads_v * M, at.live - at.first, M, M % BM == 0)
+            asked = dot(missing, tl.trans(dout), asked)
+            later = dot(missing, tl.trans(dv), later)
+            earlier = dot(dv, tl.trans(missing), earlier)
         pairs = between(coarse, fine)
-        asked *= pairs * (norm_q * scale)[None, :]
-        asked = tl.where(seen, asked, 0.0)
+        asked = tl.where(seen, asked * (pairs * (norm_q * scale)[None, :]), 0.0)
         later = tl.where(after, later * pairs, 0.0)
         # The same products as in the forward pass, again rather than kept.
         share = asked * dot(k, tl.trans(q), None) * norm_k[:, None]
         share -= later * dot(k, tl.trans(k), None) * (norm_k[:, None] * norm_k[None, :])
-        dbeta = tl.sum(share, 1) + wrote_sum
         to = token_rows(dbeta_ptr, at, seqlen, head_v, heads_v, at.first, n)
-        tl.store(to, tl.where(at.first + n < at.live, dbeta, 0.0), mask=at.first + n < at.rows)
+        tl.store(to, tl.where(counts, tl.sum(share, 1) + wrote_sum, 0.0), mask=at.first + n < at.rows)
         if ddecay_ptr is not None:
             share *= beta[:, None]
-            to = token_rows(ddecay_ptr, at, seqlen, head_v, heads_v, at.first, n)
-            own = tl.load(to, mask=at.first + n < at.live, other=0.0)
-            # Token j's decay stands between all before j and all from j on: pairs across it, states read after and written before.
-            crossing = tl.sum(tl.where(n[:, None] <= n[None, :], (own - read_sum)[None, :], 0.0), 1)
-            crossing += tl.sum(tl.where(n[:, None] > n[None, :], (wrote_sum * beta)[None, :], 0.0), 1)
             within = tl.sum(share, 0) - tl.sum(share, 1)
-            crossing += tl.sum(tl.where(n[:, None] <= n[None, :], within[None, :], 0.0), 1)
-            crossing += exp(tl.zeros([C], tl.float32) + (whole_coarse + whole_fine)) * tl.sum(through, 0)
-            ddecay = tl.where((decay == float("-inf")) | (at.first + n >= at.live), 0.0, crossing)
-            tl.store(to, ddecay, mask=at.first + n < at.rows)
+            to = token_rows(ddecay_ptr, at, seqlen, head_v, heads_v, at.first, n)
+            own = tl.load(to, mask=counts, other=0.0)
+            # A token's decay stands between all before it and all from it on: pairs across it, states read after, written before.
+            from_here = n[:, None] <= n[None, :]
+            ddecay = tl.sum(tl.where(from_here, (own - read_sum + within)[None, :], (wrote_sum * beta)[None, :]), 1)
+            tl.store(to, tl.where((decay == float("-inf")) | (counts == 0), 0.0, ddecay), mask=at.first + n < at.rows)
         asked, factor = operand(asked * beta[:, None], dtype)
         dk += times(dot(asked, q, None), factor, dtype)
         both = later * beta[:, None] + tl.where(n[:, None] > n[None, :], earlier * pairs * beta[None, :], 0.0)

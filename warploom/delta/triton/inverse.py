@@ -41,17 +41,23 @@ def _diagonal(a, B: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _of_sixteen(a):
     """(I + a)^-1 - I of (N, 16, 16) matrices, from blocks of 1 to blocks of 2, 4, 8 and 16."""
+    x = _doubled(tl.zeros_like(a), a, 1)
+    x = _doubled(x, a, 2)
+    x = _doubled(x, a, 4)
+    return _doubled(x, a, 8)
+
+
+@triton.jit
+def _doubled(x, a, B: tl.constexpr):
+    """From the inverses of blocks of B on the diagonal, less I, those of blocks of 2B; other elements are 0."""
     i = tl.arange(0, 16)
     row, column = i[None, :, None], i[None, None, :]
-    # Of the blocks of 2: their inverse is I - a.
-    x = tl.where((row // 2 == column // 2) & (row > column), a * -1.0, 0.0)
-    for k in tl.static_range(1, 4):
-        half: tl.constexpr = 2**k
-        below = (row // (2 * half) == column // (2 * half)) & (row // half > column // half)
-        y = tl.where(below, a, 0.0)
+    below = (row // (2 * B) == column // (2 * B)) & (row // B > column // B)
+    y = tl.where(below, a, 0.0)
+    if B > 1:
         y += _product(x, y)
-        x -= y + _product(y, x)
-    return x
+        y += _product(y, x)
+    return x - y
 
 
 @triton.jit

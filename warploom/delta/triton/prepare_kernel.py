@@ -110,9 +110,7 @@ def prepare_kernel(
             decay = load_rows(Source(decay_ptr, stride_db, stride_ds, stride_dh), at, head_v, at.first, n, 0.0)
             coarse, fine = cumulative(decay)
         pairs = between(coarse, fine) * beta[None, :]
-        lower = unit_inverse(tl.where(n[:, None] > n[None, :], keys * pairs, 0.0), C)
         weights = tl.where(n[:, None] >= n[None, :], scores * pairs, 0.0)
-        tl.store(lower_ptr + square(index, n, C), lower.to(dtype))
         tl.store(weights_ptr + square(index, n, C), weights.to(dtype))
         since = exp(coarse + fine)
         whole_coarse, whole_fine = last_of(coarse, n, C), last_of(fine, n, C)
@@ -122,6 +120,8 @@ def prepare_kernel(
         tl.store(to + QUERIES * C, since * norm_q * scale)
         tl.store(to + WRITES * C, until * norm_k * beta)
         tl.store(to + WHOLE * C, exp(tl.zeros([C], tl.float32) + (whole_coarse + whole_fine)))
+        lower = unit_inverse(tl.where(n[:, None] > n[None, :], keys * pairs, 0.0), C)
+        tl.store(lower_ptr + square(index, n, C), lower.to(dtype))
 
 
 @triton.jit

@@ -179,7 +179,7 @@ def _gradients(call: Call, cut: Ranges, current: int, results: tuple[Tensor | No
     grid = (cut.entries * call.heads, 1)
     _gradient_launch(dq_kernel, call.variant, call.config, call.config.dq, cut.per_sequence)(
         grid,
-        *(call.q, call.k, call.dout, kept.missing, kept.states, kept.factors, call.beta, call.decay),
+        *(call.q, call.k, call.dout, *kept, call.beta, call.decay),
         *(dq, dk, dv, dbeta, ddecay, call.lengths, call.cu, *numbers),
     )
     _gradient_launch(dk_kernel, call.variant, call.config, call.config.dk, cut.per_sequence)(
