@@ -188,9 +188,11 @@ def dq_kernel(
             passing = exp(tl.zeros([C], tl.float32) + last_of(coarse, n, C) + last_of(fine, n, C)) * tl.sum(through, 0)
             to = token_rows(ddecay_ptr, at, seqlen, head_v, heads * GROUP, at.first, n)
             tl.store(to, norm_q * tl.sum(wide_q * read, 1) + tl.where(last, passing, 0.0), mask=at.first + n < at.rows)
-        inner *= between(coarse, fine) * (beta * norm_k * scale)[None, :]
+        inner *= between(coarse, fine) * (beta * norm_k * -scale)[None, :]
         inner, factor = operand(tl.where(n[:, None] >= n[None, :], inner, 0.0), dtype)
-        dq += read + times(dot(inner, k, None), factor, dtype)
+        dq += read
+        # Subtracted: what is added to, Triton would make one accumulator of both products, and give it whole to every warpgroup.
+        dq -= times(dot(inner, k, None), factor, dtype)
     if NORMALIZE:
         dq = norm_q[:, None] * (dq - wide_q * (norm_q * norm_q * tl.sum(wide_q * dq, 1))[:, None])
     dq = tl.where((at.first + n < at.live)[:, None], dq, 0.0)
@@ -269,9 +271,6 @@ def dk_kernel(
     k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
     counts = at.first + n < at.live
     norm_q, norm_k = norms(q, counts, eps, NORMALIZE), norms(k, counts, eps, NORMALIZE)
-    wide_k = k.to(tl.float32)
-    # Rows are keys, columns queries, or other keys.
-    after, seen = n[:, None] < n[None, :], n[:, None] <= n[None, :]
     dk = tl.zeros([C, DE], tl.float32)
     for g in range(GROUP):
         head_v = head * GROUP + g
@@ -301,6 +300,9 @@ def dk_kernel(
                 read = dot(dv, tl.trans(state), read)
                 wrote = dot(missing, tl.trans(dstate), wrote)
         whole_coarse, whole_fine = last_of(coarse, n, C), last_of(fine, n, C)
+        # Queries and keys are loaded again wherever they are used: kept through a loop, they would take what registers there are.
+        k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
+        wide_k = k.to(tl.float32)
         read *= exp(coarse + fine)[:, None]
         wrote *= exp((whole_coarse - coarse) + (whole_fine - fine))[:, None]
         read_sum = norm_k * tl.sum(wide_k * read, 1)
@@ -318,9 +320,12 @@ def dk_kernel(
             asked = dot(missing, tl.trans(dout), asked)
             later = dot(missing, tl.trans(dv), later)
             earlier = dot(dv, tl.trans(missing), earlier)
+        q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, at.live, E, E == DE)
+        k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
         pairs = between(coarse, fine)
-        asked = tl.where(seen, asked * (pairs * (norm_q * scale)[None, :]), 0.0)
-        later = tl.where(after, later * pairs, 0.0)
+        # Rows are keys, columns queries, or other keys.
+        asked = tl.where(n[:, None] <= n[None, :], asked * (pairs * (norm_q * scale)[None, :]), 0.0)
+        later = tl.where(n[:, None] < n[None, :], later * pairs, 0.0)
         # The same products as in the forward pass, again rather than kept.
         share = asked * dot(k, tl.trans(q), None) * norm_k[:, None]
         share -= later * dot(k, tl.trans(k), None) * (norm_k[:, None] * norm_k[None, :])
@@ -335,12 +340,14 @@ def dk_kernel(
             from_here = n[:, None] <= n[None, :]
             ddecay = tl.sum(tl.where(from_here, (own - read_sum + within)[None, :], (wrote_sum * beta)[None, :]), 1)
             tl.store(to, tl.where((decay == float("-inf")) | (counts == 0), 0.0, ddecay), mask=at.first + n < at.rows)
-        asked, factor = operand(asked * beta[:, None], dtype)
-        dk += times(dot(asked, q, None), factor, dtype)
+        asked, factor = operand(asked * (beta * -1.0)[:, None], dtype)
+        # Subtracted, as in dq_kernel.
+        dk -= times(dot(asked, q, None), factor, dtype)
         both = later * beta[:, None] + tl.where(n[:, None] > n[None, :], earlier * pairs * beta[None, :], 0.0)
         both, factor = operand(both * norm_k[None, :], dtype)
         dk -= times(dot(both, k, None), factor, dtype)
     if NORMALIZE:
+        wide_k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE).to(tl.float32)
         dk = norm_k[:, None] * (dk - wide_k * (norm_k * norm_k * tl.sum(wide_k * dk, 1))[:, None])
     dk = tl.where((at.first + n < at.live)[:, None], dk, 0.0)
     store_chunk(dk_ptr, at, seqlen, head, heads, at.first, n, e, dk, E, E == DE)

@@ -35,7 +35,7 @@ READS, QUERIES, WRITES, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 
 _PLAIN = [
     "lengths_ptr", "cu_ptr", "beta_ptr", "decay_ptr", "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
-    "stride_bb", "stride_bs", "stride_bh", "stride_db", "stride_ds", "stride_dh", "sequences", "seqlen", "chunks", "heads",
+    "stride_bb", "stride_bs", "stride_bh", "stride_db", "stride_ds", "stride_dh", "sequences", "seqlen", "chunks", "heads_v",
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def prepare_kernel(
     sequences,
     seqlen,
     chunks,
-    heads,
+    heads_v,
     scale,
     eps,
     E: tl.constexpr,
@@ -76,52 +76,49 @@ def prepare_kernel(
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of one chunk of one key head and each of its value heads (I + A)^-1 - I, scale P and the rows of numbers.
+    """Of one chunk of one value head (I + A)^-1 - I, scale P and the rows of numbers.
 
     Matrices are (slots, value heads, C, C) in q's dtype, rows (slots, value heads, 4, C) fp32: what multiplies k S0, q S0 and
     k^T Y, for keys and queries as they are given, and e^G_last.
     """
     pid = tl.program_id(0)
-    head = pid % heads
-    slot = pid // heads
+    head_v = pid % heads_v
+    slot = pid // heads_v
     at = place_of_slot(slot, Shape(lengths_ptr, cu_ptr, sequences, seqlen, chunks), C)
     if (at.first < 0) | (at.first >= at.live):
         return
     n = tl.arange(0, C)
     e = tl.arange(0, DE)
     rows = n.to(tl.int64) if WIDE else n
-    dtype = q_ptr.dtype.element_ty
-    q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head, UNIT)
-    k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head, UNIT)
-    q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, at.live, E, E == DE)
-    k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
-    keys = dot(k, tl.trans(k), None)
-    scores = dot(q, tl.trans(k), None)
     counts = at.first + n < at.live
-    norm_q, norm_k = norms(q, counts, eps, NORMALIZE), norms(k, counts, eps, NORMALIZE)
-    keys *= norm_k[:, None] * norm_k[None, :]
-    scores *= (norm_q * scale)[:, None] * norm_k[None, :]
-    for g in range(GROUP):
-        head_v = head * GROUP + g
-        index = slot.to(tl.int64) * (heads * GROUP) + head_v
-        beta = load_rows(Source(beta_ptr, stride_bb, stride_bs, stride_bh), at, head_v, at.first, n, 0.0)
-        coarse, fine = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        if decay_ptr is not None:
-            decay = load_rows(Source(decay_ptr, stride_db, stride_ds, stride_dh), at, head_v, at.first, n, 0.0)
-            coarse, fine = cumulative(decay)
-        pairs = between(coarse, fine) * beta[None, :]
-        weights = tl.where(n[:, None] >= n[None, :], scores * pairs, 0.0)
-        tl.store(weights_ptr + square(index, n, C), weights.to(dtype))
-        since = exp(coarse + fine)
-        whole_coarse, whole_fine = last_of(coarse, n, C), last_of(fine, n, C)
-        until = exp((whole_coarse - coarse) + (whole_fine - fine))
-        to = rows_ptr + index * (4 * C) + n
-        tl.store(to + READS * C, since * norm_k)
-        tl.store(to + QUERIES * C, since * norm_q * scale)
-        tl.store(to + WRITES * C, until * norm_k * beta)
-        tl.store(to + WHOLE * C, exp(tl.zeros([C], tl.float32) + (whole_coarse + whole_fine)))
-        lower = unit_inverse(tl.where(n[:, None] > n[None, :], keys * pairs, 0.0), C)
-        tl.store(lower_ptr + square(index, n, C), lower.to(dtype))
+    dtype = q_ptr.dtype.element_ty
+    index = slot.to(tl.int64) * heads_v + head_v
+    k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_v // GROUP, UNIT)
+    k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
+    norm_k = norms(k, counts, eps, NORMALIZE)
+    beta = load_rows(Source(beta_ptr, stride_bb, stride_bs, stride_bh), at, head_v, at.first, n, 0.0)
+    coarse, fine = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    if decay_ptr is not None:
+        decay = load_rows(Source(decay_ptr, stride_db, stride_ds, stride_dh), at, head_v, at.first, n, 0.0)
+        coarse, fine = cumulative(decay)
+
+    q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head_v // GROUP, UNIT)
+    q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, at.live, E, E == DE)
+    norm_q = norms(q, counts, eps, NORMALIZE) * scale
+    pairs = between(coarse, fine) * (beta * norm_k)[None, :]
+    weights = dot(q, tl.trans(k), None) * pairs * norm_q[:, None]
+    tl.store(weights_ptr + square(index, n, C), tl.where(n[:, None] >= n[None, :], weights, 0.0).to(dtype))
+    since = exp(coarse + fine)
+    whole_coarse, whole_fine = last_of(coarse, n, C), last_of(fine, n, C)
+    until = exp((whole_coarse - coarse) + (whole_fine - fine))
+    to = rows_ptr + index * (4 * C) + n
+    tl.store(to + READS * C, since * norm_k)
+    tl.store(to + QUERIES * C, since * norm_q)
+    tl.store(to + WRITES * C, until * norm_k * beta)
+    tl.store(to + WHOLE * C, exp(tl.zeros([C], tl.float32) + (whole_coarse + whole_fine)))
+    a = dot(k, tl.trans(k), None) * pairs * norm_k[:, None]
+    lower = unit_inverse(tl.where(n[:, None] > n[None, :], a, 0.0), C)
+    tl.store(lower_ptr + square(index, n, C), lower.to(dtype))
 
 
 @triton.jit

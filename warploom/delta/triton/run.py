@@ -23,7 +23,8 @@ from warploom.runtime.triton_launch import Launch
 if TYPE_CHECKING:
     from warploom.delta.problem import DeltaCall
 
-_STEP = {"BM": 64, "num_warps": 4}
+# Value columns and warps of a step by the keys' padded dim: 32 elements of the state a thread.
+_STEP = {64: (64, 4), 128: (32, 4), 256: (32, 8)}
 
 
 class Prepared(NamedTuple):
@@ -94,7 +95,7 @@ def step(args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
     direct = all(t.data_ptr() % 16 == 0 for t in (*given, new)) and max(map(abs, strides)) < 2**31
     launch = _step_launch(v.dtype, e, m, heads_v // heads, normalize, decay is not None, direct, q.device.index)
     with on_device(q):
-        blocks = -(-m // _STEP["BM"])
+        blocks = -(-m // _STEP[padded(e)][0])
         launch((batch * heads_v * blocks, 1), q, k, v, beta, decay, state, out, new, *strides, heads_v, scale, eps)
     return out, new
 
@@ -108,8 +109,8 @@ def _prepared(call: Call) -> Prepared:
     )
     strides = [s for name in ("q", "k", "beta", "decay") for s in call.strides[name]]
     _prepare_launch(call.variant, call.config)(
-        (count * call.heads, 1),
-        *(call.q, call.k, call.beta, call.decay, *found, call.lengths, call.cu, *strides, *call.tokens, call.heads),
+        (count * call.heads_v, 1),
+        *(call.q, call.k, call.beta, call.decay, *found, call.lengths, call.cu, *strides, *call.tokens, call.heads_v),
         *(call.scale, call.eps),
     )
     return found
@@ -229,5 +230,6 @@ def _gradient_launch(kernel: Any, variant: Variant, config: Config, launches: La
 def _step_launch(
     dtype: torch.dtype, e: int, m: int, group: int, normalize: bool, decays: bool, direct: bool, device: int | None
 ) -> Launch:
-    shapes = {"E": e, "M": m, "DE": padded(e), **_STEP}
+    block, warps = _STEP[padded(e)]
+    shapes = {"E": e, "M": m, "DE": padded(e), "BM": block, "num_warps": warps}
     return Launch(step_kernel, {**shapes, "GROUP": group, "NORMALIZE": normalize}, direct=direct)

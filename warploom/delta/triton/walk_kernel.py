@@ -161,7 +161,8 @@ def walk_kernel(
             weights = tl.load(weights_ptr + square(chunk, n, C))
             queries = tl.load(numbers + QUERIES * C)
             out = times(dot(q, s_operand, None), s_factor, dtype) * queries[:, None]
-            out += dot(weights, missing.to(dtype), None)
+            # Subtracted: what is added to, Triton would make one accumulator of both products, and give it whole to every warpgroup.
+            out -= dot(weights, (missing * -1.0).to(dtype), None)
             store_chunk(out_ptr, at, seqlen, head, heads_v, t, n, m, out, M, M % BM == 0)
         whole = tl.max(tl.load(numbers + WHOLE * C), 0)
         written, w_factor = operand(missing * writes[:, None], dtype)
