@@ -136,18 +136,15 @@ class Call:
     def ranges(self) -> Ranges:
         """The fewest ranges whose room is no more than the bytes of q, k, v and out; the least room where there are none."""
         allowed = (self.q.numel() + self.k.numel() + 2 * self.v.numel()) * self.q.element_size()
-        found: list[tuple[int, Ranges]] = []
-        for per_sequence in (True, False) if self.cu is None else (False,):
-            chunks = self.chunks if per_sequence else self.slots
-            for wanted in _RANGES:
-                size = -(-chunks // wanted)
-                count = -(-chunks // size)
-                entries, carriers = (size * self.sequences, self.sequences) if per_sequence else (size, 1)
-                cut = Ranges(per_sequence, size, count, entries, carriers)
-                found.append((self.room(cut), cut))
-                if found[-1][0] <= allowed:
-                    return cut
-        return min(found)[1]
+        cuts = [self.cut(per_sequence, n) for per_sequence in ((True, False) if self.cu is None else (False,)) for n in _RANGES]
+        return next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
+
+    def cut(self, per_sequence: bool, wanted: int) -> Ranges:
+        """About so many ranges; those of packed sequences, whose lengths only the device knows, are of slots."""
+        chunks = self.chunks if per_sequence else self.slots
+        size = -(-chunks // wanted)
+        entries, carriers = (size * self.sequences, self.sequences) if per_sequence else (size, 1)
+        return Ranges(per_sequence, size, -(-chunks // size), entries, carriers)
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""

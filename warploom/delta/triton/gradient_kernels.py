@@ -52,9 +52,15 @@ def place_of_entry(entry, shape, size, current, PER_SEQUENCE: tl.constexpr, C: t
     if PER_SEQUENCE:
         at = place_of_slot(entry // size * shape.chunks, shape, C)
         first = (current * size + entry % size) * C
-        return Place(at.sequence, at.batch, at.start, first, at.rows, at.live, at.slot)
     else:
-        return place_of_slot(current * size + entry, shape, C)
+        slot = current * size + entry
+        # The last range may be longer than what is left: packed sequences end in a place of tokens past them, others do not.
+        inside = slot >= 0
+        if shape.cu is None:
+            inside = slot < shape.sequences * shape.chunks
+        at = place_of_slot(tl.where(inside, slot, 0), shape, C)
+        first = tl.where(inside, at.first, -1)
+    return Place(at.sequence, at.batch, at.start, first, at.rows, at.live, at.slot)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
