@@ -16,12 +16,12 @@ from warploom.delta.triton import call as call_module
 from warploom.delta.triton.call import Call, Ranges
 from warploom.delta.triton.config import Config, Launches
 
-# Halves of the dims: several blocks of value columns, and a few chunks more.
+# For chunks of 16 and blocks of 16 value columns.
 MORE: dict[str, dict[str, Any]] = {
     "blocks": {"m": 48, "e": 20, "tokens": 40, "state": True},
-    "half precision": {"dtype": torch.float16, "state": True, "batch": 2, "heads": 4, "m": 40},
-    "lengths": {"batch": 3, "lengths": (70, 17, 0), "state": True, "hidden": float("nan"), "group": 2},
-    "packed": {"tokens": 110, "sequences": (0, 21, 1, 70, 0), "heads": 2, "state": True, "hidden": float("nan")},
+    "half precision": {"dtype": torch.float16, "state": True, "tokens": 50, "batch": 2, "heads": 2, "m": 24},
+    "lengths": {"tokens": 50, "batch": 3, "lengths": (50, 17, 0), "state": True, "hidden": float("nan"), "group": 2},
+    "packed": {"tokens": 80, "sequences": (0, 21, 1, 49, 0), "state": True, "hidden": float("nan")},
     "many short sequences": {"tokens": 60, "sequences": (7, 0, 9, 16, 1, 1, 17), "state": True},
     "one chunk each": {"tokens": 16, "batch": 3, "state": True},
 }
@@ -49,26 +49,36 @@ def cut(monkeypatch: pytest.MonkeyPatch, per_sequence: bool, wanted: int) -> lis
 def test_as_configured(name: str) -> None:
     # Gradients of the final state are given below, and with a state. Of one head of 70 tokens in half precision the decay's
     # gradient has the error of two or three numbers, its chunks', which is above or below the model's by luck.
-    more = {"batch": 4, "heads": 2} if CASES[name].get("dtype") == torch.float16 else {}
+    more = {"batch": 3, "heads": 2} if CASES[name].get("dtype") == torch.float16 else {}
     c = Case(secrets.randbelow(2**31), **{**CASES[name], **more})
     check(c, BACKEND, gradient_of_state=c.state)
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 64])
-@pytest.mark.parametrize("name", ["blocks", "packed"])
+# 32 is the configuration's for fp32.
+@pytest.mark.parametrize(("name", "chunk"), [("blocks", 16), ("blocks", 64), ("packed", 64)])
 def test_chunks(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, chunk)
     check(Case(secrets.randbelow(2**31), **MORE[name]), BACKEND)
 
 
-@pytest.mark.parametrize("wanted", [2, 64])
-@pytest.mark.parametrize("per_sequence", [True, False], ids=["chunks of each sequence", "slots"])
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    ("name", "per_sequence", "wanted"),
+    [
+        ("blocks", True, 2),
+        ("half precision", True, 3),
+        ("lengths", True, 2),
+        ("lengths", False, 64),
+        ("packed", False, 2),
+        ("packed", False, 64),
+        ("many short sequences", False, 3),
+        ("one chunk each", False, 2),
+    ],
+)
 def test_ranges(name: str, per_sequence: bool, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, 16)
     made = cut(monkeypatch, per_sequence, wanted)
     check(Case(secrets.randbelow(2**31), **MORE[name]), BACKEND)
-    assert made[0].count > 1 or (name == "one chunk each" and per_sequence)
+    assert made[0].number > 1
 
 
 def results(call: DeltaCall, dout: torch.Tensor, dstate: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -77,7 +87,7 @@ def results(call: DeltaCall, dout: torch.Tensor, dstate: torch.Tensor | None) ->
 
 def test_ranges_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, 16)
-    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=90, batch=2, state=True).call()
+    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=60, batch=2, state=True).call()
     cut(monkeypatch, True, 1)
     want = results(call, dout, dstate)
     for per_sequence in (True, False):
@@ -114,7 +124,7 @@ def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert got is not None and one is not None and torch.equal(got, one)
 
 
-@pytest.mark.parametrize("starts", [(0, 50, 20, 40), (-3, 10, 99, 40), (40, 0, 40, 40)], ids=str)
+@pytest.mark.parametrize("starts", [(-3, 50, 20, 40), (40, 0, 99, 40)], ids=str)
 def test_bad_starts_reach_nothing_outside(starts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Contents of device tensors are not checked; what lies round the tensors must stay as it is, and out of the results."""
     configure(monkeypatch, 16)
@@ -133,8 +143,8 @@ SHAPES = [(e, m, group) for e, m in ((64, 64), (128, 128), (256, 256), (64, 256)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("e", "m", "group"), SHAPES)
 def test_room_is_no_more_than_the_tensors(e: int, m: int, group: int, dtype: torch.dtype) -> None:
-    """Long sequences, many short ones, and packed ones: a backward pass takes no more beside its results than q, k, v and out."""
-    for batch, tokens, packed in ((1, 32768, 0), (4, 8192, 0), (64, 256, 0), (1, 32768, 4), (1, 32768, 64)):
+    """Of long, short and packed sequences: a backward pass takes no more beside its results than q, k, v and out."""
+    for batch, tokens, packed in ((1, 32768, 0), (4, 8192, 0), (64, 256, 0), (1, 32768, 4), (1, 32768, 16)):
         q = torch.empty(batch, tokens, 16 // group, e, dtype=dtype, device="meta")
         v = torch.empty(batch, tokens, 16, m, dtype=dtype, device="meta")
         beta = torch.empty(batch, tokens, 16, device="meta")

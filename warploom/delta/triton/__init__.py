@@ -1,8 +1,8 @@
 """The gated delta rule on the GPU in Triton: in chunks of matrix products, with deterministic gradients.
 
-What needs no state is prepared for all chunks at once, then each value head's state walks its chunks in slices of value columns
-(Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464, section 3.3). The backward pass walks again from states kept now and
-then, range by range, within the bytes of q, k, v and out.
+What needs no state is prepared for all chunks at once, then each value head's state walks its chunks in slices of value
+columns (Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464, section 3.3). The backward pass walks again from states
+kept now and then, range by range, within the bytes of q, k, v and out.
 """
 
 from __future__ import annotations

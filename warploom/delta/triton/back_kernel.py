@@ -78,9 +78,9 @@ def back_kernel(
 ):
     """BM columns of the gradient of one value head's state through range `current` of `size` chunks, from the end.
 
-    dv is (batch, seqlen, heads_v, M); last and first, unless None, gradients of the last and the initial states; states take dS
-    after each chunk, (chunks, heads_v, E, M), over factors in fp16. carry, None where there is one range, holds dS between ranges:
-    (sequences, heads_v, E, M), or two without sequences, which ranges use by turns, as one may read it and another write.
+    dv is (batch, seqlen, heads_v, M); last and first, unless None, gradients of the last and the initial states; states take
+    dS after each chunk, (chunks, heads_v, E, M), over factors in fp16. carry, None where there is one range, holds dS between
+    ranges: (sequences, heads_v, E, M), or (2, heads_v, E, M) that ranges use by turns, as one may read it and another write.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = (M + BM - 1) // BM

@@ -42,7 +42,7 @@ class Ranges(NamedTuple):
 
     per_sequence: bool  # each holds `size` chunks of every sequence; else `size` slots
     size: int
-    count: int
+    number: int
     entries: int  # chunks of one range
     carriers: int  # sequences that a boundary may cut
 
@@ -152,7 +152,7 @@ class Call:
         size = self.q.element_size()
         prepared = self.slots * (2 * c * c * size + 4 * c * 4)
         kept = cut.entries * (2 * e * m + c * m) * size
-        boundaries = 0 if cut.count == 1 else (cut.count - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * e * m * 4
+        boundaries = 0 if cut.number == 1 else (cut.number - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * e * m * 4
         return self.heads_v * (prepared + kept + boundaries)
 
     def states(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,7 @@
 """What the kernels share: where a program works, loads and stores, decays, operands.
 
-Legend: C tokens of a chunk; E and M, the dims of keys and of values; S, the state (E, M) of a value head, fp32. Chunks have slots,
-those of a sequence one after the other; tokens are counted from the sequence's start.
+Legend: C tokens of a chunk; E and M, the dims of keys and of values; S, the state (E, M) of a value head, fp32. Chunks have
+slots, those of a sequence one after the other; tokens are counted from the sequence's start.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def state_at(index, e, m, E: tl.constexpr, M: tl.constexpr):
 def cumulative(decay):
     """Sums of log decays (C,) up to each, both of their parts: multiples of 2^-10, added without an error, and what is left.
 
-    A decay that is small beside those summed before it would lose its bits in one fp32 number, and with them a difference of sums.
+    A decay that is small beside those summed before it would lose its bits in one fp32 number, and differences of sums theirs.
     """
     decay = tl.maximum(decay, LEAST, propagate_nan=tl.PropagateNan.ALL)
     coarse = tl.floor(decay * 1024.0 + 0.5) * (1.0 / 1024.0)

@@ -8,9 +8,9 @@ In the terms of prepare_kernel.py, with S0 the state before the chunk and dS the
 
 and the gradient of G from the same sums.
 
-Triton 3.6 for Hopper makes wrong code of a product whose left factor is the transpose of another product's result (fla's issues 640
-and 984: their gradients of keys, beta and decay). No result is transposed here: where both a matrix of products and its transpose
-are needed, both are multiplied out of tiles that were loaded, of which shared memory gives either order.
+Triton 3.6 for Hopper makes wrong code of a product whose left factor is the transpose of another product's result (fla's issues
+640 and 984: their gradients of keys, beta and decay). No result is transposed here: where both a matrix of products and its
+transpose are needed, both are multiplied out of tiles that were loaded, of which shared memory gives either order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PLAIN = [
 
 @triton.jit
 def place_of_entry(entry, shape, size, current, PER_SEQUENCE: tl.constexpr, C: tl.constexpr):
-    """The place of chunk number `entry` of range `current` of `size` chunks (walk_kernel.py); its first token may be past all."""
+    """The place of chunk `entry` of range `current` of `size` chunks (walk_kernel.py); its first token may be past all."""
     if PER_SEQUENCE:
         at = place_of_slot(entry // size * shape.chunks, shape, C)
         first = (current * size + entry % size) * C
@@ -119,8 +119,8 @@ def dq_kernel(
 ):
     """dq of one chunk of one key head, summed over its value heads.
 
-    ddecay takes what queries and the states that pass through give to the gradient of G, for dk_kernel. Where no token of the chunk counts, all gradients are
-    written here, zeros.
+    ddecay takes what queries and the states that pass through give to the gradient of G, for dk_kernel. Where no token of the
+    chunk counts, all gradients are written here, zeros.
     """
     pid = tl.program_id(0)
     head = pid % heads
@@ -138,7 +138,8 @@ def dq_kernel(
         for g in range(GROUP):
             head_v = head * GROUP + g
             written = at.first + n < at.rows
-            tl.store(token_rows(dbeta_ptr, at, seqlen, head_v, heads * GROUP, at.first, n), tl.zeros([C], tl.float32), mask=written)
+            to = token_rows(dbeta_ptr, at, seqlen, head_v, heads * GROUP, at.first, n)
+            tl.store(to, tl.zeros([C], tl.float32), mask=written)
             if ddecay_ptr is not None:
                 to = token_rows(ddecay_ptr, at, seqlen, head_v, heads * GROUP, at.first, n)
                 tl.store(to, tl.zeros([C], tl.float32), mask=written)
@@ -197,7 +198,7 @@ def dq_kernel(
         inner *= between(coarse, fine) * (beta * norm_k * -scale)[None, :]
         inner, factor = operand(tl.where(n[:, None] >= n[None, :], inner, 0.0), dtype)
         dq += read
-        # Subtracted: what is added to, Triton would make one accumulator of both products, and give it whole to every warpgroup.
+        # Subtracted: of a sum Triton would make one accumulator of both products, whole in every warpgroup.
         dq -= times(dot(inner, k, None), factor, dtype)
     if NORMALIZE:
         dq = norm_q[:, None] * (dq - wide_q * (norm_q * norm_q * tl.sum(wide_q * dq, 1))[:, None])
@@ -306,7 +307,7 @@ def dk_kernel(
                 read = dot(dv, tl.trans(state), read)
                 wrote = dot(missing, tl.trans(dstate), wrote)
         whole_coarse, whole_fine = last_of(coarse, n, C), last_of(fine, n, C)
-        # Queries and keys are loaded again wherever they are used: kept through a loop, they would take what registers there are.
+        # Queries and keys are loaded again where they are used: kept through a loop, they would take the registers it needs.
         k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
         wide_k = k.to(tl.float32)
         read *= exp(coarse + fine)[:, None]
@@ -342,7 +343,8 @@ def dk_kernel(
             within = tl.sum(share, 0) - tl.sum(share, 1)
             to = token_rows(ddecay_ptr, at, seqlen, head_v, heads_v, at.first, n)
             own = tl.load(to, mask=counts, other=0.0)
-            # A token's decay stands between all before it and all from it on: pairs across it, states read after, written before.
+            # A token's decay stands between all before it and all from it on: pairs across it, what was written before it,
+            # and what is read after it.
             from_here = n[:, None] <= n[None, :]
             ddecay = tl.sum(tl.where(from_here, (own - read_sum + within)[None, :], (wrote_sum * beta)[None, :]), 1)
             tl.store(to, tl.where((decay == float("-inf")) | (counts == 0), 0.0, ddecay), mask=at.first + n < at.rows)

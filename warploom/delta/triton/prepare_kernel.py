@@ -18,8 +18,8 @@ import triton.language as tl
 from warploom.delta.triton.device import (
     Shape,
     Source,
-    cumulative,
     between,
+    cumulative,
     head_base,
     last_of,
     load_chunk,
@@ -34,7 +34,8 @@ from warploom.kernels.triton.numerics import dot, exp
 READS, QUERIES, WRITES, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 _PLAIN = [
-    "lengths_ptr", "cu_ptr", "beta_ptr", "decay_ptr", "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
+    "lengths_ptr", "cu_ptr", "beta_ptr", "decay_ptr",
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
     "stride_bb", "stride_bs", "stride_bh", "stride_db", "stride_ds", "stride_dh", "sequences", "seqlen", "chunks", "heads_v",
 ]  # fmt: skip
 

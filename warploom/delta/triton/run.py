@@ -66,13 +66,13 @@ def backward(
     first = call.states(call.sequences) if c.state is not None else None
     dlast = None if dstate is None else dstate.contiguous()
     kept = _kept(call, cut)
-    resume = call.states((cut.count - 1) * cut.carriers) if cut.count > 1 else None
-    carry = call.states(cut.carriers if cut.per_sequence else 2) if cut.count > 1 else None
+    resume = call.states((cut.number - 1) * cut.carriers) if cut.number > 1 else None
+    carry = call.states(cut.carriers if cut.per_sequence else 2) if cut.number > 1 else None
     with on_device(call.q):
         prepared = _prepared(call)
-        for current in reversed(range(cut.count)):
+        for current in reversed(range(cut.number)):
             # The last range is reached through all others, whose states stay.
-            begin = 0 if current == cut.count - 1 else current
+            begin = 0 if current == cut.number - 1 else current
             _walk(call, prepared, cut, begin, current, resume=resume, kept=kept)
             _back(call, prepared, cut, current, dv, dlast, first, carry, kept)
             _gradients(call, cut, current, (dq, dk, dv, dbeta, ddecay), kept)
@@ -103,10 +103,8 @@ def step(args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
 def _prepared(call: Call) -> Prepared:
     c, count = call.config.chunk, call.slots
     shape = (count, call.heads_v, c, c)
-    found = Prepared(
-        *(torch.empty(shape, dtype=call.variant.dtype, device=call.q.device) for _ in range(2)),
-        torch.empty((count, call.heads_v, 4, c), dtype=torch.float32, device=call.q.device),
-    )
+    lower, weights = (torch.empty(shape, dtype=call.variant.dtype, device=call.q.device) for _ in range(2))
+    found = Prepared(lower, weights, torch.empty((count, call.heads_v, 4, c), dtype=torch.float32, device=call.q.device))
     strides = [s for name in ("q", "k", "beta", "decay") for s in call.strides[name]]
     _prepare_launch(call.variant, call.config)(
         (count * call.heads_v, 1),

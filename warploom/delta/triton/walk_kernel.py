@@ -1,7 +1,8 @@
-"""The forward walk: chunk after chunk of a value head with a slice of its state in registers (prepare_kernel.py has the equations).
+"""The forward walk: chunk after chunk of a value head with a slice of its state in registers.
 
-In a forward pass it writes out and the last state. In a backward pass it leaves, of a range of chunks, what gradients need: Y and
-the states before each chunk; and the state before each later range, from which that range is walked again.
+prepare_kernel.py has the equations. In a forward pass it writes out and the last state. In a backward pass it leaves, of a
+range of chunks, what gradients need: Y and the states before each chunk; and the state before each later range, from which
+that range is walked again.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def walk_kernel(
 ):
     """BM columns of the state of one value head of one sequence through ranges `begin` to `end` of `size` chunks.
 
-    lower, weights and rows are prepare_kernel's. Unless None: out, (batch, seqlen, heads_v, M); state and last, the states before
-    and after the sequence; resume, the states before ranges 1 and on, (ranges - 1, sequences or 1, heads_v, E, M) fp32; and of range
-    `end` states, (chunks, heads_v, E, M), over factors in fp16, and missing, Y (chunks, heads_v, C, M). Blocks of one head are
-    neighbours: they share q and k.
+    lower, weights and rows are prepare_kernel's. Unless None: out, (batch, seqlen, heads_v, M); state and last, the states
+    before and after the sequence; resume, the states before ranges 1 and on, (ranges - 1, sequences or 1, heads_v, E, M) fp32;
+    and of range `end` states, (chunks, heads_v, E, M), over factors in fp16, and missing, Y (chunks, heads_v, C, M). Blocks of
+    one head are neighbours: they share q and k.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = (M + BM - 1) // BM
@@ -137,7 +138,7 @@ def walk_kernel(
         s_operand, s_factor = operand(s, dtype)
         if states_ptr is not None:
             place = origin + c
-            if resume_ptr is not None:
+            if resume_ptr is not None:  # noqa: SIM102 (what is None is known when compiling)
                 if (place > begin * size) & (place % size == 0) & (c > start):
                     resumed = ((place // size - 1).to(tl.int64) * carriers + carrier) * heads_v + head
                     offsets, inside = state_at(resumed, e, m, E, M)
@@ -152,7 +153,7 @@ def walk_kernel(
                     tl.store(factors_ptr + (local * heads_v + head) * blocks + block, s_factor)
         found = v.to(tl.float32) - times(dot(k, s_operand, None), s_factor, dtype) * reads[:, None]
         missing = found + dot(lower, found.to(dtype), None)
-        if states_ptr is not None:
+        if states_ptr is not None:  # noqa: SIM102
             if place >= end * size:
                 to = missing_ptr + (local * heads_v + head) * (C * M) + (n[:, None] * M + m[None, :])
                 tl.store(to, missing.to(dtype), mask=(m < M)[None, :] & (n < C)[:, None])
@@ -161,7 +162,7 @@ def walk_kernel(
             weights = tl.load(weights_ptr + square(chunk, n, C))
             queries = tl.load(numbers + QUERIES * C)
             out = times(dot(q, s_operand, None), s_factor, dtype) * queries[:, None]
-            # Subtracted: what is added to, Triton would make one accumulator of both products, and give it whole to every warpgroup.
+            # Subtracted: of a sum Triton would make one accumulator of both products, whole in every warpgroup.
             out -= dot(weights, (missing * -1.0).to(dtype), None)
             store_chunk(out_ptr, at, seqlen, head, heads_v, t, n, m, out, M, M % BM == 0)
         whole = tl.max(tl.load(numbers + WHOLE * C), 0)
