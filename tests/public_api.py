@@ -25,7 +25,7 @@ from warploom.linear import feature_maps
 FILE = Path(__file__).with_name("public_api.txt")
 # What a module without __all__ makes public.
 NAMES = {
-    nn: ("CausalLinearAttention", "LinearAttention"),
+    nn: ("CausalLinearAttention", "GatedDeltaNet", "GatedDeltaState", "LinearAttention"),
     feature_maps: ("RandomFeatures",),
     collators: ("BoundsCollator", "cu_seqlens_bounds", "padding_bounds", "position_ids_bounds"),
     flash_attn: tuple(name for name in vars(flash_attn) if name.startswith("flash_attn_")),

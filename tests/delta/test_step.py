@@ -117,5 +117,10 @@ def test_a_gradient_and_a_forward_derivative_in_place_are_refused() -> None:
     with torch.no_grad():
         gated_delta_step(**token(given, 0), state=given["state"], inplace=True)
     free = detached(given)
+    row = free["v"][:, 0]
+
+    def out(v: torch.Tensor) -> torch.Tensor:
+        return gated_delta_step(**{**token(free, 0), "v": v}, state=free["state"])[0]
+
     with pytest.raises(NotImplementedError, match=r"forward-mode AD through warploom\.gated_delta_rule"):
-        torch.func.jvp(lambda v: gated_delta_step(**{**token(free, 0), "v": v}, state=free["state"])[0], (free["v"][:, 0],), (free["v"][:, 0],))
+        torch.func.jvp(out, (row,), (row,))

@@ -32,7 +32,7 @@ def delta_call(
     packed = cu_seqlens is not None and isinstance(q, Tensor) and q.ndim == 3
     _check_tensors(q, k, v, 3 if packed else 4, "(total_tokens, heads, ·)" if packed else "(batch, seqlen, heads, ·)")
     normalize_qk = arguments.flag("normalize_qk", normalize_qk)
-    scale, eps = numbers(scale, eps, normalize_qk, q.shape[-1])
+    scale, eps = numbers(scale, eps, q.shape[-1])
     dtype = torch.promote_types(q.dtype, torch.float32)
     shape = "(total_tokens, heads_v)" if packed else "(batch, seqlen, heads_v)"
     beta = _of_tokens("beta", beta, v, dtype, shape)
@@ -41,7 +41,7 @@ def delta_call(
         q, k, v, beta = (t.unsqueeze(0) for t in (q, k, v, beta))
         decay = None if decay is None else decay.unsqueeze(0)
     lengths, cu_seqlens = arguments.int32("lengths", lengths, 1, q), arguments.int32("cu_seqlens", cu_seqlens, 1, q)
-    _check_packing(q, lengths, cu_seqlens)
+    check_packing("q", q, lengths, cu_seqlens)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = checked_state(state, (sequences, v.shape[2], q.shape[3], v.shape[3]), q)
     _check_decay(decay, lengths, cu_seqlens)
@@ -69,14 +69,11 @@ def step_call(
     if isinstance(q, Tensor) and q.ndim not in (3, 4):
         raise ValueError(f"q must have 3 dimensions (batch, heads_qk, E) or 4 (batch, 1, heads_qk, E), got {tuple(q.shape)}")
     if isinstance(q, Tensor) and q.ndim == 3:
-        given = {"q": (q, 3), "k": (k, 3), "v": (v, 3), "beta": (beta, 2), "decay": (decay, 2)}
-        for name, (t, rank) in given.items():
-            if name == "decay" and t is None:
-                continue
-            if not isinstance(t, Tensor) or t.ndim != rank:
-                got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
-                words = "(batch, heads, ·)" if rank == 3 else "(batch, heads_v)"
-                raise ValueError(f"{name} must have {rank} dimensions {words} beside q of 3, got {got}")
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta, **({} if decay is None else {"decay": decay})}
+        for name, t in given.items():
+            rank, words = (3, "(batch, heads, ·)") if name in "qkv" else (2, "(batch, heads_v)")
+            if arguments.strided(name, t).ndim != rank:
+                raise ValueError(f"{name} must have {rank} dimensions {words} beside q of 3, got {tuple(t.shape)}")
         q, k, v, beta = (t.unsqueeze(1) for t in (q, k, v, beta))
         decay = None if decay is None else decay.unsqueeze(1)
     call = delta_call(
@@ -96,11 +93,11 @@ def step_call(
     return call
 
 
-def numbers(scale: Any, eps: Any, normalize_qk: bool, dim: int) -> tuple[float, float]:
+def numbers(scale: Any, eps: Any, dim: int) -> tuple[float, float]:
     """scale and eps as floats within their ranges; a scale of None is 1/√E."""
     scale, eps = 1.0 / math.sqrt(dim) if scale is None else arguments.number("scale", scale), arguments.number("eps", eps)
     finite("scale", scale)
-    if normalize_qk and not 0 < eps < math.inf:
+    if not 0 < eps < math.inf:
         raise ValueError(f"eps must be a positive finite number, lest a query or key of zeros is divided by 0, got {eps}")
     return float(scale), float(eps)
 
@@ -157,16 +154,17 @@ def _of_tokens(name: str, value: Any, v: Tensor, dtype: torch.dtype, words: str)
     return found.to(dtype)
 
 
-def _check_packing(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_packing(name: str, q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """lengths or cu_seqlens, and what may be read of them, beside a tensor ``name`` (batch, seqlen, …)."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens together are not supported: packed sequences have no padding")
     if lengths is not None and lengths.shape[0] != q.shape[0]:
-        raise ValueError(f"lengths has {lengths.shape[0]} entries but q has batch {q.shape[0]}")
+        raise ValueError(f"lengths has {lengths.shape[0]} entries but {name} has batch {q.shape[0]}")
     if cu_seqlens is not None:
         if cu_seqlens.shape[0] < 1:
             raise ValueError("cu_seqlens must have sequences + 1 entries, got none")
         if q.shape[0] != 1:
-            raise ValueError(f"with cu_seqlens q is (total_tokens, heads, E) or has batch 1, got shape {tuple(q.shape)}")
+            raise ValueError(f"with cu_seqlens {name} is (total_tokens, …) or has batch 1, got shape {tuple(q.shape)}")
     if not arguments.readable(q):
         return
     if lengths is not None and lengths.numel():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,17 +46,19 @@ class Part:
         own_q, own_k = (t[self.rows, self.tokens, self.heads] for t in (q, k))
         return Gradients(own_q, own_k, self.cut(v), self.cut(beta), None if decay is None else self.cut(decay))
 
-    def blocks(self) -> list[Block]:
-        """Up to the last token that counts."""
+    @cached_property
+    def stop(self) -> int:
+        """Where the last token that counts ends."""
         stop = self.call.q.shape[1]
-        if self.call.lengths is not None:
-            stop = min(stop, max(0, *self.call.lengths.tolist()))
-        return [Block(self.call, CHUNK, at, min(at + TOKENS, stop)) for at in range(0, stop, TOKENS)]
+        return stop if self.call.lengths is None else min(stop, max(0, *self.call.lengths.tolist()))
 
-    def finish(self, t: Tensor) -> None:
-        """Make what lies behind the last block 0."""
-        blocks = self.blocks()
-        t[:, blocks[-1].stop if blocks else 0 :] = 0.0
+    def starts(self) -> range:
+        """Of its blocks."""
+        return range(0, self.stop, TOKENS)
+
+    def block(self, start: int) -> Block:
+        """A new one: the tiles that it forms are freed with it."""
+        return Block(self.call, CHUNK, start, min(start + TOKENS, self.stop))
 
 
 def _parts(call: DeltaCall) -> Iterator[Part]:
@@ -111,10 +114,11 @@ class Cpu(DeltaBackend):
         for part in _parts(call):
             held, rows, end = states[part.states, part.heads_v], part.cut(out), part.tokens.stop
             state = held.flatten(0, 1)
-            for block in part.blocks():
-                state = block.walk(state, rows)
-            part.finish(rows)
-            held.copy_(state.view(held.shape))
+            for start in part.starts():
+                state = part.block(start).walk(state, rows)
+            rows[:, part.stop :] = 0.0
+            if part.stop:
+                held.copy_(state.view(held.shape))
         if call.cu_seqlens is not None:
             out[:, end:] = 0.0
         return out, states if return_state else None
@@ -131,19 +135,19 @@ class Cpu(DeltaBackend):
             end = part.tokens.stop
             into = part.gradients(dq, dk, dv, dbeta, ddecay)
             state = states[part.states, part.heads_v].flatten(0, 1)
-            blocks, before = part.blocks(), []
-            for block in blocks:
+            before = []
+            for start in part.starts():
                 before.append(state)
-                state = block.walk(state)
+                state = part.block(start).walk(state)
             held, rows = dstates[part.states, part.heads_v], part.cut(dout)
             gradient = held.flatten(0, 1)
-            while blocks:
-                # What a block holds is freed with it.
-                gradient = _fresh(blocks.pop()).backward(before.pop(), gradient, rows, into)
-            held.copy_(gradient.view(held.shape))
+            for start in reversed(part.starts()):
+                gradient = part.block(start).backward(before.pop(), gradient, rows, into)
+            if part.stop:
+                held.copy_(gradient.view(held.shape))
             for t in into:
                 if t is not None:
-                    part.finish(t)
+                    t[:, part.stop :] = 0.0
         if call.cu_seqlens is not None:
             for t in (dq, dk, dv, dbeta, *([] if ddecay is None else [ddecay])):
                 t[:, end:] = 0.0
@@ -160,11 +164,6 @@ class Cpu(DeltaBackend):
         written = beta[:, :, None, None] * (v.to(wide).unsqueeze(2) - k @ held)
         new = torch.addcmul(held, k.mT, written) if into is None else torch.addcmul(held, k.mT, written, out=into)
         return (q @ new).squeeze(2).to(v.dtype), new
-
-
-def _fresh(block: Block) -> Block:
-    """The same block without the tiles that it has formed."""
-    return dataclasses.replace(block)
 
 
 BACKEND = Cpu()

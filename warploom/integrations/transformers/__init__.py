@@ -7,6 +7,8 @@ model = AutoModel.from_pretrained(name, attn_implementation="warploom")
 
 from __future__ import annotations
 
+from .delta import use_gated_delta_rule
+
 RESERVED = ("eager", "sdpa", "flex_attention")
 OLDEST = (5, 4)  # passes `python -m tests.integrations.sweep --core`; 5.3 calls mask functions with other arguments
 
@@ -65,4 +67,4 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-__all__ = ["register"]
+__all__ = ["register", "use_gated_delta_rule"]
