@@ -19,11 +19,12 @@ from warploom.delta.triton.config import Config, Launches
 # For chunks of 16 and blocks of 16 value columns.
 MORE: dict[str, dict[str, Any]] = {
     "blocks": {"m": 48, "e": 20, "tokens": 40, "state": True},
-    "half precision": {"dtype": torch.float16, "state": True, "tokens": 50, "batch": 2, "heads": 2, "m": 24},
+    "half precision": {"dtype": torch.float16, "state": True, "tokens": 48, "heads": 3, "m": 24},
     "lengths": {"tokens": 50, "batch": 3, "lengths": (50, 17, 0), "state": True, "hidden": float("nan"), "group": 2},
     "packed": {"tokens": 80, "sequences": (0, 21, 1, 49, 0), "state": True, "hidden": float("nan")},
     "many short sequences": {"tokens": 60, "sequences": (7, 0, 9, 16, 1, 1, 17), "state": True},
     "one chunk each": {"tokens": 16, "batch": 3, "state": True},
+    "dims past 128": {"tokens": 20, "e": 136, "m": 24, "state": True},
 }
 
 
@@ -54,8 +55,8 @@ def test_as_configured(name: str) -> None:
     check(c, BACKEND, gradient_of_state=c.state)
 
 
-# 32 is the configuration's for fp32.
-@pytest.mark.parametrize(("name", "chunk"), [("blocks", 16), ("blocks", 64), ("packed", 64)])
+# 32 is the configuration's for fp32 and few dims.
+@pytest.mark.parametrize(("name", "chunk"), [("blocks", 64), ("packed", 64), ("dims past 128", 16)])
 def test_chunks(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, chunk)
     check(Case(secrets.randbelow(2**31), **MORE[name]), BACKEND)
@@ -87,7 +88,7 @@ def results(call: DeltaCall, dout: torch.Tensor, dstate: torch.Tensor | None) ->
 
 def test_ranges_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, 16)
-    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=60, batch=2, state=True).call()
+    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=40, batch=2, state=True).call()
     cut(monkeypatch, True, 1)
     want = results(call, dout, dstate)
     for per_sequence in (True, False):
@@ -121,6 +122,22 @@ def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
         state=state,
     )
     for got, one in zip(results(odd, dout.transpose(1, 2).contiguous().transpose(1, 2), dstate), want, strict=True):
+        assert got is not None and one is not None and torch.equal(got, one)
+
+
+def test_offsets_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tokens have that are far apart."""
+    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=20, state=True).call()
+    want = results(call, dout, dstate)
+    narrow = Call.of
+
+    def wide(c: DeltaCall, dout: torch.Tensor | None = None) -> Call:
+        found = narrow(c, dout)
+        assert not found.variant.wide
+        return replace(found, variant=found.variant._replace(wide=True))
+
+    monkeypatch.setattr(Call, "of", wide)
+    for got, one in zip(results(call, dout, dstate), want, strict=True):
         assert got is not None and one is not None and torch.equal(got, one)
 
 
