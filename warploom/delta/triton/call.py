@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.delta.triton.config import Config, config
+from warploom.runtime.device import capability
 from warploom.runtime.qkv import last_contiguous
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Call:
         aligned = all(t.data_ptr() % 16 == 0 for t in given.values())
         small = q.shape[1] < _WHOLE and all(abs(s) < 2**31 for group in strides.values() for s in group)
         e, m, seqlen = q.shape[3], v.shape[3], q.shape[1]
-        tiling = config(v.dtype, e, m)
+        tiling = config(v.dtype, e, m, capability(q.device))
         chunks = -(-seqlen // tiling.chunk)
         return cls(
             q=q,

@@ -32,12 +32,15 @@ class Config:
 
 
 @cache
-def config(dtype: torch.dtype, e: int, m: int) -> Config:
-    """The variant for a dtype and the dims of keys and values."""
+def config(dtype: torch.dtype, e: int, m: int, capability: int) -> Config:
+    """The variant for a dtype, the dims of keys and values, and a compute capability (90 for Hopper)."""
     if dtype == torch.float32:
         # Operands are three TF32 products through registers: at 128 dims chunks of 32 spill 0.6 to 2 KB a thread, of 16 0.4.
         chunk = 32 if max(e, m) <= 64 else 16
         return Config(chunk, 32, Launches(8), Launches(4), Launches(4), Launches(8), Launches(8))
+    if not 90 <= capability < 120:
+        # 99 KiB of shared memory a block (sm_86, sm_89, sm_120).
+        return Config(32 if e <= 128 else 16, 32, Launches(4), Launches(4), Launches(4), Launches(8), Launches(8))
     if e > 128:
         # dk of 256 dims spills 9 KB a thread with eight warps, 1.6 KB with sixteen.
         return Config(32, 64, Launches(4), Launches(8), Launches(8), Launches(8), Launches(16))
