@@ -46,7 +46,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, per_sequence: bool, wanted: int) -> lis
     return made
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("dtype") != torch.bfloat16])
+# Not bf16, which the interpreter does not multiply; packed sequences are below.
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.get("dtype") != torch.bfloat16 and n != "packed"])
 def test_as_configured(name: str) -> None:
     # Gradients of the final state are given below, and with a state. Of one head of 70 tokens in half precision the decay's
     # gradient has the error of two or three numbers, its chunks', which is above or below the model's by luck.
@@ -108,7 +109,7 @@ def test_state_or_not_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices, transposed and expanded tensors, a last dimension that is not contiguous."""
     configure(monkeypatch, 16)
-    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=20, heads=2, batch=2, state=True).call()
+    call, dout, dstate = Case(secrets.randbelow(2**31), tokens=12, heads=2, batch=2, state=True).call()
     assert call.state is not None and call.decay is not None
     k, state = call.k[:1].expand_as(call.k), call.state[:1].expand_as(call.state)
     want = results(replace(call, k=k.clone(), state=state.clone()), dout, dstate)
