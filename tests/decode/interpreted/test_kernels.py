@@ -123,12 +123,12 @@ def test_bits_of_a_tree_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPa
         assert torch.equal(a[0], b[0]), seed
 
 
-@pytest.mark.parametrize("page_size,window", [(None, (9, -1)), (16, (2, 0)), (64, (39, 0)), (None, (None, -2)), (1, (66, -3))])
+@pytest.mark.parametrize("page_size,window", [(None, (9, -1)), (64, (2, 0)), (16, (63, 0)), (1, (None, -2))])
 def test_a_window_shows_a_tree_what_plain_decode_of_a_path_sees(
     page_size: int | None, window: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shrink(monkeypatch)
-    check_paths(random_trees(page_size, window), "triton")
+    check_paths(replace(random_trees(page_size, window), heads_q=1), "triton")
 
 
 def test_a_window_that_keeps_no_key_reads_none() -> None:
