@@ -140,6 +140,7 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
 
 DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
 TREES = ("decode, tree", "paged decode, tree")
+TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
 FP8 = ("decode, fp8", "paged decode, fp8", "decode, queries, fp8")
 
 
@@ -151,7 +152,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, or decode: one of DECODE, TREES or FP8
+    feature: str  # of FEATURES, or decode: one of DECODE, TREES, TREE_WINDOWS or FP8
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -174,6 +175,7 @@ def cases() -> list[Case]:
     found += [Case(90, "fp32", *dims, f) for dims in ((160, 48), (16, 64)) for f in ("decode, queries", "causal")]
     found += [Case(90, t, d, d, f) for t, d in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)) for f in TREES]
     found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in FP8]
+    found += [Case(90, "bf16", d, d, f) for d in (128, 256) for f in TREE_WINDOWS]
     return found
 
 
@@ -217,7 +219,8 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
     lengths = torch.zeros(batch, dtype=torch.int32)
     tree = torch.full((1, queries), -1, dtype=torch.int32) if "tree" in case.feature else None
     scale = torch.ones(k.shape[:3]) if "fp8" in case.feature else None
-    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, scale, scale, None, 0, 0.1, 0.0, "triton"))
+    left = 4096 if "window" in case.feature else None
+    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, scale, scale, left, 0, 0.1, 0.0, "triton"))
 
 
 @contextmanager

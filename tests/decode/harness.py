@@ -119,13 +119,17 @@ def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
             **case.keywords,
         )
         window = case.keywords.get("window", (None, None))
-        distance = len(k) - case.queries + torch.arange(case.queries)[:, None] - torch.arange(len(k))
+        place, own = torch.arange(len(k)), min(case.queries, len(k))
+        token, kin = len(k) - case.queries + torch.arange(case.queries), case.kin(b)
+        if kin is not None:
+            token = len(k) - case.queries + kin.sum(1) - 1
+            place[len(k) - own :] = token[case.queries - own :]
+        distance = token[:, None] - place
         seen = distance >= (0 if window[1] is None else max(0, -window[1]))
         if window[0] is not None:
             seen &= distance <= window[0]
-        out, lse, kin = out[0], lse[0], case.kin(b)
+        out, lse = out[0], lse[0]
         if kin is not None:
-            own = min(case.queries, len(k))
             seen[:, len(k) - own :] &= kin[:, case.queries - own :]
             out, lse = _dense(case, q, k, v, seen.to(q.device), sink)
         low_out, low_lse = _model(case, q, k, v, seen.to(q.device), sink)

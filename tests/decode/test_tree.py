@@ -11,6 +11,7 @@ import torch
 
 from tests.decode.cases import BROAD, DEEP
 from tests.decode.harness import Case, run
+from tests.decode.paths import WINDOWS, check_paths, random_trees
 from warploom import KVCache, PagedKVCache, decode
 
 BACKENDS = ["reference", "cpu"]
@@ -33,6 +34,13 @@ def test_a_token_gets_what_plain_decode_of_its_path_gives(backend: str) -> None:
             want, want_lse = decode(c.q()[b : b + 1, t : t + 1], alone, return_lse=True, backend="reference")
             assert torch.allclose(out[b, t], want[0, 0], rtol=1e-5, atol=1e-6), (c, b, t)
             assert torch.allclose(lse[b, :, t], want_lse[0, :, 0], rtol=1e-5, atol=1e-6), (c, b, t)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_shows_what_plain_decode_of_a_path_sees(backend: str, page_size: int | None) -> None:
+    for window in WINDOWS:
+        check_paths(random_trees(page_size, window), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

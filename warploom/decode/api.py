@@ -74,8 +74,8 @@ def decode(
         backend: run this implementation or raise its refusal; default: the first that does not refuse.
         tree: int32 (batch or 1, T) parents of the T tokens, drafts of a speculative decoder: token t comes after token
             tree[b, t] < t, a root (-1) after the cache's last key before them. A token then sees the keys before the T, its
-            ancestors and itself. Any order of the tokens in which parents come first will do. Positions stay those of the
-            cache, and a window counts them so.
+            ancestors and itself. Any order of the tokens in which parents come first will do. A token, and its key, then sit
+            at p = length - T + depth, the number of its ancestors: a window shows it what plain decode of its path would.
 
     Returns:
         out (batch, T, heads_q, head_dim_v) in q's dtype, or (out, lse).

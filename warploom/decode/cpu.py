@@ -9,7 +9,7 @@ from warploom.decode.backend import DecodeBackend
 from warploom.decode.gather import keys_and_values
 from warploom.decode.merge import merge
 from warploom.decode.problem import DecodeArgs, DecodeProblem
-from warploom.decode.tree import kinship, sees_keys
+from warploom.decode.tree import distances, kinship, sees_keys
 
 # Keys of a split: its fp32 copies of K and V and its scores stay within a core's L2 for usual head dims.
 SPLIT = 512
@@ -20,7 +20,6 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Out (heads_kv, group · T, head_dim_v) and lse of one sequence; ``rooms`` hold a split's keys and values, kin its tree."""
     queries, length = args.q.shape[1], k.shape[0]
-    position = torch.arange(length - queries, length).repeat(rows.shape[1] // queries)[:, None]
     first = 0 if args.left is None else max(length - queries - args.left, 0)
     outs, lses = [], []
     for begin in range(first, length + args.right, SPLIT):
@@ -30,13 +29,13 @@ def _attend(
         if args.softcap:
             scores = args.softcap * torch.tanh(scores / args.softcap)
         if queries > 1:
-            distance = position - torch.arange(begin, end)
+            distance = distances(kin, queries, begin, end, length, rows.device)
             hidden = distance < -args.right
             if args.left is not None:
                 hidden = hidden | (distance > args.left)
             if kin is not None:
-                hidden = hidden | ~sees_keys(kin, begin, end, length).repeat(rows.shape[1] // queries, 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
+                hidden = hidden | ~sees_keys(kin, begin, end, length)
+            scores = scores.masked_fill(hidden.repeat(rows.shape[1] // queries, 1), float("-inf"))
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
         total = weights.sum(-1, keepdim=True)

@@ -15,8 +15,9 @@ class DecodeArgs(NamedTuple):
     ``k`` and ``v`` are (batch, capacity, heads_kv, ·), or pages (pages, page_size, heads_kv, ·) with ``block_table``
     int32 (batch, pages_per_sequence). Query t of T sits at p = length - T + t and sees key j when
     -right <= p - j <= left; left None is unlimited, right is never positive (decode is causal). ``tree``, int32 (batch|1, T),
-    hides of the last T keys what is no ancestor of the query's. ``k`` and ``v`` of float8_e4m3fn have scales, float32
-    (1,), (heads_kv,) or a token and head as k; q is rotated as they are.
+    hides of the last T keys what is no ancestor of the query's, and puts queries and keys of the T tokens at
+    length - T + depth, the number of their ancestors. ``k`` and ``v`` of float8_e4m3fn have scales, float32 (1,),
+    (heads_kv,) or a token and head as k; q is rotated as they are.
     """
 
     q: Tensor
@@ -40,6 +41,11 @@ class DecodeArgs(NamedTuple):
         if self.block_table is None:
             return self.k.shape[1]
         return self.block_table.shape[1] * self.k.shape[1]
+
+    @property
+    def windowed(self) -> bool:
+        """Whether distances decide which keys before its own a query sees."""
+        return self.left is not None or self.right < 0
 
 
 class AppendArgs(NamedTuple):

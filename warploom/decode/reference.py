@@ -8,14 +8,14 @@ from torch import Tensor
 from warploom.decode.backend import DecodeBackend
 from warploom.decode.gather import keys_and_values
 from warploom.decode.problem import DecodeArgs, DecodeProblem
-from warploom.decode.tree import kinship, sees_keys
+from warploom.decode.tree import distances, kinship, sees_keys
 
 
 def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor, kin: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of one sequence from its keys and values; kin (T, T) of its tree."""
     queries, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    distance = torch.arange(length - queries, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    distance = distances(kin, queries, 0, length, length, q.device)
     seen = distance >= -args.right
     if args.left is not None:
         seen = seen & (distance <= args.left)

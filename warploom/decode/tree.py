@@ -24,6 +24,20 @@ def kinship(parents: Tensor) -> Tensor:
     return kin[:, :, :count]
 
 
+def distances(kin: Tensor | None, queries: int, begin: int, end: int, length: int, device: torch.device) -> Tensor:
+    """Integers (T, end - begin): how far in a text each of the T tokens lies behind a sequence's keys begin to end.
+
+    A token and its key stand at length - T + depth, the number of the token's ancestors by kin (T, T), its sequence's tree;
+    without a tree (None) each has all tokens before it as ancestors. A key before the T stands at its index.
+    """
+    depth = torch.arange(queries, device=device) if kin is None else kin.sum(1) - 1
+    place = torch.arange(begin, end, device=device)
+    nth = place - (length - queries)
+    if kin is not None:
+        place = torch.where(nth < 0, place, length - queries + depth[nth.clamp(0, queries - 1)])
+    return length - queries + depth[:, None] - place
+
+
 def sees_keys(kin: Tensor, begin: int, end: int, length: int) -> Tensor:
     """Bool (T, end - begin): which of a sequence's keys begin to end the tree of one sequence, kin (T, T), shows its tokens.
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.decode.cases import BROAD, CASES, DEEP, case
 from tests.decode.harness import Case, check, run
+from tests.decode.paths import check_paths, random_trees
 from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
@@ -100,13 +101,15 @@ def test_bad_contents_stay_in_bounds() -> None:
     assert lse[0].isfinite().all() and (lse[1] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("left", [None, 20])
 @pytest.mark.parametrize("tree", [[[6, 5, 4, 3, 2, 1, 0]], [[0, 1, 2, 3, 4, 5, 6]], [[2**31 - 1, -(2**31), 0, 99, 1, 2, 5]]])
-def test_bad_trees_stay_in_bounds(tree: list[list[int]]) -> None:
+def test_bad_trees_stay_in_bounds(tree: list[list[int]], left: int | None) -> None:
     """A parent that is no earlier token makes a root."""
     c = Case(secrets.randbelow(2**31), [70, 5], queries=7, heads_q=1, heads_kv=1)
-    out, lse = launch.forward(_args(c.q(), c.cache())._replace(tree=torch.tensor(tree, dtype=torch.int32)))
+    out, lse = launch.forward(_args(c.q(), c.cache())._replace(tree=torch.tensor(tree, dtype=torch.int32), left=left))
     rooted = [parent if 0 <= parent < t else -1 for t, parent in enumerate(tree[0])]
-    want = decode(c.q(), c.cache(), return_lse=True, backend="reference", tree=torch.tensor([rooted]))
+    options = {"tree": torch.tensor([rooted]), "window": (left, 0)}
+    want = decode(c.q(), c.cache(), return_lse=True, backend="reference", **options)
     assert torch.allclose(out, want[0], rtol=1e-5, atol=1e-6) and torch.allclose(lse, want[1], rtol=1e-5, atol=1e-6), c
 
 
@@ -118,6 +121,14 @@ def test_bits_of_a_tree_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPa
     crowd = run(Case(seed, [150, 5, 9], tree=[BROAD, DEEP, DEEP], capacity=176, page_size=16, **shape), "triton")
     for a, b in zip(lone, crowd, strict=True):
         assert torch.equal(a[0], b[0]), seed
+
+
+@pytest.mark.parametrize("page_size,window", [(None, (9, -1)), (64, (2, 0)), (16, (63, 0)), (1, (None, -2))])
+def test_a_window_shows_a_tree_what_plain_decode_of_a_path_sees(
+    page_size: int | None, window: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch)
+    check_paths(replace(random_trees(page_size, window), heads_q=1), "triton")
 
 
 def test_a_window_that_keeps_no_key_reads_none() -> None:

@@ -162,6 +162,7 @@ def split_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     TREE: tl.constexpr,
+    TREE_WINDOW: tl.constexpr,
     FP8: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
@@ -206,6 +207,9 @@ def split_kernel(
     position = length - T + t
     if TREE:
         bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
+    if TREE_WINDOW:
+        # Depths are from 0 to t: no key outside `_key_range` is seen.
+        position = length - T + tl.load(tree_ptr + batch * stride_tree + T + t, mask=row_live, other=0).to(tl.int32)
 
     k_ptr += head.to(tl.int64) * stride_kh * UNIT
     v_ptr += head.to(tl.int64) * stride_vh * UNIT
@@ -290,10 +294,17 @@ def split_kernel(
             else:
                 s = s * (scale * LOG2E)
             seen = live[None, :] & row_live[:, None]
-            if T > 1 or HAS_LEFT:
-                seen = seen & (cols[None, :] <= position[:, None] + right)
-            if HAS_LEFT:
-                seen = seen & (cols[None, :] >= position[:, None] - left)
+            if TREE_WINDOW:
+                # Of the tree's own keys the bits know which ones the window shows.
+                band = cols[None, :] <= position[:, None] + right
+                if HAS_LEFT:
+                    band = band & (cols[None, :] >= position[:, None] - left)
+                seen = seen & (band | (cols >= length - T)[None, :])
+            else:
+                if T > 1 or HAS_LEFT:
+                    seen = seen & (cols[None, :] <= position[:, None] + right)
+                if HAS_LEFT:
+                    seen = seen & (cols[None, :] >= position[:, None] - left)
             if TREE:
                 own = length - T
                 if tile + N > own:

@@ -65,7 +65,10 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
         part_lse = q.new_empty((p.parts,), dtype=torch.float32)
     with on_device(q):
-        bits = None if args.tree is None else ancestors(args.tree)
+        bits = None
+        if args.tree is not None:
+            left = _FAR if args.left is None else numbers.left
+            bits = ancestors(args.tree, (left, numbers.right) if args.windowed else None)
         read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale)
         p.split(p.grid, *read, part_out, part_lse, *strides, *numbers)
         if p.merge is not None:
@@ -173,6 +176,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             dtype=q.dtype,
             sink=None if sink is None else sink.dtype,
             tree=tree is not None,
+            tree_window=tree is not None and args.windowed,
             fp8=k_scale is not None,
             left=left,
             softcap=softcap != 0.0,
@@ -184,7 +188,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     (ksb, ksn, ksh), (vsb, vsn, vsh) = _scale_strides(k_scale), _scale_strides(v_scale)
     numbers = SplitNumbers(
         stride_table=table_stride,
-        stride_tree=0 if tree is None or tree.shape[0] == 1 else queries,
+        stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.windowed else 1),
         programs=p.programs,
         grouped=p.grouped,
         max_units=p.max_units,

@@ -39,6 +39,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     sink: torch.dtype | None
     tree: bool
+    tree_window: bool  # a window under a tree
     fp8: bool
     left: int | None
     softcap: bool
@@ -131,6 +132,7 @@ def _constants(
         "PAGES": pages.value,
         "SOFTCAP": s.softcap,
         "TREE": s.tree,
+        "TREE_WINDOW": s.tree_window,
         "FP8": s.fp8,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,
