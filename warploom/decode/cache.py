@@ -46,6 +46,9 @@ class KVCache:
         _keep(self, "lengths", lengths)
         check_scales("k", self.k, self.k_scale, self.v_scale, self.hadamard_seed)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return _state(self)
+
     @classmethod
     def allocate(
         cls,
@@ -141,6 +144,9 @@ class PagedKVCache:
         _keep(self, "block_table", table)
         check_scales("k_pages", self.k_pages, self.k_scale, self.v_scale, self.hadamard_seed)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return _state(self)
+
     @classmethod
     def allocate(
         cls,
@@ -228,6 +234,11 @@ def _slots_widened(args: AppendArgs) -> AppendArgs:
 def _token_scales(cache: KVCache | PagedKVCache) -> list[Tensor]:
     """The scales that lie beside each token."""
     return [t for t in (cache.k_scale, cache.v_scale) if t is not None and t.ndim > 1]
+
+
+def _state(cache: KVCache | PagedKVCache) -> dict[str, Any]:
+    """What a copy or a pickle holds: the short ways launch this process's kernels, on the memory of this cache."""
+    return {**vars(cache), "ready": {}}
 
 
 def _keep(cache: KVCache | PagedKVCache, name: str, t: Tensor | None) -> None:
