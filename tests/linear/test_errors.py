@@ -95,8 +95,10 @@ def test_a_backend_that_refuses_says_why() -> None:
         (
             {"decay": torch.zeros(2, 1, 2)},
             ValueError,
-            r"decay must have shape \(heads_kv,\) or \(batch, heads_kv\), got \(2, 1, 2\)",
+            r"decay must have shape \(heads_kv,\) = \(2,\) or \(batch, heads_kv\) = \(2, 2\), got \(2, 1, 2\)",
         ),
+        ({"decay": torch.zeros(4)}, ValueError, r"decay must have shape .* = \(2,\) or .* = \(2, 2\), got \(4,\)"),
+        ({"decay": torch.zeros(3, 2)}, ValueError, r"decay must have shape .* = \(2,\) or .* = \(2, 2\), got \(3, 2\)"),
         ({"decay": torch.ones(2, 2)}, ValueError, "decay must be at most 0"),
     ],
 )

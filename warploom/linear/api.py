@@ -169,10 +169,12 @@ def linear_attention_step(
                 got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
                 raise ValueError(f"{name} must have 3 dimensions (batch, heads, head_dim) as q has, got {got}")
         rows = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        if isinstance(decay, Tensor) and decay.ndim > 1:
-            if decay.ndim != 2:
-                raise ValueError(f"decay must have shape (heads_kv,) or (batch, heads_kv), got {tuple(decay.shape)}")
-            decay = decay.unsqueeze(1)
+        if isinstance(decay, Tensor):
+            batch, heads = k.shape[:2]
+            if tuple(decay.shape) not in ((heads,), (batch, heads)):
+                takes = f"(heads_kv,) = ({heads},) or (batch, heads_kv) = ({batch}, {heads})"
+                raise ValueError(f"decay must have shape {takes}, got {tuple(decay.shape)}")
+            decay = decay.unsqueeze(1) if decay.ndim == 2 else decay
     call = linear_call(
         *rows,
         causal=True,
