@@ -23,10 +23,10 @@ from warploom.runtime import arguments, dispatch
 _PROJECTIONS = ("query_projection", "key_projection", "value_projection", "out_projection")
 
 
-def _check_rows(name: str, t: Tensor, dim: int, dtype: torch.dtype, least: int) -> None:
+def _check_rows(name: str, t: Tensor, dim: int, dtype: torch.dtype, least: int, step: bool = False) -> None:
     """A projection's input: (…, dim) of ``least`` or 3 dimensions, in the parameters' ``dtype`` unless autocast."""
     if arguments.strided(name, t).ndim not in (least, 3) or t.shape[-1] != dim:
-        shape = "(batch, dim)" if name == "x" else "(total_tokens, dim)" if least == 2 else "(batch, seqlen, dim)"
+        shape = "(batch, dim)" if step else "(total_tokens, dim)" if least == 2 else "(batch, seqlen, dim)"
         raise ValueError(f"{name} must have shape {shape} with dim {dim}, got {tuple(t.shape)}")
     arguments.with_values(name, t)
     mixed = t.dtype != dtype and dtype in arguments.FLOATS and not torch.is_autocast_enabled(t.device.type)
@@ -197,7 +197,7 @@ class CausalLinearAttention(LinearAttention):
         Returns:
             (batch, dim) and the new state.
         """
-        _check_rows("x", x, self.dim, self.query_projection.weight.dtype, 2)
+        _check_rows("x", x, self.dim, self.query_projection.weight.dtype, 2, step=True)
         q, k, v = self._project(x, x, x)
         if state is None:
             # The maps decide E, so one token through the general call makes the first state.
@@ -358,7 +358,7 @@ class GatedDeltaNet(nn.Module):
         Returns:
             (batch, dim) and the new state.
         """
-        _check_rows("x", x, self.dim, self.norm.dtype, 2)
+        _check_rows("x", x, self.dim, self.norm.dtype, 2, step=True)
         rows = x.unsqueeze(1) if x.ndim == 2 else x
         if rows.shape[1] != 1:
             raise ValueError(f"a step takes one token a sequence, got x {tuple(x.shape)}")

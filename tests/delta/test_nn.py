@@ -155,7 +155,12 @@ def test_wrong_modules(options: dict[str, Any], error: type[Exception], words: s
 @pytest.mark.parametrize(
     "given,error,words",
     [
-        ({"x": torch.zeros(9, 24)}, ValueError, r"x must have shape \(batch, seqlen, dim\)|\(batch, dim\)"),
+        ({"x": torch.zeros(9, 24)}, ValueError, r"x must have shape \(batch, seqlen, dim\) with dim 24, got \(9, 24\)"),
+        (
+            {"x": torch.zeros(9, 23), "cu_seqlens": torch.tensor([0, 9])},
+            ValueError,
+            r"x must have shape \(total_tokens, dim\) with dim 24, got \(9, 23\)",
+        ),
         ({"x": torch.zeros(2, 9, 24).half()}, TypeError, "x has dtype torch.float16 but the module's parameters have"),
         ({"lengths": torch.tensor([9])}, ValueError, "lengths has 1 entries but x has batch 2"),
         ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, r"with cu_seqlens x is \(total_tokens, …\) or has batch 1"),
