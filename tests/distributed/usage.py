@@ -161,6 +161,12 @@ def explained(rank: int, world: int, seed: int) -> None:
     one = torch.empty(1, plan.tokens[rank], 1, 64)
     assert dict(distributed.explain(one, one, one, plan=plan, causal=True).refused)["heads"].startswith("needs heads in")
     assert dict(distributed.explain(part, part, part, plan=plan, dropout_p=0.1).refused).keys() == {"heads", "ring"}
+    # It takes what a call takes: neither a bias, nor what the call behind it takes beside.
+    for other in ({"bias": torch.zeros(1, 1, 1, 1)}, {"resolved": None}):
+        with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument"):
+            distributed.explain(part, part, part, plan=plan, **other)
+    with pytest.raises(TypeError, match="return_lse must be True or False"):
+        distributed.explain(part, part, part, plan=plan, return_lse=1)  # type: ignore[arg-type]
 
 
 @case("a ring sends only what is seen")

@@ -113,8 +113,14 @@ def explain(
     mask: Mask | None = None,
     causal: bool = False,
     window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
-    **others: Any,
 ) -> Choice:
     """The method that a call would take on this rank and why, without running it; print the result. No collective.
 
@@ -122,8 +128,8 @@ def explain(
     """
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be what shard_plan() returns, got {arguments.describe(plan)}")
-    others.pop("return_lse", None)
-    args = _args(q, k, v, plan, dict(others))
+    arguments.flag("return_lse", return_lse)
+    args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, dropout_seed, deterministic))
     sharded = _sharded(plan, _whole(plan, mask, causal, window), args.q.device)
     choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0)
     if choice.method == "ring":
@@ -155,8 +161,7 @@ def _prepared(
     try:
         if plan.group is not None and seed is None and dropout_p:
             seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=getattr(q, "device", None))
-        keywords = {"scale": scale, "softcap": softcap, "sink": sink, "dropout_p": dropout_p, "dropout_seed": seed}
-        args = _args(q, k, v, plan, {**keywords, "deterministic": deterministic})
+        args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, seed, deterministic))
         arguments.flag("return_lse", return_lse)
         whole_mask = resolved(mask, causal, window, plan.seqlen_q, plan.seqlen_k, plan.starts is not None)
         vectors = tuple([None if t is None else (id(t), t._version) for t in whole_mask.vectors])
@@ -194,6 +199,12 @@ def _prepared(
     last = plan.seqlen_q if plan.starts is None else plan.starts[-1]
     tail = sum(max(0, b - max(a, last)) for a, b in plan.queries.runs[plan.rank])
     return Call(run, sharded, plan.group, plan.rank, key_places, query_places, tail, last), choice, args
+
+
+def _keywords(scale: Any, softcap: Any, sink: Any, dropout_p: Any, seed: Any, deterministic: Any) -> dict[str, Any]:
+    """What the local call is given beside its tensors and mask."""
+    numbers = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    return {**numbers, "sink": sink, "dropout_seed": seed, "deterministic": deterministic}
 
 
 def _args(q: Any, k: Any, v: Any, plan: ShardPlan, keywords: dict[str, Any]) -> AttentionArgs:
