@@ -113,7 +113,9 @@ CASES: dict[str, dict[str, Any]] = {
     "lengths": {"batch": 3, "lengths": (70, 17, 0), "state": True, "hidden": nan, "group": 2},
     "packed": {"tokens": 100, "sequences": (0, 21, 1, 70, 0), "heads": 2, "state": True, "hidden": nan},
     "packed, no state": {"tokens": 40, "sequences": (19, 21), "group": 2},
-    "half precision": {"dtype": half, "state": True},
+    # Of one head of 70 tokens the decay's gradient has the error of two or three numbers, its chunks', which is above or below
+    # the model's by luck.
+    "half precision": {"dtype": half, "state": True, "batch": 3, "heads": 2},
     "bfloat16": {"dtype": bfloat, "state": True, "group": 2},
 }
 
