@@ -1,7 +1,7 @@
-"""The gated delta rule token by token in fp64 with autograd's gradients, and a low-precision model of a correct chunked kernel.
+"""The gated delta rule token by token in fp64 with autograd's gradients, and a low-precision model of a correct kernel.
 
-Each value head has a state S (E, M): S <- exp(decay) S, S <- S + beta k ⊗ (v - Sᵀk), out = scale · Sᵀq. A mutant is a subclass of
-`Delta` with one method changed.
+Each value head has a state S (E, M): S <- exp(decay) S, S <- S + beta k ⊗ (v - Sᵀk), out = scale · Sᵀq. A mutant is a subclass
+of `Delta` with one method changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Delta:
         return _differentiated(self, given, torch.float64, gradients, lambda t: self.walk(t, o))
 
     def steps(self, given: Given, o: Options, turn: int = 0) -> Named:
-        """Out and state of a correct step for each token: sums in fp32, nothing rounded but out; each ``turn`` in another order."""
+        """Out and state of a correct step for each token: sums in fp32, in another order each ``turn``, and out alone rounded."""
         wide = torch.promote_types(given.v.dtype, torch.float32)
 
         def rolled(t: Named) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class Delta:
         return {name: t.to(given.v.dtype) if name in low else t for name, t in found.items()}
 
     def walk(self, t: Named, o: Options) -> tuple[Tensor, Tensor]:
-        """Out and last state by the definition; tensors (batch, seqlen, heads_v, ·), of ``beta`` and ``decay`` without the last."""
+        """Out and last state by the definition, of tensors (batch, seqlen, heads_v, ·); beta and decay are numbers a head."""
         q, k = (self.unit(t[name], o) for name in ("q", "k"))
         s, rows = t["state"], []
         for i in range(q.shape[1]):
