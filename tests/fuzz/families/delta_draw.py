@@ -14,7 +14,7 @@ PLAIN = View()
 _DIMS = {8: 2, 16: 6, 24: 3, 32: 5, 40: 3, 64: 6, 72: 2, 96: 1, 128: 2, 136: 1, 256: 1}
 _SMALL = {8: 1, 16: 3, 24: 1, 40: 1, 64: 1}
 # Longest sequences, and elements of all states times tokens of one, that the oracle walks in a moment.
-_MOST = {"gpu": (700, 4 * 10**8), "cpu": (300, 10**7), "interpreter": (140, 5 * 10**5)}
+_MOST = {"gpu": (700, 4 * 10**8), "cpu": (220, 4 * 10**6), "interpreter": (140, 5 * 10**5)}
 
 
 @spec

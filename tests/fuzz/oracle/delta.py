@@ -58,7 +58,7 @@ class Delta:
         return _differentiated(self, given, torch.float64, gradients, lambda t: self.walk(t, o))
 
     def steps(self, given: Given, o: Options, turn: int = 0) -> Named:
-        """Out and state of a correct step for each token: sums in fp32, in another order each ``turn``, and out alone rounded."""
+        """Out and state of a correct step for each token: fp32 sums, in another order each ``turn``, and out alone rounded."""
         wide = torch.promote_types(given.v.dtype, torch.float32)
 
         def rolled(t: Named) -> tuple[Tensor, Tensor]:
