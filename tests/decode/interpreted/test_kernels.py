@@ -199,6 +199,7 @@ def test_keys_that_a_window_hides_from_every_path_may_hold_anything() -> None:
     q, k, v = (torch.randn(1, n, 1, 16) for n in (3, 40, 40))
     k[:, -4:], v[:, -4:] = float("nan"), float("nan")
     k[:, -4], v[:, -4] = 0.5, 0.5  # which the guesses see
-    cache, options = KVCache(k, v, torch.tensor([40], dtype=torch.int32)), {"tree": torch.tensor([[-1, 0, 0]]), "window": (9, -2)}
+    cache = KVCache(k, v, torch.tensor([40], dtype=torch.int32))
+    options: dict[str, Any] = {"tree": torch.tensor([[-1, 0, 0]]), "window": (9, -2)}
     out, want = (decode(q, cache, backend=backend, **options) for backend in ("triton", "reference"))
     assert out.isfinite().all() and torch.allclose(out, want, rtol=1e-5, atol=1e-6)
