@@ -35,6 +35,8 @@ def _attend(
                 hidden = hidden | (distance > args.left)
             if kin is not None:
                 hidden = hidden | ~sees_keys(kin, begin, end, length)
+                # On no path may be keys that a window ends before; weights of 0 would still pass their NaN on.
+                values.masked_fill_(hidden.all(0)[:, None], 0.0)
             scores = scores.masked_fill(hidden.repeat(rows.shape[1] // queries, 1), float("-inf"))
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))

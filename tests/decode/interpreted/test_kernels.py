@@ -192,3 +192,14 @@ def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
     k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
     table = cache.block_table if paged else None
     return DecodeArgs(q, k, v, cache.lengths, table, *[None] * 5, 0, 0.25, 0.0, "triton")
+
+
+def test_keys_that_a_window_hides_from_every_path_may_hold_anything() -> None:
+    """Of a root and two guesses, under a window that ends two tokens back: the three keys of their own."""
+    q, k, v = (torch.randn(1, n, 1, 16) for n in (3, 40, 40))
+    k[:, -4:], v[:, -4:] = float("nan"), float("nan")
+    k[:, -4], v[:, -4] = 0.5, 0.5  # which the guesses see
+    cache = KVCache(k, v, torch.tensor([40], dtype=torch.int32))
+    options: dict[str, Any] = {"tree": torch.tensor([[-1, 0, 0]]), "window": (9, -2)}
+    out, want = (decode(q, cache, backend=backend, **options) for backend in ("triton", "reference"))
+    assert out.isfinite().all() and torch.allclose(out, want, rtol=1e-5, atol=1e-6)

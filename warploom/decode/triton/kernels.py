@@ -309,6 +309,9 @@ def split_kernel(
                 own = length - T
                 if tile + N > own:
                     seen = seen & _shown(bits, cols, own)
+            if TREE_WINDOW:
+                # Keys that a window hides from every path may hold anything: a weight of 0 times NaN is NaN.
+                live = tl.max(seen.to(tl.int32), 0) > 0
             s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
             base = finite(new_top)
