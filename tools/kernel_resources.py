@@ -38,7 +38,7 @@ from warploom import masks  # noqa: E402
 from warploom.attention.arguments import dense_args, varlen_args  # noqa: E402
 from warploom.attention.chunks import chunk_args  # noqa: E402
 from warploom.attention.problem import AttentionArgs  # noqa: E402
-from warploom.attention.triton import call, run  # noqa: E402
+from warploom.attention.triton import bias_sums, call, run  # noqa: E402
 from warploom.decode.problem import DecodeArgs  # noqa: E402
 from warploom.decode.triton import launch as decode_launch  # noqa: E402
 from warploom.decode.triton import plan as decode_plan  # noqa: E402
@@ -136,6 +136,33 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
 }
 
 
+def _biased(q: Tensor, k: Tensor, v: Tensor, kind: str, dtype: torch.dtype | None = None, **options: Any) -> AttentionArgs:
+    """A call whose bias asks for a gradient: a kind of problem.AttentionArgs, or how a tensor's elements are shared."""
+    dtype = q.dtype if dtype is None else dtype
+    shapes = {"matrix": (1, 2, _SEQLEN, _SEQLEN), "heads": (1, 1, _SEQLEN, _SEQLEN), "keys": (1, 2, 1, _SEQLEN)}
+    shape = shapes.get(kind) or {"alibi": (1, 2), "distance": (2, 511)}[kind]
+    bias = torch.zeros(shape, dtype=dtype if kind in shapes else torch.float32)
+    args = (_packed if options.pop("packed", False) else _dense)(q, k, v, **options)
+    return args._replace(bias=bias, bias_kind="tensor" if kind in shapes else kind, bias_origin=255, bias_grad=True)
+
+
+_DROPPED = {"dropout_p": 0.1, "dropout_seed": 1, "softcap": 5.0}
+FEATURES |= {
+    "bias matrix": (_biased, {"kind": "matrix"}),
+    "bias matrix, fp32, causal": (_biased, {"kind": "matrix", "dtype": torch.float32, "causal": True}),
+    "bias matrix, fp32, columns, dropout": (
+        _biased, {"kind": "matrix", "dtype": torch.float32, "mask": masks.Document([100, 156]), **_DROPPED},
+    ),
+    "bias of all heads": (_biased, {"kind": "heads"}),
+    "bias of all heads, columns, dropout": (_biased, {"kind": "heads", "mask": masks.Document([100, 156]), **_DROPPED}),
+    "bias of keys": (_biased, {"kind": "keys"}),
+    "alibi": (_biased, {"kind": "alibi", "causal": True}),
+    "alibi, packed": (_biased, {"kind": "alibi", "causal": True, "packed": True}),
+    "distance": (_biased, {"kind": "distance"}),
+    "distance, columns, dropout": (_biased, {"kind": "distance", "mask": masks.Document([100, 156]), **_DROPPED}),
+    "distance, packed": (_biased, {"kind": "distance", "packed": True}),
+}  # fmt: skip
+
 DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
 
 
@@ -230,11 +257,13 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
         return decode_plan.plan.__wrapped__(shape._replace(device=0))
 
     caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch)
+    caches += (bias_sums._gradient_launch, bias_sums._sums_launch, bias_sums._distance_launch)
     for cached in caches:
         cached.cache_clear()
     try:
         with (
             patch.object(run, "Launch", Recorder),
+            patch.object(bias_sums, "Launch", Recorder),
             patch.object(decode_plan, "Launch", Recorder),
             patch.object(decode_launch, "plan", planned),
             patch.object(call, "capability", lambda device: architecture),
