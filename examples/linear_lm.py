@@ -1,9 +1,10 @@
 """A small causal linear transformer learns Python's help texts byte by byte, then writes with a state of constant size.
 
-    python examples/linear_lm.py [--steps 300] [--seed 0] [--device cpu] [--tokens 400]
+    python examples/linear_lm.py [--kind linear|decay|delta] [--steps 300] [--seed 0] [--device cpu] [--tokens 400]
 
-The text is `pydoc_data.topics`, which comes with Python. Training runs `CausalLinearAttention` over whole sequences; writing
-runs its `step`, whose time and memory do not grow with what was written, and is compared with running whole sequences anew.
+The text is `pydoc_data.topics`, which comes with Python. Training runs `CausalLinearAttention`, or `GatedDeltaNet`, over whole
+sequences; writing runs its `step`, whose time and memory do not grow with what was written, and is compared with running whole
+sequences anew. With `--kind decay` heads of linear attention forget, each at a rate of its own, as in RetNet.
 """
 
 from __future__ import annotations
@@ -17,36 +18,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from warploom import LinearState
-from warploom.nn import CausalLinearAttention
+from warploom.nn import CausalLinearAttention, GatedDeltaNet, GatedDeltaState
 
 VOCABULARY = 256  # bytes
+State = LinearState | GatedDeltaState
 CONTEXT = 3  # bytes that a position sees without attention
 BATCH, SEQLEN = 8, 256
 FURTHEST = 512  # positions that training draws its windows from
 
 
 class Layer(nn.Module):
-    """Pre-norm: causal linear attention, then a perceptron."""
+    """Pre-norm: causal linear attention, or the gated delta rule, then a perceptron."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, kind: str) -> None:
         super().__init__()
+        # Half of what a head has summed is left after 5, 11, 22, 44 … tokens.
+        rates = torch.log1p(-(2.0 ** -(3.0 + torch.arange(heads))))
+        self.register_buffer("decay", rates if kind == "decay" else None)
         self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attention = CausalLinearAttention(dim, heads)
+        self.attention = GatedDeltaNet(dim, heads) if kind == "delta" else CausalLinearAttention(dim, heads)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
+        x = x + self.attention(self.norm_attention(x), **self._decay())
         return x + self.mlp(self.norm_mlp(x))
 
-    def prefill(self, x: Tensor) -> tuple[Tensor, LinearState]:
-        out, state = self.attention(self.norm_attention(x), return_state=True)
+    def prefill(self, x: Tensor) -> tuple[Tensor, State]:
+        out, state = self.attention(self.norm_attention(x), return_state=True, **self._decay())
         x = x + out
         return x + self.mlp(self.norm_mlp(x)), state
 
-    def step(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-        out, state = self.attention.step(self.norm_attention(x), state)
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        out, state = self.attention.step(self.norm_attention(x), state, **self._decay())
         x = x + out
         return x + self.mlp(self.norm_mlp(x)), state
+
+    def _decay(self) -> dict[str, Tensor]:
+        return {} if self.decay is None else {"decay": self.decay}
 
 
 class Model(nn.Module):
@@ -55,10 +63,10 @@ class Model(nn.Module):
     A position enters with the two bytes before it, as a short convolution would let it, and with sinusoids of where it is.
     """
 
-    def __init__(self, dim: int = 128, heads: int = 4, layers: int = 2) -> None:
+    def __init__(self, dim: int = 128, heads: int = 4, layers: int = 2, kind: str = "linear") -> None:
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(VOCABULARY, dim) for _ in range(CONTEXT))
-        self.layers = nn.ModuleList(Layer(dim, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(dim, heads, kind) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY)
         rates = torch.exp(-math.log(10_000) * torch.arange(0, dim, 2) / dim)
         self.register_buffer("rates", rates, persistent=False)
@@ -80,7 +88,7 @@ class Model(nn.Module):
             x = layer(x)
         return self.head(self.norm(x))
 
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[LinearState]]:
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[State]]:
         """Logits of the last token and every layer's state."""
         x, states = self.embed_all(tokens), []
         for layer in self.layers:
@@ -88,7 +96,7 @@ class Model(nn.Module):
             states.append(state)
         return self.head(self.norm(x[:, -1])), states
 
-    def step(self, recent: Tensor, position: int, states: list[LinearState]) -> tuple[Tensor, list[LinearState]]:
+    def step(self, recent: Tensor, position: int, states: list[State]) -> tuple[Tensor, list[State]]:
         """Logits (batch, 256) after one more token, the last of ``recent`` (batch, CONTEXT), and the new states."""
         x, new = self.embed(recent, torch.tensor(position, device=recent.device)), []
         for layer, state in zip(self.layers, states, strict=True):
@@ -157,6 +165,7 @@ def written_anew(model: Model, written: Tensor, prompt: int) -> tuple[float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("linear", "decay", "delta"), default="linear", help="of the layers")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=400, help="to write")
     parser.add_argument("--seed", type=int, default=0)
@@ -164,7 +173,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     data = text(options.device)
-    model = Model().to(options.device)
+    model = Model(kind=options.kind).to(options.device)
     print(f"{len(data):,} bytes of text, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     first, last = train(model, data, options.steps)
     print(f"loss fell from {first:.3f} to {last:.3f} nats a byte (a uniform guess is {math.log(VOCABULARY):.3f})\n")

@@ -91,7 +91,17 @@ def test_linear_attention_and_decode_under_autocast(backend: str) -> None:
         cache = warploom.KVCache(k.detach(), v.detach(), torch.tensor([70, 9], dtype=torch.int32))
         return list(warploom.decode(q.detach()[:, :3], cache, softcap=5.0, return_lse=True, backend=backend))
 
-    for call in (linear, decode):
+    def delta(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        beta, decay = q.float()[..., 0].sigmoid(), -q.float()[..., 1].square()
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        given = {"normalize_qk": True, "backend": backend}
+        out, state = warploom.gated_delta_rule(q, k, v.repeat_interleave(2, 2), beta, decay, return_state=True, **given)
+        one = (t[:, 0] for t in (q, k, v.repeat_interleave(2, 2), beta))
+        step, last = warploom.gated_delta_step(*one, state, decay[:, 0], **given)
+        gradients = torch.autograd.grad(out.float().sum() + state.sum(), (q, k, v))
+        return [out, state, step, last, *gradients]
+
+    for call in (linear, delta, decode):
         expected = call(*inputs)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = call(*inputs)

@@ -20,7 +20,7 @@ import warploom
 from warploom import KVCache, LinearState, PagedKVCache, masks
 from warploom.integrations import collators, flash_attn
 from warploom.linear.feature_maps import RandomFeatures
-from warploom.nn import CausalLinearAttention, LinearAttention
+from warploom.nn import CausalLinearAttention, GatedDeltaNet, LinearAttention
 
 warnings.filterwarnings("ignore", message=".*(nested|sparse|quanti).*")
 
@@ -139,6 +139,11 @@ def token() -> dict[str, Any]:
     return {name: t[:, 0] for name, t in rows().items()} | {"state": LinearState.zeros(2, 2, 16, 8)}
 
 
+def delta_rows() -> dict[str, Any]:
+    tensors = {"q": normal(2, 8, 2, 16), "k": normal(2, 8, 2, 16), "v": normal(2, 8, 4, 8)}
+    return {**tensors, "beta": torch.rand(2, 8, 4), "decay": -torch.rand(2, 8, 4)}
+
+
 def flash() -> dict[str, Any]:
     return {name: normal(2, 8, 2, 16) for name in "qkv"}
 
@@ -160,6 +165,10 @@ FLASH = {
 LINEAR = {
     **{"q": "tensor", "k": "tensor", "v": "tensor", "feature_map": "feature_map", "normalize": "flag", "eps": "number"},
     **{"scale": "number", "state": "state", "backend": "backend"},
+}
+DELTA = {
+    **{"q": "tensor", "k": "tensor", "v": "tensor", "beta": "tensor", "decay": "tensor or none", "state": "tensor or none"},
+    **{"scale": "number or none", "normalize_qk": "flag", "eps": "number"},
 }
 SIZES = {"batch": "size", "max_seqlen": "size", "kv_heads": "size", "head_dim": "size", "head_dim_v": "size or none"}
 SIZED = {"batch": 2, "max_seqlen": 32, "kv_heads": 2, "head_dim": 16}
@@ -227,8 +236,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "linear_attention": (
         warploom.linear_attention,
-        lambda: {**rows(), "lengths": ints(8, 3)},
-        {**LINEAR, "causal": "flag", "return_state": "flag", "lengths": "index"},
+        lambda: {**rows(), "lengths": ints(8, 3), "decay": -torch.ones(2)},
+        {**LINEAR, "causal": "flag", "return_state": "flag", "lengths": "index", "decay": "tensor or none"},
     ),
     "linear_attention of packed sequences": (
         warploom.linear_attention,
@@ -236,6 +245,21 @@ ENTRIES: dict[str, Entry] = {
         {"cu_seqlens": "index"},
     ),
     "linear_attention_step": (warploom.linear_attention_step, token, LINEAR),
+    "gated_delta_rule": (
+        warploom.gated_delta_rule,
+        lambda: {**delta_rows(), "state": torch.zeros(2, 4, 16, 8), "lengths": ints(8, 3)},
+        {**DELTA, "return_state": "flag", "lengths": "index", "backend": "backend"},
+    ),
+    "gated_delta_rule of packed sequences": (
+        warploom.gated_delta_rule,
+        lambda: {**{name: t[0] for name, t in delta_rows().items()}, "cu_seqlens": ints(0, 3, 8)},
+        {"cu_seqlens": "index"},
+    ),
+    "gated_delta_step": (
+        warploom.gated_delta_step,
+        lambda: {**{name: t[:, 0] for name, t in delta_rows().items()}, "state": torch.zeros(2, 4, 16, 8)},
+        {**{n: kind if n != "state" else "tensor" for n, kind in DELTA.items()}, "inplace": "flag", "backend": "backend"},
+    ),
     "LinearState.zeros": (
         LinearState.zeros,
         lambda: {"batch": 2, "heads_kv": 2, "E": 16, "M": 8},
@@ -267,6 +291,20 @@ ENTRIES: dict[str, Entry] = {
         lambda **given: CausalLinearAttention(16, 2).step(**given),
         lambda: {"x": normal(2, 16), "state": LinearState.zeros(2, 2, 8, 8)},
         {"x": "tensor", "state": "state"},
+    ),
+    "GatedDeltaNet": (
+        GatedDeltaNet,
+        lambda: {"dim": 16, "heads": 2},
+        {
+            **{"dim": "count", "heads": "count", "heads_v": "count or none", "head_dim": "count or none", "taps": "count"},
+            **{"head_dim_v": "count or none", "decay": "flag", "beta_max": "number", "eps": "number", "bias": "flag"},
+            "backend": "backend",
+        },
+    ),
+    "GatedDeltaNet.forward": (
+        lambda **given: GatedDeltaNet(16, 2)(**given),
+        lambda: {"x": normal(2, 8, 16), "lengths": ints(8, 3)},
+        {"x": "tensor", "lengths": "index", "state": "state", "return_state": "flag"},
     ),
     "flash_attn_func": (flash_attn.flash_attn_func, flash, {"q": "tensor", "k": "tensor", "v": "tensor", **FLASH}),
     "flash_attn_kvpacked_func": (
@@ -487,6 +525,9 @@ EQUIVALENTS: dict[str, dict[str, list[Any]]] = {
     "linear_attention": {"lengths": WIDTHS, "scale": NUMBER_FORMS, "eps": NUMBER_FORMS, "causal": FLAG_FORMS},
     "linear_attention of packed sequences": {"cu_seqlens": WIDTHS},
     "linear_attention_step": {"scale": NUMBER_FORMS, "normalize": FLAG_FORMS},
+    "gated_delta_rule": {"lengths": WIDTHS, "scale": NUMBER_FORMS, "eps": NUMBER_FORMS, "normalize_qk": FLAG_FORMS},
+    "gated_delta_rule of packed sequences": {"cu_seqlens": WIDTHS},
+    "gated_delta_step": {"scale": NUMBER_FORMS, "normalize_qk": FLAG_FORMS, "inplace": FLAG_FORMS},
     "flash_attn_func": {"softmax_scale": NUMBER_FORMS, "causal": FLAG_FORMS, "softcap": NUMBER_FORMS},
     "flash_attn_varlen_func": {"cu_seqlens_q": WIDTHS, "cu_seqlens_k": WIDTHS, "max_seqlen_q": INT_FORMS},
     "flash_attn_with_kvcache": {"cache_seqlens": WIDTHS, "softmax_scale": NUMBER_FORMS, "causal": FLAG_FORMS},
@@ -496,7 +537,7 @@ EQUIVALENTS: dict[str, dict[str, list[Any]]] = {
 }
 VALUES = {
     **{"scale": 0.25, "softmax_scale": 0.25, "softcap": 0.5, "eps": 0.25, "dropout_p": 0.0},
-    **{"causal": True, "is_causal": True, "return_lse": True, "normalize": True},
+    **{"causal": True, "is_causal": True, "return_lse": True, "normalize": True, "normalize_qk": True, "inplace": False},
 }
 
 

@@ -74,6 +74,8 @@ def test_no_sequence_at_all_has_a_backward(backend: str | None) -> None:
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
     out = warploom.linear_attention(q, k, v, cu_seqlens=ints(0), backend=backend)
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+    out = warploom.gated_delta_rule(k, k, v, v[..., 0], cu_seqlens=ints(0), backend=backend)
+    assert not any(g.any() for g in torch.autograd.grad(out.sum(), (k, v)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -105,6 +107,21 @@ def test_linear_attention(backend: str | None, causal: bool) -> None:
         token = torch.randn(batch, kv, 16)
         out, after = warploom.linear_attention_step(torch.randn(batch, heads, 16), token, token[..., :8], before, **options)
         assert out.shape == (batch, heads, 8) and torch.allclose(after.z, before.z + token.relu())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gated_delta_rule(backend: str | None) -> None:
+    for batch, seqlen, (heads, heads_v) in product((0, 2), (0, 3), ((0, 0), (2, 4))):
+        q, v = normal(batch, seqlen, heads, 16), normal(batch, seqlen, heads_v, 8)
+        beta = normal(batch, seqlen, heads_v).abs()
+        before = normal(batch, heads_v, 16, 8)
+        given = {"state": before, "return_state": True, "backend": backend}
+        out, state = warploom.gated_delta_rule(q, q, v, beta, -beta, normalize_qk=True, **given)
+        assert out.shape == v.shape and (seqlen > 0 or torch.equal(state, before))
+        torch.autograd.grad(out.sum() + state.sum(), (q, v, before))
+        token = torch.randn(batch, heads, 16), torch.randn(batch, heads, 16), torch.randn(batch, heads_v, 8)
+        out, after = warploom.gated_delta_step(*token, torch.rand(batch, heads_v), before, backend=backend)
+        assert out.shape == (batch, heads_v, 8) and after.shape == before.shape
 
 
 def test_scaled_dot_product_attention() -> None:

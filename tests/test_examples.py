@@ -42,6 +42,15 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert (packed - leaking).abs().max() > 1e-3
 
 
+def test_long_rows_are_learned_by_one_process_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/distributed/usage.py has several."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    run("train_long.py", monkeypatch, "--steps", "8", "--seqlen", "256", "--rows", "2", "--device", "cpu")
+    first, last = re.search(r"loss went from (\S+) to (\S+)", capsys.readouterr().out).groups()
+    assert float(last) < float(first) - 0.5
+
+
 @pytest.mark.parametrize("seed", ["0", "3"])
 def test_served_tokens_are_those_of_whole_sequences(
     seed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

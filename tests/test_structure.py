@@ -24,7 +24,8 @@ from warploom.runtime import dispatch
 FLOORS = (
     ("warploom.runtime",),
     ("warploom.bias", "warploom.kernels", "warploom.masks", "warploom.smem"),
-    ("warploom.attention", "warploom.decode", "warploom.linear"),
+    ("warploom.attention", "warploom.decode", "warploom.delta", "warploom.linear"),
+    ("warploom.distributed",),
     ("warploom", "warploom.nn"),
     ("warploom.bench", "warploom.integrations"),
     ("warploom.demo", "warploom.smem.device"),
@@ -146,7 +147,7 @@ def implementation(name: str) -> str | None:
 
 def test_every_implementation_that_dispatch_knows_is_looked_at() -> None:
     """One of a name that is not listed above could import any other."""
-    for family in ("attention", "decode", "linear"):
+    for family in ("attention", "decode", "delta", "linear"):
         import_module(f"warploom.{family}.registry")
         for each in dispatch.implementations(family):
             assert implementation(type(each).__module__) == f"warploom.{family}.{each.name}"

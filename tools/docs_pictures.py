@@ -1,8 +1,8 @@
 """Draw the documentation's own pictures: masks in tiles, and the card that shows where a page is shared.
 
-    python tools/docs_pictures.py        docs/images/masks.svg and docs/images/social-card.png
+    python tools/docs_pictures.py        docs/images/masks.svg, social-card.png, shard-causal.png and shard-documents.png
 
-The SVG has colours that read on light and on dark pages; the card needs matplotlib.
+The SVG has colours that read on light and on dark pages; the others need matplotlib.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from warploom import masks
+from warploom.distributed.plan import planned
 from warploom.masks.draw import COLORS
 from warploom.masks.tiles import FULL, HIDDEN, PARTIAL
 
@@ -93,6 +94,8 @@ def card(path: Path) -> None:
 def main() -> None:
     (IMAGES / "masks.svg").write_text(svg(), encoding="utf-8")
     card(IMAGES / "social-card.png")
+    for name, mask in (("causal", masks.Causal()), ("documents", masks.Document([3000, 9000, 1500, 6000, 2268, 11000]))):
+        planned(32768, 4, 0, mask=mask).draw(IMAGES / f"shard-{name}.png")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from warploom.attention.triton import bias_sums, call, run  # noqa: E402
 from warploom.decode.problem import DecodeArgs  # noqa: E402
 from warploom.decode.triton import launch as decode_launch  # noqa: E402
 from warploom.decode.triton import plan as decode_plan  # noqa: E402
+from warploom.decode.triton import tree as decode_tree  # noqa: E402
 from warploom.runtime.triton_launch import without_lines  # noqa: E402
 
 from tools.machine_code import faults, listing  # noqa: E402  isort: skip
@@ -52,6 +53,7 @@ ARCHITECTURES = (80, 90)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_POINTERS[torch.float8_e4m3fn] = "fp8e4nv"
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SEQLEN = 256
 
@@ -164,6 +166,9 @@ FEATURES |= {
 }  # fmt: skip
 
 DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
+TREES = ("decode, tree", "paged decode, tree")
+TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
+FP8 = ("decode, fp8", "paged decode, fp8", "decode, queries, fp8")
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, or decode: one of DECODE
+    feature: str  # of FEATURES, or decode: one of DECODE, TREES, TREE_WINDOWS or FP8
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -195,6 +200,9 @@ def cases() -> list[Case]:
     found += [Case(a, t, d, d, f) for a in ARCHITECTURES for t in DTYPES for d in widths for f in DECODE[:2]]
     found += [Case(90, "bf16", *dims, f) for dims in ((128, 128), (64, 16), (256, 32), (32, 128)) for f in DECODE[2:]]
     found += [Case(90, "fp32", *dims, f) for dims in ((160, 48), (16, 64)) for f in ("decode, queries", "causal")]
+    found += [Case(90, t, d, d, f) for t, d in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)) for f in TREES]
+    found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in FP8]
+    found += [Case(90, "bf16", d, d, f) for d in (128, 256) for f in TREE_WINDOWS]
     return found
 
 
@@ -224,10 +232,11 @@ def recorded(case: Case) -> dict[str, Recorded]:
 def _decode(case: Case, dtype: torch.dtype) -> None:
     batch, capacity, page = 2, 8192, 64
     # Sixteen queries of four heads fill the rows of Hopper's matrix instructions.
-    queries = 16 if "queries" in case.feature else 1
+    queries = 16 if "queries" in case.feature else 64 if "tree" in case.feature else 1
     odd = 1 if "odd strides" in case.feature else 0
     q = torch.zeros(batch, queries, 8, case.head_dim, dtype=dtype)
-    rows = (torch.zeros(batch, capacity, 2 * d + odd, dtype=dtype) for d in (case.head_dim, case.head_dim_v))
+    kept = torch.float8_e4m3fn if "fp8" in case.feature else dtype
+    rows = (torch.zeros(batch, capacity, 2 * d + odd, dtype=kept) for d in (case.head_dim, case.head_dim_v))
     dims = (case.head_dim, case.head_dim_v)
     k, v = (t[:, :, : 2 * d].unflatten(2, (2, d)) for t, d in zip(rows, dims, strict=True))
     table = None
@@ -235,7 +244,10 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
         k, v = (t.reshape(-1, page, 2, t.shape[-1]) for t in (k, v))
         table = torch.zeros(batch, capacity // page, dtype=torch.int32)
     lengths = torch.zeros(batch, dtype=torch.int32)
-    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, None, 0, 0.1, 0.0, "triton"))
+    tree = torch.full((1, queries), -1, dtype=torch.int32) if "tree" in case.feature else None
+    scale = torch.ones(k.shape[:3]) if "fp8" in case.feature else None
+    left = 4096 if "window" in case.feature else None
+    decode_launch.forward(DecodeArgs(q, k, v, lengths, table, None, tree, scale, scale, left, 0, 0.1, 0.0, "triton"))
 
 
 @contextmanager
@@ -256,7 +268,7 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
     def planned(shape: decode_plan.Shape) -> decode_plan.Plan:
         return decode_plan.plan.__wrapped__(shape._replace(device=0))
 
-    caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch)
+    caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch, decode_tree._launch)
     caches += (bias_sums._gradient_launch, bias_sums._sums_launch, bias_sums._distance_launch)
     for cached in caches:
         cached.cache_clear()
@@ -265,6 +277,7 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
             patch.object(run, "Launch", Recorder),
             patch.object(bias_sums, "Launch", Recorder),
             patch.object(decode_plan, "Launch", Recorder),
+            patch.object(decode_tree, "Launch", Recorder),
             patch.object(decode_launch, "plan", planned),
             patch.object(call, "capability", lambda device: architecture),
             patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),

@@ -12,7 +12,10 @@ __all__ = [
     "attention_varlen",
     "bias",
     "decode",
+    "distributed",
     "explain",
+    "gated_delta_rule",
+    "gated_delta_step",
     "linear_attention",
     "linear_attention_step",
     "masks",
@@ -22,10 +25,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING or not defers():
-    from warploom import bias, masks
+    from warploom import bias, distributed, masks
     from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache
+    from warploom.delta.api import gated_delta_rule, gated_delta_step
     from warploom.linear.api import linear_attention, linear_attention_step
     from warploom.linear.state import LinearState
     from warploom.runtime.dispatch import strict

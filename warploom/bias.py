@@ -121,7 +121,7 @@ class ALiBi(Bias):
         2^(-8 (h + 1) / heads) where ``heads`` is a power of two; else those of the next lower one, and then every other one of
         twice as many heads.
         """
-        heads = arguments.integer("heads", heads, minimum=1)
+        heads, device = arguments.integer("heads", heads, minimum=1), arguments.device("device", device)
         lower = 1 << (heads.bit_length() - 1)
         powers = [-8.0 * (h + 1) / lower for h in range(lower)]
         powers += [-4.0 * (h + 1) / lower for h in range(0, 2 * (heads - lower), 2)]

@@ -533,6 +533,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "slopes of three dimensions": (lambda: ALiBi(torch.zeros(1, 2, 3)), ValueError, r"slopes must have shape \(heads,\)"),
     "slopes of integers": (lambda: ALiBi(torch.zeros(3, dtype=torch.int64)), TypeError, r"slopes must be a floating"),
     "no heads": (lambda: ALiBi.standard(0), ValueError, r"heads must be at least 1"),
+    "no device": (lambda: ALiBi.standard(4, "quux"), ValueError, r"device must be a device such as 'cpu' .*, got str 'quux'"),
     "a vector for a table": (lambda: Relative(torch.zeros(3)), ValueError, r"table must have shape \(heads, entries\)"),
     "an even table": (lambda: Relative(torch.zeros(3, 4)), ValueError, r"4 distances; with max_distance 1 it takes .* 3"),
     "another max_distance": (lambda: Relative(torch.zeros(3, 5), 3), ValueError, r"table has 5 distances; .*max_distance 3"),

@@ -10,6 +10,10 @@ from tests.decode.harness import Case
 
 half, bfloat = torch.float16, torch.bfloat16
 
+# A draft tree of seven tokens in breadth-first order, which is no preorder, and one in preorder.
+BROAD = [-1, -1, 0, 0, 1, 2, 2]
+DEEP = [-1, 0, 1, 1, 0, 4, -1]
+
 # name: everything of a Case but its seed
 CASES: dict[str, dict[str, Any]] = {
     "one query": {"lengths": [700, 37]},
@@ -39,6 +43,36 @@ CASES: dict[str, dict[str, Any]] = {
     "pages of 16": {"lengths": [300, 1, 0], "page_size": 16, "queries": 3},
     "pages of 64, window": {"lengths": [300, 150], "page_size": 64, "keywords": {"window": (100, 0)}},
     "pages of 256": {"lengths": [300, 256], "page_size": 256},
+    "tree": {"lengths": [90, 7, 130], "queries": 7, "tree": [BROAD]},
+    "a tree a sequence, group of 7": {"lengths": [90, 37], "queries": 7, "heads_q": 7, "heads_kv": 1, "tree": [BROAD, DEEP]},
+    "tree of one": {"lengths": [40], "tree": [[-1]]},
+    "tree without enough keys": {"lengths": [3, 0, 20], "queries": 7, "tree": [DEEP], "sink": True},
+    "tree, window": {"lengths": [300, 12], "queries": 7, "tree": [DEEP], "keywords": {"window": (50, 0)}},
+    "tree, window that hides the newest": {"lengths": [70], "queries": 7, "tree": [DEEP], "keywords": {"window": (4, -1)}},
+    "tree, softcap, sink, pages of 16": {
+        "lengths": [90, 135],
+        "queries": 7,
+        "tree": [BROAD],
+        "page_size": 16,
+        "sink": True,
+        "keywords": {"softcap": 2.0},
+    },
+    "tree, head_dim 40, head_dim_v 72": {
+        "lengths": [70],
+        "queries": 7,
+        "tree": [BROAD],
+        "head_dim": 40,
+        "head_dim_v": 72,
+        "dtype": half,
+    },
+    "tree of 64": {
+        "lengths": [80, 66],
+        "queries": 64,
+        "heads_q": 1,
+        "heads_kv": 1,
+        "page_size": 16,
+        "tree": [[(t - 1) // 2 for t in range(64)], [t - 1 if t % 5 else -1 for t in range(64)]],
+    },
     "one page each, no power of two": {"lengths": [70, 90], "capacity": 90, "page_size": 90},
 }
 

@@ -31,6 +31,7 @@ class Case:
     device: str = "cpu"
     sink: bool = False
     spread: float = 1.0  # standard deviation of q: larger makes the softmax peak
+    tree: list[list[int]] | None = None  # parents, one row a sequence or one for all
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def q(self) -> Tensor:
@@ -41,6 +42,22 @@ class Case:
     def sinks(self) -> Tensor | None:
         generator = torch.Generator().manual_seed(self.seed + 1)
         return torch.randn(self.heads_q, generator=generator).to(self.device) if self.sink else None
+
+    def parents(self) -> Tensor | None:
+        return None if self.tree is None else torch.tensor(self.tree, dtype=torch.int32, device=self.device)
+
+    def kin(self, b: int) -> Tensor | None:
+        """Bool (T, T) of sequence b's tree, walked token by token: whose key its row shows."""
+        if self.tree is None:
+            return None
+        parents = self.tree[b if len(self.tree) > 1 else 0]
+        kin = torch.zeros(self.queries, self.queries, dtype=torch.bool)
+        for t in range(self.queries):
+            at = t
+            while at >= 0:
+                kin[t, at] = True
+                at = parents[at]
+        return kin
 
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
         """k (length, heads_kv, head_dim) and v of each sequence."""
@@ -81,13 +98,17 @@ class Case:
 
 def run(case: Case, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Out and lse of the case."""
-    return decode(case.q(), case.cache(), sink=case.sinks(), return_lse=True, backend=backend, **case.keywords)
+    options = {"sink": case.sinks(), "tree": case.parents(), **case.keywords}
+    return decode(case.q(), case.cache(), return_lse=True, backend=backend, **options)
 
 
 def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of each sequence the fp64 out and lse of attention()'s last T rows, and those of the low-precision model."""
+    """Of each sequence the fp64 out and lse of attention()'s last T rows, and those of the low-precision model.
+
+    Under a tree what attention() would see is no band: then the rows are a dense softmax.
+    """
     sink, found = case.sinks(), []
-    for q, (k, v) in zip(case.q(), case.sequences(), strict=True):
+    for b, (q, (k, v)) in enumerate(zip(case.q(), case.sequences(), strict=True)):
         wide = [t[None].double() for t in (q, k, v)]
         out, lse = warploom.attention(
             *wide,
@@ -98,13 +119,36 @@ def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
             **case.keywords,
         )
         window = case.keywords.get("window", (None, None))
-        distance = len(k) - case.queries + torch.arange(case.queries)[:, None] - torch.arange(len(k))
+        place, own = torch.arange(len(k)), min(case.queries, len(k))
+        token, kin = len(k) - case.queries + torch.arange(case.queries), case.kin(b)
+        if kin is not None:
+            token = len(k) - case.queries + kin.sum(1) - 1
+            place[len(k) - own :] = token[case.queries - own :]
+        distance = token[:, None] - place
         seen = distance >= (0 if window[1] is None else max(0, -window[1]))
         if window[0] is not None:
             seen &= distance <= window[0]
+        out, lse = out[0], lse[0]
+        if kin is not None:
+            seen[:, len(k) - own :] &= kin[:, case.queries - own :]
+            out, lse = _dense(case, q, k, v, seen.to(q.device), sink)
         low_out, low_lse = _model(case, q, k, v, seen.to(q.device), sink)
-        found.append((out[0], lse[0], low_out, low_lse))
+        found.append((out, lse, low_out, low_lse))
     return found
+
+
+def _dense(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) in fp64 by the textbook; a row that sees nothing is 0 and -inf."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(case.heads_q // case.heads_kv, 1) for t in (k, v))
+    scores = torch.einsum("thd,nhd->htn", q, k) * (case.keywords.get("scale") or case.head_dim**-0.5)
+    cap = case.keywords.get("softcap", 0.0)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    scores = scores.masked_fill(~seen, float("-inf"))
+    extra = q.new_full((case.heads_q,), float("-inf")) if sink is None else sink.double()
+    scores = torch.cat([scores, extra[:, None, None].expand(-1, case.queries, 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., :-1]
+    return torch.einsum("htn,nhd->thd", weights, v), scores.logsumexp(-1)
 
 
 def _model(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import secrets
 
 import pytest
 import torch
 
+from warploom import decode
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.ops import append_op
 from warploom.runtime import dispatch
@@ -115,3 +118,21 @@ def test_a_cache_grows_without_a_backend_that_appends(monkeypatch: pytest.Monkey
     cache = KVCache.allocate(1, 4, 1, 8, dtype=torch.float32)
     cache.append(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
     assert cache.lengths.tolist() == [2] and cache.k[0, :2].eq(1).all()
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_a_copy_shares_nothing_with_the_cache(page_size: int | None) -> None:
+    """On a GPU decode() keeps launches on the cache's own memory in it, which cannot be copied nor run for another."""
+    torch.manual_seed(secrets.randbelow(2**31))
+    cache, q = allocate(page_size), torch.randn(3, 1, 2, 8)
+    cache.append(*tokens(3, 5))
+    cache.ready["a call"] = open(__file__)  # noqa: SIM115  (as little to be copied as a compiled kernel)
+    want = decode(q, cache)
+    with cache.ready["a call"]:
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    assert cache.ready.keys() == {"a call"}
+    for each in copies:
+        assert not each.ready and torch.equal(decode(q, each), want)
+        each.append(*tokens(3, 1))
+        assert each.lengths.tolist() == [6] * 3
+    assert cache.lengths.tolist() == [5] * 3 and torch.equal(decode(q, cache), want)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.decode.cases import CASES, case
+from tests.decode.cases import BROAD, CASES, DEEP, case
+from tests.decode.fp8_case import Fp8Case, check_fp8
 from tests.decode.harness import Case, check, run
 from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
@@ -39,6 +40,23 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, page_size: int | N
     shape = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype}
     c = Case(secrets.randbelow(2**31), [1300, 77], queries=2, heads_q=6, heads_kv=2, device="cuda", **shape)
     check(c, "triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3 in hardware")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (72, 40), (128, 128), (256, 256)])
+@pytest.mark.parametrize("page_size,granularity", [(None, "head"), (16, "tensor"), (64, "head")])
+def test_fp8_caches(dims: tuple[int, int], dtype: torch.dtype, page_size: int | None, granularity: str) -> None:
+    shape: dict[str, Any] = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype}
+    for queries, tree in ((1, None), (7, [DEEP])):
+        shape |= {"queries": queries, "tree": tree, "heads_q": 6, "heads_kv": 2, "device": "cuda"}
+        check_fp8(Fp8Case(secrets.randbelow(2**31), [1300, 77], granularity=granularity, **shape), "triton")
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_fp8_scales_a_token(page_size: int | None) -> None:
+    shape: dict[str, Any] = {"head_dim": 64, "page_size": page_size, "heads_q": 6, "heads_kv": 2, "device": "cuda"}
+    check_fp8(Fp8Case(secrets.randbelow(2**31), [1300, 77], granularity="token", **shape), "triton")
 
 
 @pytest.mark.parametrize("queries,group", [(1, 1), (1, 8), (3, 7), (16, 2), (16, 4), (16, 8)])
@@ -146,6 +164,38 @@ def test_no_synchronisation() -> None:
             decode(q, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_graph_of_a_draft(page_size: int | None) -> None:
+    """Append, judge and accept in one graph: replays follow trees and paths that are written into its tensors."""
+    c = Case(secrets.randbelow(2**31), [900, 40], queries=7, page_size=page_size, capacity=960, **SHAPE)
+    tree, path = (torch.zeros(2, n, dtype=torch.int32, device="cuda") for n in (7, 3))
+    captured, eager = c.cache(poison=0.0), c.cache(poison=0.0)
+    q, k = c.q(), torch.randn(2, 7, 8, 128, device="cuda").bfloat16()
+
+    def step(cache: KVCache | PagedKVCache) -> torch.Tensor:
+        cache.append(k, 2 * k)
+        out = decode(q, cache, tree=tree)
+        cache.accept(path, 7)
+        return out
+
+    tree.copy_(torch.tensor([BROAD, DEEP]))
+    step(c.cache(poison=0.0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(captured)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    captured.lengths.copy_(eager.lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    for trees, paths in (([DEEP, BROAD], [[0, 2, -1], [1, 4, -1]]), ([BROAD, BROAD], [[-1, -1, -1], [0, 3, -1]])):
+        tree.copy_(torch.tensor(trees))
+        path.copy_(torch.tensor(paths))
+        graph.replay()
+        assert torch.equal(out, step(eager)) and torch.equal(captured.lengths, eager.lengths)
 
 
 def test_on_another_stream() -> None:

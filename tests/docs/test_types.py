@@ -22,7 +22,7 @@ follow_imports = skip
 """
 RETURNED = """
 from typing import assert_type
-from warploom import KVCache, LinearState, attention, attention_varlen, decode, linear_attention
+from warploom import KVCache, LinearState, attention, attention_varlen, decode, gated_delta_rule, linear_attention
 from torch import Tensor
 
 def pairs(q: Tensor, starts: Tensor, cache: KVCache, either: bool) -> None:
@@ -39,6 +39,9 @@ def pairs(q: Tensor, starts: Tensor, cache: KVCache, either: bool) -> None:
     assert_type(linear_attention(q, q, q), Tensor)
     assert_type(linear_attention(q, q, q, return_state=True), tuple[Tensor, LinearState])
     assert_type(linear_attention(q, q, q, return_state=either), Tensor | tuple[Tensor, LinearState])
+    assert_type(gated_delta_rule(q, q, q, q), Tensor)
+    assert_type(gated_delta_rule(q, q, q, q, q, return_state=True), tuple[Tensor, Tensor])
+    assert_type(gated_delta_rule(q, q, q, q, return_state=either), Tensor | tuple[Tensor, Tensor])
 """
 WRONG = """
 import warploom

@@ -66,6 +66,7 @@ _GPU = {
     ("decode", "triton"): (0.17, 2),
     ("linear", "triton"): (0.13, 2),
     ("linear", "hopper"): (0.05, 3),
+    ("delta", "triton"): (0.10, 2),
 }
 _CPU = {
     ("attention", "cpu"): 8,
@@ -77,10 +78,13 @@ _CPU = {
     ("decode", "reference"): 2,
     ("linear", "cpu"): 5,
     ("linear", "reference"): 2,
+    ("delta", "cpu"): 5,
+    ("delta", "reference"): 1,
     ("attention", "triton"): 3,  # under Triton's interpreter, if it is asked for
     ("varlen", "triton"): 2,
     ("decode", "triton"): 2,
     ("linear", "triton"): 2,
+    ("delta", "triton"): 2,
 }
 
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_drawn_problems_agree_with_the_oracle(backend: str) -> None:
-    for number in range(60):
+    for number in range(45):
         problem = decode.draw(Draw(SEED, "decode", number), None, backend)
         outcome = check("decode", problem, backend, CPU)
         assert not outcome.failed, f"Draw({SEED}, 'decode', {number}): {outcome.words}\n{problem}"
@@ -49,13 +49,39 @@ def test_hidden_memory_is_hostile_and_what_queries_see_is_not() -> None:
         if problem.visible_nan or problem.appended is not None:
             continue
         given = decode.inputs(problem, CPU)
+        k, v = given["k"], given["v"]
+        if problem.fp8:
+            k, v = (Decode().widened(t, scale) for t, scale in zip((k, v), given["scales"], strict=True))
         found = Decode().attend(
-            *(given[name] for name in ("q", "k", "v", "lengths", "table")),
-            window=(problem.left, problem.right) if problem.windowed else None,
-        )
+            given["q"].double(), k, v, given["lengths"], given["table"],
+            window=(problem.left, problem.right) if problem.windowed else None, tree=given["tree"],
+        )  # fmt: skip
         assert found.out.isfinite().all(), problem
-        hostile += not given["k"].isfinite().all()
+        hostile += not k.isfinite().all()
     assert hostile > 20
+
+
+def test_a_tree_shows_a_token_its_path() -> None:
+    """Five keys, the last three of a root and two guesses after it."""
+    oracle, lengths = Decode(), torch.tensor([5])
+    kin = oracle.kin(torch.tensor([[-1, 0, 0]]))
+    assert oracle.visible(lengths, 3, 5, None, kin)[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]
+    # A guess sits right behind the root, whatever its number.
+    found = oracle.visible(lengths, 3, 5, (1, None), kin)[0].int().tolist()
+    assert found == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("dim", [16, 24, 40, 9])
+def test_the_format_of_fp8(dim: int) -> None:
+    """A rotation is orthogonal, rounding is that of torch's type, and SplitMix64 gives the published words for 1234567."""
+    oracle, x = Decode(), torch.randn(50, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
+    turned = oracle.rotated(x, 7)
+    torch.testing.assert_close(turned @ turned.mT, x @ x.mT)
+    assert not torch.equal(turned, oracle.rotated(x, 8))
+    numbers, scale = oracle.quantized(x, None)
+    assert torch.equal(numbers, (x.float() / scale[:, None]).to(torch.float8_e4m3fn).float()) and numbers.abs().amax() == 448
+    words = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert oracle.signs(5, 1234567).tolist() == [-1.0 if word >> 63 else 1.0 for word in words]
 
 
 def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
@@ -68,6 +94,7 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
                 variant.dtype, variant.queries, variant.heads_kv, variant.group
             )  # fmt: skip
             assert (p.dim, p.dim_v, p.sink, p.softcap != 0) == (variant.dim, variant.dim_v, variant.sink, variant.softcap)
+            assert (p.tree, p.fp8) == (variant.tree, variant.fp8)
             assert (p.left is not None) == variant.left and (p.appended is not None) == variant.append
             assert (p.page_size > 0, p.width == 1) == (variant.paging != "none", variant.paging == "one")
             capacity = p.capacity or p.page_size * p.width

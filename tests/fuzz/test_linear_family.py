@@ -37,7 +37,7 @@ def test_the_model_is_near_the_oracle() -> None:
                 for low in want.lows:
                     assert ((low.double() - want.ref).abs() <= 1e-3 * largest).all(), (name, problem)
                 compared.add(name)
-    assert compared == {"out", "s", "z", "dq", "dk", "dv", "ds", "dz"}
+    assert compared == {"out", "s", "z", "dq", "dk", "dv", "ds", "dz", "ddecay"}
 
 
 def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
@@ -48,6 +48,7 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
             p = draw_problem(d, w, "triton")
             assert (p.dtype, p.e, p.m, p.group, p.map_q, p.map_k) == (w.dtype, w.e, w.m, w.group, w.map_q, w.map_k)
             assert (p.causal, p.normalize, p.state, p.return_state) == (w.causal, w.normalize, w.state, w.return_state)
+            assert p.decay == w.decay
             assert (p.lengths is not None, p.sequences is not None) == (w.place == "lengths", w.place == "packed")
             assert p.upstream == (w.upstream if not p.visible_nan else "") and p.steps == w.steps
             if w.long or p.batch * p.seqlen_q * p.seqlen_k > 10**5:

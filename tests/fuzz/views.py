@@ -173,4 +173,4 @@ def bits(t: Tensor) -> Tensor:
     """The same memory as integers, for which NaN equals itself."""
     if not t.is_floating_point():
         return t
-    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])

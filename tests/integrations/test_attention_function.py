@@ -229,12 +229,6 @@ def test_models_refuse_output_attentions():
         llama(torch.ones(1, 3, dtype=torch.long), output_attentions=True)
 
 
-def test_continuous_batching_is_refused():
-    _, llama = build("llama")
-    with pytest.raises(Exception, match="warploom"):
-        llama.generate_batch([[1, 2, 3]], max_new_tokens=2)
-
-
 @pytest.mark.parametrize("name", ["flash_warploom", "paged|warploom", "sdpa", "eager", "", None])
 def test_names_that_mean_something_else_are_refused(name):
     with pytest.raises(ValueError, match="name: got"):

@@ -36,6 +36,7 @@ class Case:
     starts: list[int] | None = None  # cu_seqlens of a packed call of batch 1
     lengths: list[int] | None = None
     state: bool = False
+    decay: str = ""  # "head" or "token", or with "forgets" -inf in places
     poison: float = 0.0  # what positions that count for nothing hold
     keywords: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -54,14 +55,16 @@ class Case:
         v = normal(self.batch, seqlen_k, heads_kv, dim_v)
         found: dict[str, Any] = {"q": q, "k": k, "v": v, **self.keywords}
         sequences = self.batch
+        if self.decay:
+            found["decay"] = self._logs(generator, self.batch, seqlen_k, heads_kv)
         if self.starts is not None:
             found["cu_seqlens"] = torch.tensor(self.starts, dtype=torch.int32, device=self.device)
             sequences = len(self.starts) - 1
-            for t in (q, k, v):
+            for t in (q, k, v, *self._of_tokens(found)):
                 t[:, self.starts[-1] :] = self.poison
         if self.lengths is not None:
             found["lengths"] = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
-            for t in (k, v):
+            for t in (k, v, *self._of_tokens(found)):
                 for row, length in zip(t, self.lengths, strict=True):
                     row[length:] = self.poison
         if self.state:
@@ -69,9 +72,21 @@ class Case:
             s = torch.randn(sequences, heads_kv, self.dim, dim_v, generator=generator).to(self.device, wide)
             z = torch.rand(sequences, heads_kv, self.dim, generator=generator).to(self.device, wide)
             found["state"] = LinearState(s.requires_grad_(), z.requires_grad_())
-        for t in (q, k, v):
+        for t in (q, k, v, *([found["decay"]] if self.decay else [])):
             t.requires_grad_()
         return found
+
+    def _logs(self, generator: torch.Generator, *shape: int) -> Tensor:
+        """Heads that forget in one token, in a few and in hundreds; one shape dimension where there is one log a head."""
+        if self.decay.startswith("head"):
+            shape = shape[-1:]
+        logs = -torch.rand(shape, generator=generator) * 10 ** (2 * torch.rand(shape[-1:], generator=generator) - 1.5)
+        if "forgets" in self.decay:
+            logs[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
+        return logs.to(self.device, torch.promote_types(self.dtype, torch.float32))
+
+    def _of_tokens(self, found: dict[str, Any]) -> list[Tensor]:
+        return [found["decay"]] if self.decay.startswith("token") else []
 
 
 @dataclass
@@ -97,7 +112,7 @@ def want(case: Case) -> Results:
     """The same through the reference and autograd, inputs widened to fp64."""
     arguments = case.draw()
     options = {"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0, "state": None}
-    options |= {"lengths": None, "cu_seqlens": None}
+    options |= {"lengths": None, "cu_seqlens": None, "decay": None}
     wide = {name: _widen(value) for name, value in arguments.items()}
     call = linear_call(**{**options, **wide})
     out, _, s, z = reference.BACKEND.forward(call, True)
@@ -117,6 +132,8 @@ def _with_gradients(case: Case, arguments: dict[str, Any], out: Tensor, state: L
     leaves = {name: arguments[name] for name in ("q", "k", "v")}
     if case.state:
         leaves.update(zip(("s", "z"), arguments["state"], strict=True))
+    if case.decay:
+        leaves["decay"] = arguments["decay"]
     results = (out, *state)
     # Upstream gradients of out in the case's dtype, so that both sides see the same numbers.
     grads = [g.to(case.dtype).to(t.dtype) for g, t in zip(upstream(case, (out.float(), *state)), results, strict=True)]
@@ -151,7 +168,7 @@ def any_case(seed: int) -> Case:
     batch = 1 if packed else rng.choice([1, 2, 3])
     seqlen_k = seqlen if packed or rng.random() < 0.4 else rng.choice([0, 1, 7, 40, 64, 100, 150])
     cuts = sorted(rng.randint(0, seqlen) for _ in range(rng.randint(1, 5)))
-    normalize = rng.random() < 0.6
+    normalize, causal = rng.random() < 0.6, rng.random() < 0.7
     # Without positive features a denominator may be anything.
     maps = ["elu+1", "relu"] if normalize else ["elu+1", "relu", "identity"]
     return Case(
@@ -167,9 +184,10 @@ def any_case(seed: int) -> Case:
         starts=[0, *cuts] if packed else None,
         lengths=None if packed or rng.random() < 0.5 else [rng.randint(0, seqlen_k) for _ in range(batch)],
         state=rng.random() < 0.5,
+        decay=rng.choice(["head", "token", "token that forgets"]) if causal and rng.random() < 0.5 else "",
         poison=float("nan"),
         keywords={
-            "causal": rng.random() < 0.7,
+            "causal": causal,
             "normalize": normalize,
             "feature_map": (rng.choice(maps), rng.choice(maps)),
             "eps": 0.1,

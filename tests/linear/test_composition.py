@@ -16,7 +16,7 @@ from warploom.linear.ops import flat, step_args
 
 DEFAULTS: dict[str, Any] = {
     **{"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0},
-    **{"state": None, "lengths": None, "cu_seqlens": None},
+    **{"state": None, "lengths": None, "cu_seqlens": None, "decay": None},
 }
 
 
@@ -31,8 +31,10 @@ def small(**changes: Any) -> Case:
         small(keywords={"normalize": False}),
         small(batch=1, starts=[0, 5, 5, 17], state=True),
         small(seqlen_k=0),
+        small(decay="token", lengths=[20, 3]),
+        small(decay="head", batch=1, starts=[0, 5, 5, 17]),
     ],
-    ids=["state and lengths", "no normalizer", "packed", "no keys"],
+    ids=["state and lengths", "no normalizer", "packed", "no keys", "decay of a token", "decay of a head"],
 )
 @pytest.mark.parametrize("return_state", [True, False])
 def test_opcheck(case: Case, return_state: bool) -> None:
@@ -41,13 +43,13 @@ def test_opcheck(case: Case, return_state: bool) -> None:
 
 
 def test_opcheck_of_the_backward_and_of_the_step() -> None:
-    case = small(state=True)
+    case = small(state=True, decay="token")
     call = linear_call(**{**DEFAULTS, **case.draw()})
     arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in flat(call, "cpu", True))
     out, norm, s, z = torch.ops.warploom.linear_attention(*arguments)
     for dout, ds, dz in ((out, None, None), (None, s, z), (out, s, None)):
         torch.library.opcheck(torch.ops.warploom.linear_attention_backward.default, (dout, ds, dz, norm, *arguments))
-    one = linear_call(**{**DEFAULTS, **Case(case.seed, seqlen_q=1, state=True).draw()})
+    one = linear_call(**{**DEFAULTS, **Case(case.seed, seqlen_q=1, state=True, decay="token").draw()})
     torch.library.opcheck(
         torch.ops.warploom.linear_attention_step.default,
         tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in step_args(one, "cpu")),
@@ -55,14 +57,13 @@ def test_opcheck_of_the_backward_and_of_the_step() -> None:
 
 
 def test_compiled_without_a_graph_break() -> None:
-    case = small(state=True, lengths=[20, 11])
+    case = small(state=True, lengths=[20, 11], decay="token")
     arguments = case.draw()
-    leaves = [arguments[n] for n in "qkv"] + list(arguments["state"])
+    leaves = [arguments[n] for n in (*"qkv", "decay")] + list(arguments["state"])
 
-    def call(q: Any, k: Any, v: Any, s: Any, z: Any) -> Any:
-        out, last = linear_attention(
-            q, k, v, state=LinearState(s, z), lengths=arguments["lengths"], feature_map=(torch.exp, "elu+1"), return_state=True
-        )
+    def call(q: Any, k: Any, v: Any, decay: Any, s: Any, z: Any) -> Any:
+        options = {"state": LinearState(s, z), "lengths": arguments["lengths"], "return_state": True}
+        out, last = linear_attention(q, k, v, decay=decay * 2.0, feature_map=(torch.exp, "elu+1"), **options)
         return out.sin().sum() + last.s.sum()
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -85,15 +86,23 @@ def test_compiled_steps() -> None:
         assert torch.equal(got, want) and torch.equal(states[0].s, states[1].s), seed
 
 
-def test_gradcheck_with_both_states() -> None:
-    case = Case(secrets.randbelow(2**31), batch=1, seqlen_q=5, heads_q=2, heads_kv=1, dim=3, dtype=torch.float64, state=True)
+@pytest.mark.parametrize("decay", ["", "head", "token"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_gradcheck_with_both_states(backend: str, decay: str) -> None:
+    sizes = {"batch": 1, "seqlen_q": 5, "heads_q": 2, "heads_kv": 1, "dim": 3}
+    case = Case(secrets.randbelow(2**31), **sizes, dtype=torch.float64, state=True, decay=decay)
     arguments = case.draw()
+    logs = [arguments["decay"]] if decay else []
 
     def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out, last = linear_attention(*leaves[:3], state=LinearState(*leaves[3:]), return_state=True)
+        options = {"decay": leaves[5]} if decay else {}
+        out, last = linear_attention(
+            *leaves[:3], state=LinearState(*leaves[3:5]), return_state=True, backend=backend, **options
+        )
         return out, *last
 
-    assert torch.autograd.gradcheck(call, [arguments[n] for n in "qkv"] + list(arguments["state"]), fast_mode=True), case
+    leaves = [arguments[n] for n in "qkv"] + list(arguments["state"]) + logs
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True), case
 
 
 def test_checkpointing_and_func_grad() -> None:
@@ -166,13 +175,13 @@ def test_keys_expanded_over_heads() -> None:
     assert torch.allclose(linear_attention(q, k, v), expanded, rtol=1e-10, atol=1e-10), case
 
 
-@pytest.mark.parametrize("leaf", ["q", "k", "v", "s", "z"])
+@pytest.mark.parametrize("leaf", ["q", "k", "v", "s", "z", "decay"])
 def test_gradients_of_one_input_alone(leaf: str) -> None:
-    case = small(state=True)
+    case = small(state=True, decay="token")
     whole = run(case, "cpu").gradients[leaf]
     arguments = case.draw()
     state = dict(zip(("s", "z"), arguments["state"], strict=True))
-    for name, t in {**{n: arguments[n] for n in "qkv"}, **state}.items():
+    for name, t in {**{n: arguments[n] for n in (*"qkv", "decay")}, **state}.items():
         t.requires_grad_(name == leaf)
     out, last = linear_attention(**arguments, return_state=True)
     results = [t for t in (out, *last) if t.requires_grad]
@@ -242,3 +251,24 @@ def test_dispatch_modes_see_the_ops() -> None:
         linear_attention(x, x, x)
         linear_attention_step(x, x, x, LinearState.zeros(1, 2, 8, 8))
     assert {"warploom.linear_attention.default", "warploom.linear_attention_step.default"} <= set(seen)
+
+
+def test_transforms_of_a_decay() -> None:
+    """torch.func.grad asks for its gradient too; the reference alone takes vmap and forward AD."""
+    case = small(decay="token", dtype=torch.float64)
+    arguments = case.draw()
+    decay = arguments.pop("decay")
+    tensors = {name: t.detach() for name, t in arguments.items()}
+
+    def loss(decay: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+        return linear_attention(**tensors, decay=decay, backend=backend).square().sum()
+
+    (want,) = torch.autograd.grad(loss(decay), decay)
+    assert torch.allclose(torch.func.grad(loss)(decay.detach()), want, rtol=1e-12), case
+    assert torch.allclose(torch.func.grad(loss)(decay.detach(), "reference"), want, rtol=1e-9), case
+    _, tangent = torch.func.jvp(lambda t: loss(t, "reference"), (decay.detach(),), (decay.detach(),))
+    assert torch.allclose(tangent, (want * decay).sum(), rtol=1e-9), case
+    both = torch.vmap(lambda t: loss(t, "reference"))(torch.stack([decay, 2 * decay]))
+    assert torch.allclose(both[1], loss(2 * decay, "reference"), rtol=1e-12), case
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap.*backend='reference'"):
+        torch.vmap(loss)(decay[None])

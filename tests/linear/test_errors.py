@@ -52,6 +52,25 @@ PACKED = {name: torch.zeros(9, heads, 8) for name, heads in (("q", 4), ("k", 2),
         ({"state": LinearState.zeros(2, 4, 8, 6)}, ValueError, r"state.s must have shape .* = \(2, 2, 8, 6\)"),
         ({"state": (torch.zeros(2, 2, 8, 6), torch.zeros(2, 8))}, ValueError, r"state.z must have shape .* = \(2, 2, 8\)"),
         ({"state": LinearState.zeros(2, 2, 8, 6, dtype=torch.bfloat16)}, TypeError, "state.s must be torch.float32"),
+        (
+            {"decay": -0.1},
+            TypeError,
+            r"decay must be a tensor of natural logs of shape \(heads_kv,\) = \(2,\) or .* = \(2, 9, 2\), got",
+        ),
+        (
+            {"decay": torch.zeros(4)},
+            ValueError,
+            r"decay must have shape \(heads_kv,\) = \(2,\) or .* = \(2, 9, 2\), got \(4,\)",
+        ),
+        ({"decay": torch.zeros(2, 9, 4)}, ValueError, r"got \(2, 9, 4\)"),
+        ({"decay": torch.zeros(2).half()}, TypeError, "decay must be torch.float32 beside torch.float32 inputs"),
+        ({"decay": torch.tensor([-1.0, 0.25])}, ValueError, "decay must be at most 0, .*, got 0.25"),
+        ({"decay": torch.zeros(2), "causal": False}, ValueError, "decay needs causal=True"),
+        (
+            {**PACKED, "decay": torch.zeros(8, 2), "cu_seqlens": ints(0, 9)},
+            ValueError,
+            r"\(total_tokens, heads_kv\) = \(9, 2\)",
+        ),
         ({"backend": "cuda"}, ValueError, "backend must be one of 'cpu', 'hopper', 'triton', 'reference', got 'cuda'"),
     ],
 )
@@ -73,6 +92,14 @@ def test_a_backend_that_refuses_says_why() -> None:
         ({"k": torch.zeros(2, 1, 2, 8)}, ValueError, r"k must have 3 dimensions \(batch, heads, head_dim\) as q has"),
         ({n: torch.zeros(2, 3, 2, 8) for n in "qkv"}, ValueError, "a step takes one token a sequence, got 3 queries and 3"),
         ({"state": LinearState.zeros(3, 2, 8, 8)}, ValueError, r"state.s must have shape"),
+        (
+            {"decay": torch.zeros(2, 1, 2)},
+            ValueError,
+            r"decay must have shape \(heads_kv,\) = \(2,\) or \(batch, heads_kv\) = \(2, 2\), got \(2, 1, 2\)",
+        ),
+        ({"decay": torch.zeros(4)}, ValueError, r"decay must have shape .* = \(2,\) or .* = \(2, 2\), got \(4,\)"),
+        ({"decay": torch.zeros(3, 2)}, ValueError, r"decay must have shape .* = \(2,\) or .* = \(2, 2\), got \(3, 2\)"),
+        ({"decay": torch.ones(2, 2)}, ValueError, "decay must be at most 0"),
     ],
 )
 def test_step(changes: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.linear.triton_cases import CASES, WHOLE, Case, check, computed
+from tests.linear.triton_cases import CASES, DECAY, WHOLE, Case, check, computed
 from warploom.linear.problem import StepArgs
 from warploom.linear.triton import BACKEND
 from warploom.linear.triton import call as call_module
@@ -33,7 +33,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, yes: bool, segment: int = 128, lookback
 
 def wide(name: str, **changes: Any) -> dict[str, Any]:
     """A case with seven times the tokens: whole chunks and a short one, several segments."""
-    options = {"rows": 40, **(CASES | WHOLE)[name], **changes}
+    options = {"rows": 40, **(CASES | WHOLE | DECAY)[name], **changes}
     for length in ("rows", "keys"):
         if options.get(length, 1) > 1:
             options[length] *= 7
@@ -45,7 +45,7 @@ def wide(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("name", CASES | WHOLE)
+@pytest.mark.parametrize("name", CASES | WHOLE | DECAY)
 def test_case(name: str, cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, cuts)
     check(Case(seed(), device="cuda", **wide(name, dtype=dtype)))
@@ -60,6 +60,23 @@ def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch
     """Every configuration, with a mean that makes sums grow."""
     cut(monkeypatch, cuts)
     check(Case(seed(), rows=333, batch=2, heads=2, e=dims[0], m=dims[1], mean=0.5, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("kind", ["", "grouped", "as loaded"])
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (64, 128), (128, 128), (256, 256)], ids=str)
+def test_decay(dims: tuple[int, int], kind: str, cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every configuration that fades, the same bits twice."""
+    cut(monkeypatch, cuts)
+    options: dict[str, Any] = {"heads": 4, "heads_kv": 2 if kind == "grouped" else 4, "e": dims[0], "m": dims[1]}
+    if kind == "as loaded":
+        options |= {"map_q": "identity", "map_k": "identity", "normalize": False}
+    case = Case(seed(), rows=333, decay="token that forgets", state=True, dtype=dtype, device="cuda", **options)
+    check(case)
+    call, *upstream = case.call()
+    first, second = computed(call, *upstream), computed(call, *upstream)
+    assert all(torch.equal(t, second[name]) for name, t in first.items()), case
 
 
 MANY = [(d, kind, True) for d in (64, 128, 256) for kind in ("plain", "as loaded")]

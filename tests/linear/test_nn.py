@@ -72,6 +72,24 @@ def test_steps_equal_the_pass(feature_map: object) -> None:
     torch.testing.assert_close(torch.cat([first, second], 1), want)
 
 
+@pytest.mark.parametrize("tokens", [False, True], ids=["a head's", "a token's"])
+def test_steps_of_a_layer_that_fades(tokens: bool) -> None:
+    """From no state on: constants of heads, as RetNet has them, or logs that a gate computed."""
+    seed = seeded()
+    layer = CausalLinearAttention(24, 4, kv_heads=2).double()
+    x = torch.randn(2, 12, 24, dtype=torch.float64)
+    decay = F.logsigmoid(torch.randn(2, 12, 2, dtype=torch.float64)) if tokens else torch.tensor([-0.03, -1.0]).double()
+    want, last = layer(x, decay=decay, return_state=True)
+    rows, state = [], None
+    for i in range(12):
+        row, state = layer.step(x[:, i], state, decay=decay[:, i] if tokens else decay)
+        rows.append(row)
+    torch.testing.assert_close((torch.stack(rows, 1), *state), (want, *last), msg=lambda m: f"seed {seed}: {m}")
+    assert not torch.allclose(want, layer(x))
+    with pytest.raises(ValueError, match="decay needs causal=True"):
+        LinearAttention(24, 4, kv_heads=2).double()(x, decay=decay)
+
+
 def test_cross_attention_lengths_and_packing() -> None:
     seed = seeded()
     layer = LinearAttention(16, 2)

@@ -84,10 +84,10 @@ def test_backward_is_what_forward_changes_by() -> None:
     from warploom.linear import reference
     from warploom.linear.arguments import linear_call
 
-    c = replace(case("packed, state, group", secrets.randbelow(2**31)), dtype=torch.float64)
+    c = replace(case("packed, state, group", secrets.randbelow(2**31)), dtype=torch.float64, decay="token")
     options = {"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, "scale": 1.0, "lengths": None}
     call = linear_call(**{**options, **c.draw()})
-    names = ("q", "k", "v", "s", "z")
+    names = ("q", "k", "v", "s", "z", "decay")
     inputs = {name: getattr(call, name).detach() for name in names}
     call = replace(call, **inputs)
     out, _, s, z = reference.BACKEND.forward(call, True)

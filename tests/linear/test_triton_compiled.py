@@ -24,7 +24,9 @@ SHARED_LIMIT = 227 * 1024
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
-def launches(dim: int, map_name: str, normalize: bool, heads: int) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
+def launches(
+    dim: int, map_name: str, normalize: bool, heads: int, decay: torch.Tensor | None = None
+) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
     """The kernels, constants and arguments of a forward and a backward pass, of launches that do not happen."""
     found = []
 
@@ -39,7 +41,8 @@ def launches(dim: int, map_name: str, normalize: bool, heads: int) -> list[tuple
     for f in cached:
         f.cache_clear()
     q, k, v = (torch.zeros(1, 4096, heads, dim, dtype=torch.bfloat16) for _ in range(3))
-    call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
+    call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None, decay)
+    call = replace(call, decay_grad=decay is not None and decay.requires_grad)
     try:
         with patch.object(run, "Launch", Recorder):
             out, norm, *_ = run.forward(call, False)
@@ -103,3 +106,26 @@ def test_kernels(
         assert products, name
         # The loop over the states before a segment has no product, and loads several at once.
         assert not any("tt.load" in body for body in products), f"{name} loads synchronously"
+
+
+def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Every kernel of a decay with a gradient, once: as few heads as have states in launches of their own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {
+        launch[0].__name__: launch for launch in launches(64, "elu+1", True, 2, torch.zeros(1, 4096, 2, requires_grad=True))
+    }
+    assert found.pop("scan_kernel") and set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
+    for name, launch in found.items():
+        binary = compiled(*launch)
+        assert binary.metadata.shared <= SHARED_LIMIT, name
+        assert "wgmma.mma_async" in binary.asm["ptx"], name
+        assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gradients_of_a_decay_meet_in_equal_chunks(width: int, capability: int, dtype: torch.dtype) -> None:
+    """dQ's kernel leaves the states before its chunks to dK's."""
+    c = config(dtype, width, width, capability, True, True, True)
+    assert c.dq.chunk == (c.dkdv or c.dk).chunk and not c.lookback

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.linear.triton_model import results
+from warploom.linear import reference
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.problem import LinearCall
 
@@ -43,6 +44,31 @@ def test_chunks_equal_the_score_matrix(map_q: str, map_k: str, normalize: bool, 
     call = LinearCall(*(t.detach() for t in (q, k, v)), map_q, map_k, causal, normalize, eps, 0.7, s, z.abs(), None, None)
     got = results(call, dout, ds, dz, exact=True)
     norm = norm if normalize else torch.ones_like(norm)
-    want = (out, norm, last_s, last_z, dq, dk, dv, ds0, dz0 * z.sign())
+    want = (out, norm, last_s, last_z, dq, dk, dv, ds0, dz0 * z.sign(), torch.zeros(2, keys, 2, dtype=torch.float64))
     for name, a, b in zip(got._fields, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"seed {seed} {name}: {m}")
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("rows,keys", [(150, 150), (70, 150), (150, 70)])
+def test_chunks_that_fade_equal_the_recurrence(normalize: bool, rows: int, keys: int) -> None:
+    """In fp64, against the reference, token by token, and its gradients by autograd."""
+    seed = secrets.randbelow(2**31)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    q, k, v = draw(2, rows, 4, 8), draw(2, keys, 2, 8), draw(2, keys, 2, 12)
+    s, z = draw(2, 2, 8, 12), draw(2, 2, 8).abs()
+    dout, ds, dz = draw(2, rows, 4, 12), draw(2, 2, 8, 12), draw(2, 2, 8)
+    decay = -draw(2, keys, 2).abs()
+    decay[draw(2, keys, 2) > 1.5] = -torch.inf
+    options = (None, None, decay, True)
+    call = LinearCall(q, k, v, "elu+1", "relu", True, normalize, 0.1, 0.7, s, z, *options)
+    got = results(call, dout, ds, dz, exact=True)._asdict()
+    out, norm, *last = reference.BACKEND.forward(call, True)
+    gradients = reference.BACKEND.backward(call, dout, norm, ds, dz)
+    norm = torch.ones_like(got["norm"]) if norm is None else norm
+    for (name, a), b in zip(got.items(), (out, norm, *last, *gradients), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"seed {seed} {name}: {m}")

@@ -32,6 +32,7 @@ class Case:
     normalize: bool = True
     scale: float = 1.0
     state: bool = False
+    decay: str = ""  # "head", "token", or "token that forgets": -inf in places
     lengths: tuple[int, ...] | None = None
     sequences: tuple[int, ...] | None = None
     mean: float = 0.0  # of the values: sums then grow with the length
@@ -57,6 +58,12 @@ class Case:
         cu = None
         if self.sequences is not None:
             cu = torch.tensor([0, *self.sequences], device=self.device).cumsum(0).to(torch.int32)
+        logs = None
+        if self.decay:
+            logs = -torch.rand((batch, keys, heads_kv), generator=generator, device=self.device) * 0.7
+            if "forgets" in self.decay:
+                logs[draw(batch, keys, heads_kv) > 1.3] = -torch.inf
+            logs = logs[0, 0].contiguous() if self.decay == "head" else logs
         q, k, v, dout = (t.to(self.dtype) for t in (q, k, v, dout))
         call = LinearCall(
             q=q,
@@ -72,6 +79,8 @@ class Case:
             z=z if self.state else None,
             lengths=None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int32, device=self.device),
             cu_seqlens=cu,
+            decay=logs,
+            decay_grad=logs is not None,
         )
         return call, dout, draw(*s.shape), draw(*z.shape)
 
@@ -100,13 +109,33 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
+# With a decay, cut into segments or not.
+DECAY: dict[str, dict[str, Any]] = {
+    "decay": {"decay": "token", "batch": 2, "state": True},
+    "decay of heads, blocks": {
+        **{"decay": "head", "heads": 2, "e": 32, "m": 48},
+        **{"normalize": False, "map_q": "identity", "map_k": "identity"},
+    },
+    "decay that forgets, blocks": {"decay": "token that forgets", "e": 32, "m": 32, "state": True},
+    "decay, grouped": {"decay": "token", "heads": 3, "heads_kv": 1, "state": True, "scale": 0.3},
+    "decay, fewer queries": {"decay": "token that forgets", "rows": 21, "keys": 70, "state": True, "normalize": False},
+    "decay, fewer keys": {"decay": "token", "rows": 40, "keys": 21},
+    "decay, lengths": {"decay": "token", "batch": 2, "lengths": (40, 17), "state": True, "map_k": "relu"},
+    "decay, packed": {"decay": "token that forgets", "sequences": (0, 34, 1, 0), "heads": 2, "heads_kv": 1, "state": True},
+    "decay, half precision": {"decay": "token", "dtype": torch.float16, "state": True},
+}
+
+
 def computed(call: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None) -> dict[str, Tensor]:
     """Everything that forward and backward return, by the names of `Results`."""
     assert triton.BACKEND.supports(call) is None, triton.BACKEND.supports(call)
     out, norm, s, z = triton.BACKEND.forward(call, True)
-    dq, dk, dv, ds0, dz0 = triton.BACKEND.backward(call, dout, norm, ds, dz)
-    assert (ds0 is None) == (dz0 is None) == (call.s is None)
-    found: dict[str, Any] = dict(zip(Results._fields, (out, norm, s, z, dq, dk, dv, ds0, dz0), strict=True))
+    dq, dk, dv, ds0, dz0, ddecay = triton.BACKEND.backward(call, dout, norm, ds, dz)
+    assert (ds0 is None) == (dz0 is None) == (call.s is None) and (ddecay is None) == (call.decay is None)
+    if ddecay is not None and call.decay is not None and call.decay.ndim == 1:
+        # Its rounding is the tokens', whose sum it is.
+        ddecay = ddecay.expand(1, 1, -1)
+    found: dict[str, Any] = dict(zip(Results._fields, (out, norm, s, z, dq, dk, dv, ds0, dz0, ddecay), strict=True))
     return {name: t for name, t in found.items() if t is not None}
 
 
@@ -115,6 +144,8 @@ def check(case: Case, *, gradients_of_state: bool = True) -> None:
     call, dout, ds, dz = case.call()
     given = (ds, dz) if gradients_of_state else (None, None)
     truth, model = (results(call, dout, *given, exact=exact) for exact in (True, False))
+    if call.decay is not None and call.decay.ndim == 1:
+        truth, model = (r._replace(ddecay=r.ddecay.sum((0, 1), keepdim=True)) for r in (truth, model))
     for name, t in computed(call, dout, *given).items():
         verdict = judge(name, t, getattr(truth, name), getattr(model, name), case.dtype)
         assert verdict.passed, f"{verdict}\n{case}"

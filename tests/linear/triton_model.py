@@ -1,7 +1,8 @@
 """What the Triton kernels compute, chunk by chunk in torch: in fp64 the truth, in the inputs' dtype a correct kernel's model.
 
 The model rounds to the inputs' dtype (fp32: to two TF32 numbers) what a tensor core takes as operands: mapped queries and
-keys, products within a chunk, f = scale / norm * phi(q) and delta * f, and the states; sums are fp32.
+keys, products within a chunk, f = scale / norm * phi(q) and delta * f, the states, and what is left of these where they fade;
+sums are fp32.
 `test_triton_model.py` holds the fp64 form against autograd through the score matrix.
 """
 
@@ -32,6 +33,7 @@ class Results(NamedTuple):
     dv: Tensor
     ds0: Tensor
     dz0: Tensor
+    ddecay: Tensor  # (batch, seqlen_k, heads_kv), zeros where the call has no decay
 
 
 @dataclass(frozen=True)
@@ -84,44 +86,79 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
     last_dz = zeros[..., 0] if dz is None else dz.to(r.wide).repeat_interleave(group, 1) / group
 
     spans = [slice(t, t + CHUNK) for t in range(0, max(rows, keys), CHUNK)]
+    # fp64 in the model too: kernels keep these sums in two numbers.
+    logs = q.new_zeros((batch, heads, max(rows, keys)), dtype=torch.float64)
+    if c.decay is not None:
+        logs[:, :, :keys] = c.decays().mT.double().clamp_min(-1000.0).repeat_interleave(group, 1)
+
+    def fading(span: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """What is left at rows of the chunk of what came before it, at its end of its keys, and of what came before it."""
+        sums = logs[:, :, span].cumsum(-1)
+        count = sums.shape[-1], len(range(rows)[span]), len(range(keys)[span])
+        at_rows, of_keys = sums[..., : count[1], None], (sums[..., -1:] - sums)[..., : count[2], None]
+        return at_rows.exp().to(r.wide), of_keys.exp().to(r.wide), sums[..., -1].exp().to(r.wide)
 
     def seen(span: slice) -> Tensor:
-        """Which keys of the chunk which of its rows sees."""
-        sizes = len(range(rows)[span]), len(range(keys)[span])
-        return torch.ones(sizes, dtype=r.wide, device=q.device).tril() * c.causal
+        """What is left of which keys of the chunk at which of its rows, 0 where a row does not see a key."""
+        sums = logs[:, :, span].cumsum(-1)
+        apart = sums[..., : len(range(rows)[span]), None] - sums[..., None, : len(range(keys)[span])]
+        return torch.ones_like(apart).tril().mul(apart.clamp_max(0.0).exp()).to(r.wide) * c.causal
 
     s, z = first_s, first_z
     if not c.causal:
         s, z = s + fk.mT @ v, z + fk.sum(2)
     out, norm, dfq, delta = (torch.zeros_like(t) for t in (g, g[..., 0], fq, g[..., 0]))
     one = torch.ones((), dtype=r.wide, device=q.device)
+    starts = []
     for span in spans:
+        starts.append((s, z))
+        before, left, kept = fading(span)
         a, b, x, y = fq[:, :, span], fk[:, :, span], v[:, :, span], g[:, :, span]
         p = a @ b.mT * seen(span)
-        total = p.sum(-1) + (a * z[:, :, None]).sum(-1)
+        total = p.sum(-1) + (a * z[:, :, None] * before).sum(-1)
         norm[:, :, span] = (c.scale * total + c.eps) if c.normalize else one
         factor = (c.scale / norm[:, :, span])[..., None]
-        out[:, :, span] = (r(p) @ x + a @ r(s)) * factor
-        gradient = r(y @ x.mT * seen(span)) @ b + y @ r(s).mT
+        out[:, :, span] = (r(p) @ x + a @ r(s) * before) * factor
+        gradient = r(y @ x.mT * seen(span)) @ b + y @ r(s).mT * before
         if c.normalize:
             delta[:, :, span] = (a * gradient).sum(-1) * factor[..., 0]
-        sums = z[:, :, None] + seen(span) @ b
+        sums = z[:, :, None] * before + (seen(span) if c.decay is None else r(seen(span))) @ b
         dfq[:, :, span] = (gradient - delta[:, :, span, None] * sums) * factor
         if c.causal:
-            s, z = s + b.mT @ x, z + b.sum(2)
+            b = b if c.decay is None else r(b * left)
+            s, z = s * kept[..., None, None] + b.mT @ x, z * kept[..., None] + b.sum(2)
     f = r(fq * (c.scale / norm)[..., None])
     df = r(fq * (c.scale / norm * delta)[..., None])
     dfk, dv = torch.zeros_like(fk), torch.zeros_like(v)
+    dlogs = torch.zeros_like(logs[:, :, :keys], dtype=r.wide)
     ds_now, dz_now = last_ds, last_dz
     if not c.causal:
         ds_now, dz_now = ds_now + f.mT @ g, dz_now - df.sum(2)
-    for span in reversed(spans):
+    for span, (s0, z0) in zip(reversed(spans), reversed(starts), strict=True):
+        before, left, kept = fading(span)
         a, b, x, y, d = f[:, :, span], fk[:, :, span], v[:, :, span], g[:, :, span], df[:, :, span]
-        dv[:, :, span] = r(a @ b.mT * seen(span)).mT @ y + b @ r(ds_now)
-        sums = dz_now[:, :, None] - seen(span).mT @ d
-        dfk[:, :, span] = r(y @ x.mT * seen(span)).mT @ a + x @ r(ds_now).mT + sums
+        dv[:, :, span] = r(a @ b.mT * seen(span)).mT @ y + b @ r(ds_now) * left
+        sums = dz_now[:, :, None] * left - seen(span).mT @ d
+        dfk[:, :, span] = r(y @ x.mT * seen(span)).mT @ a + x @ r(ds_now).mT * left + sums
+        if c.decay is not None:
+            # Every pair of a query at or after a token and a key before it: one where both are in the chunk, or come before
+            # or after it.
+            y, delta_now = torch.nn.functional.pad(y, (0, 1)), delta[:, :, span, None]
+            y[..., -1:] = -delta_now
+            x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+            first, after = torch.cat([s0, z0[..., None]], -1), torch.cat([ds_now, dz_now[..., None]], -1)
+            met = (a @ b.mT * r(y @ x.mT * seen(span))).tril(-1)
+            gives = torch.zeros_like(logs[:, :, span])
+            gives[..., : a.shape[2]] = met.sum(-1) + (a * (y @ r(first).mT * before)).sum(-1)
+            gives[..., : b.shape[2]] -= met.sum(-2)
+            of_keys = (b * (x @ r(after).mT * left)).sum(-1)
+            both = (after * r(first)).sum((-1, -2)) * kept
+            later = gives.flip(-1).cumsum(-1).flip(-1)[..., : b.shape[2]]
+            dlogs[:, :, span] = later + of_keys.cumsum(-1) - of_keys + both[..., None]
+            y, x = y[..., :-1], x[..., :-1]
         if c.causal:
-            ds_now, dz_now = ds_now + a.mT @ y, dz_now - d.sum(2)
+            faded = a if c.decay is None else r(fq[:, :, span] * (c.scale / norm[:, :, span])[..., None] * before)
+            ds_now, dz_now = ds_now * kept[..., None, None] + faded.mT @ y, dz_now * kept[..., None] - (d * before).sum(2)
 
     def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
         """The slope of a map by its value, which kernels have as an operand."""
@@ -145,6 +182,7 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
         dv=lower(dv, c.k.shape[2]),
         ds0=state(ds_now),
         dz0=state(dz_now),
+        ddecay=state(dlogs.where(logs[:, :, :keys] > -100.0, 0.0)).mT * (c.decay is not None),
     )
 
 
@@ -154,12 +192,13 @@ def _padded(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, e
     parts = []
     for i, length in enumerate(c.lengths.tolist()):
         one = [None if t is None else t[i : i + 1] for t in (c.s, c.z, ds, dz)]
-        lone = replace(
-            c, q=c.q[i : i + 1], k=c.k[i : i + 1, :length], v=c.v[i : i + 1, :length], lengths=None, s=one[0], z=one[1]
-        )
+        decay = c.decay if c.decay is None or c.decay.ndim == 1 else c.decay[i : i + 1, :length]
+        kv = {"k": c.k[i : i + 1, :length], "v": c.v[i : i + 1, :length], "decay": decay}
+        lone = replace(c, q=c.q[i : i + 1], **kv, lengths=None, s=one[0], z=one[1])
         got = results(lone, dout[i : i + 1], one[2], one[3], exact=exact)
         pad = (0, 0, 0, 0, 0, c.k.shape[1] - length)
-        parts.append(got._replace(dk=torch.nn.functional.pad(got.dk, pad), dv=torch.nn.functional.pad(got.dv, pad)))
+        padded = {name: torch.nn.functional.pad(getattr(got, name), pad) for name in ("dk", "dv")}
+        parts.append(got._replace(**padded, ddecay=torch.nn.functional.pad(got.ddecay, pad[2:])))
     return Results(*[torch.cat(ts) for ts in zip(*parts, strict=True)])
 
 
@@ -171,6 +210,8 @@ def _packed(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, e
     for i, (start, stop) in enumerate(pairwise(cu)):
         one = [None if t is None else t[i : i + 1] for t in (c.s, c.z, ds, dz)]
         qkv = {name: getattr(c, name)[:, start:stop] for name in ("q", "k", "v")}
+        if c.decay is not None and c.decay.ndim == 3:
+            qkv["decay"] = c.decay[:, start:stop]
         lone = replace(c, **qkv, cu_seqlens=None, s=one[0], z=one[1])
         parts.append(results(lone, dout[:, start:stop], one[2], one[3], exact=exact))
     rest = c.q.shape[1] - cu[-1]
@@ -180,6 +221,8 @@ def _packed(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, e
             joined.append(torch.cat(ts))
         elif name == "norm":
             joined.append(torch.nn.functional.pad(torch.cat(ts, 2), (0, rest), value=1.0))
+        elif name == "ddecay":
+            joined.append(torch.nn.functional.pad(torch.cat(ts, 1), (0, 0, 0, rest)))
         else:
             joined.append(torch.nn.functional.pad(torch.cat(ts, 1), (0, 0, 0, 0, 0, rest)))
     return Results(*joined)

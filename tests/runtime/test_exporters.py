@@ -45,10 +45,12 @@ CALLS: dict[str, Function] = {
     "sdpa": lambda q, k, v: warploom.scaled_dot_product_attention(q, k, v, is_causal=True),
     "decode": decode,
     "linear": lambda q, k, v: warploom.linear_attention(q, k, v),
+    "delta": lambda q, k, v: warploom.gated_delta_rule(q, k, v, torch.sigmoid(v[..., 0]), normalize_qk=True),
 }
 EAGER: dict[str, Function] = {
     "attention": lambda q, k, v: warploom.attention(q, k, v, causal=True, backend="reference"),
     "linear": lambda q, k, v: warploom.linear_attention(q, k, v, backend="reference"),
+    "delta": lambda q, k, v: warploom.gated_delta_rule(q, k, v, torch.sigmoid(v[..., 0]), backend="reference"),
 }
 every = pytest.mark.parametrize("name", list(CALLS))
 
@@ -130,6 +132,7 @@ ONNX = {
     "scaled_dot_product_attention in its place",
     "decode": "warploom.decode has no ONNX operator; export torch's scaled_dot_product_attention in its place",
     "linear": "warploom.linear_attention has no ONNX operator; export the model with backend='reference' in its place",
+    "delta": "warploom.gated_delta_rule has no ONNX operator; export the model with backend='reference' in its place",
 }
 ONNX |= dict.fromkeys(("masked", "packed", "sdpa"), ONNX["attention"])
 

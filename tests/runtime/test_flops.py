@@ -42,7 +42,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
 def test_every_op_has_a_formula() -> None:
     """An op without one would be counted as nothing, in words or not."""
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("warploom::")}
-    assert {"attention", "attention_backward", "decode", "linear_attention", "column_bounds"} <= names
+    assert {"attention", "attention_backward", "decode", "gated_delta_rule", "linear_attention", "column_bounds"} <= names
     assert [name for name in sorted(names) if getattr(OPS, name) not in flop_registry] == []
 
 
@@ -112,6 +112,21 @@ def test_linear_attention_counts_its_recurrence() -> None:
     q, k, v = (t.detach()[:, 0] for t in (q, k, v))
     state = warploom.LinearState.zeros(2, 2, 16, 24)
     assert counted(lambda: warploom.linear_attention_step(q, k, v, state)) == {OPS.linear_attention_step: product * 2 * (4 + 2)}
+
+
+def test_the_gated_delta_rule_counts_its_recurrence() -> None:
+    q, _, v = qkv(seqlen_q=12, requires_grad=True)
+    k, beta = q[:, :, :1].detach(), torch.rand(v.shape[:3])
+    found = counted(lambda: warploom.gated_delta_rule(k, k, v, beta).sum().backward())
+    product = 2 * v.numel() * 16
+    assert found == {OPS.gated_delta_rule: 3 * product, OPS.gated_delta_rule_backward: 8 * product}
+    state = torch.zeros(2, v.shape[2], 16, 24)
+    step = [t.detach()[:, 0] for t in (k, k, v, beta)]
+    for name, inplace in (("gated_delta_step", False), ("gated_delta_step_inplace", True)):
+        product = 2 * step[2].numel() * 16
+        assert counted(lambda inplace=inplace: warploom.gated_delta_step(*step, state, inplace=inplace)) == {
+            getattr(OPS, name): 3 * product
+        }
 
 
 def test_bounds_of_a_mask_have_no_products() -> None:

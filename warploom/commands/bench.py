@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,10 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
 def _pool(jobs: int) -> Pool:
     """Processes that Ctrl-C does not reach, whose tracebacks nobody wants: leaving the pool ends them.
 
-    They are started by this thread and by the pool's, which inherit what this one blocks, and so do their processes.
+    They are started by this thread and by the pool's, which inherit what this one blocks, and so do their processes. The
+    tracker of resources is there before: whoever starts it has no signal blocked afterwards.
     """
+    resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1)

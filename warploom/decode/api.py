@@ -21,6 +21,7 @@ from warploom.runtime.op import unobserved
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+    tree: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -28,6 +29,7 @@ def decode(
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
+    tree: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -35,6 +37,7 @@ def decode(
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
+    tree: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -48,6 +51,7 @@ def decode(
     sink: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    tree: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries over a long cache (split-KV, Flash-Decoding); causal, inference only.
 
@@ -59,7 +63,8 @@ def decode(
     sequences, the batch size or the page layout.
 
     Args:
-        q: (batch, T, heads_q, head_dim), T from 1 to 16, in the cache's dtype; heads_q is a multiple of heads_kv.
+        q: (batch, T, heads_q, head_dim), T from 1 to 16, under a tree to 64, in the cache's dtype; heads_q is a multiple of
+            heads_kv.
         cache: a KVCache or PagedKVCache.
         scale: factor on q kᵀ; default 1/√head_dim.
         softcap: c > 0 replaces a scaled score s by c · tanh(s / c); 0 is off.
@@ -67,6 +72,10 @@ def decode(
         sink: (heads_q,) a logit a head that joins the softmax's denominator, neither scaled nor softcapped.
         return_lse: also return lse, natural log, float32 (batch, heads_q, T), sink included.
         backend: run this implementation or raise its refusal; default: the first that does not refuse.
+        tree: int32 (batch or 1, T) parents of the T tokens, drafts of a speculative decoder: token t comes after token
+            tree[b, t] < t, a root (-1) after the cache's last key before them. A token then sees the keys before the T, its
+            ancestors and itself. Any order of the tokens in which parents come first will do. A token, and its key, then sit
+            at p = length - T + depth, the number of its ancestors: a window shows it what plain decode of its path would.
 
     Returns:
         out (batch, T, heads_q, head_dim_v) in q's dtype, or (out, lse).
@@ -77,7 +86,8 @@ def decode(
     """
     # Keywords of the plainest types: 1 is equal to True, and would find what True left.
     short = (
-        (scale is None or type(scale) is float or type(scale) is int)
+        tree is None
+        and (scale is None or type(scale) is float or type(scale) is int)
         and (type(softcap) is float or type(softcap) is int)
         and (window is None or _whole(window))
         and (return_lse is False or return_lse is True)
@@ -92,7 +102,7 @@ def decode(
             results = run(q, sink, return_lse)
             if results is not None:
                 return results if return_lse else results[0]
-    args = decode_args(q, cache, scale, softcap, window, sink)
+    args = decode_args(q, cache, scale, softcap, window, sink, tree)
     return_lse = arguments.flag("return_lse", return_lse)
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)

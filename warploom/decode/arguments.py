@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from warploom.decode.cache import KVCache, PagedKVCache
-from warploom.decode.contents import check_contents
+from warploom.decode.contents import check_contents, checked_tree
 from warploom.decode.problem import DecodeArgs
+from warploom.kernels.e4m3 import E4M3, rotate
 from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
 from warploom.runtime.op import differentiates_forward
 from warploom.runtime.qkv import check_sink, last_contiguous, scalars
 
 MAX_QUERIES = 16
+# Under a tree: a query's ancestors are the bits of one word.
+MAX_TREE = 64
 # More keys than any cache holds, in 32 bits.
 _FAR = 2**30
 
@@ -25,6 +28,7 @@ def decode_args(
     softcap: float,
     window: Window | None,
     sink: Tensor | None,
+    tree: Tensor | None,
 ) -> DecodeArgs:
     """The op's arguments of a decode call."""
     if isinstance(cache, PagedKVCache):
@@ -39,7 +43,10 @@ def decode_args(
     if sink is not None:
         arguments.strided("sink", sink)
     _refuse_transforms(q, k, v, sink)
-    if q.dtype != k.dtype:
+    if k.dtype == E4M3:
+        if q.dtype not in arguments.FLOATS:
+            raise TypeError(f"q has dtype {q.dtype}; over a cache of {k.dtype} it takes float16, bfloat16, float32 or float64")
+    elif q.dtype != k.dtype:
         if not torch.is_autocast_enabled(q.device.type) or not q.is_floating_point():
             raise TypeError(f"q has dtype {q.dtype} but the cache has {k.dtype}; give q the cache's dtype")
         q = q.to(k.dtype)
@@ -48,11 +55,13 @@ def decode_args(
     batch, queries, heads_q, head_dim = q.shape
     if batch != lengths.shape[0]:
         raise ValueError(f"q has batch {batch} but the cache holds {lengths.shape[0]} sequences")
-    if queries > MAX_QUERIES:
+    if queries > MAX_QUERIES and tree is None:
         raise ValueError(
             f"q has {queries} queries a sequence; decode takes 1 to {MAX_QUERIES}. attention_varlen(q, k, v, cu_seqlens_q, "
             "seqused_k=lengths, block_table=...) runs longer ones over the same pages"
         )
+    if queries > MAX_TREE:
+        raise ValueError(f"q has {queries} queries a sequence; under a tree decode takes 1 to {MAX_TREE}")
     if head_dim != k.shape[3]:
         raise ValueError(f"q has head_dim {head_dim} but the cache has {k.shape[3]}")
     if head_dim == 0 or v.shape[3] == 0:
@@ -64,9 +73,13 @@ def decode_args(
     check_sink(sink, q)
     if sink is not None and sink.stride(0) != 1:
         sink = sink.contiguous()
+    tree = checked_tree(tree, q)
     check_contents(k, lengths, block_table)
     left, right = _band(window)
-    return DecodeArgs(last_contiguous(q), k, v, lengths, block_table, sink, left, right, scale, softcap, "")
+    if cache.hadamard_seed is not None:
+        q = rotate(q, cache.hadamard_seed).to(q.dtype)
+    scales = cache.k_scale, cache.v_scale
+    return DecodeArgs(last_contiguous(q), k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "")
 
 
 def _band(window: Window | None) -> tuple[int | None, int]:

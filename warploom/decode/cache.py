@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warploom.decode.accept import accept
 from warploom.decode.contents import check_append, check_cache
 from warploom.decode.ops import append_op
 from warploom.decode.problem import AppendArgs
+from warploom.decode.scales import Granularity, append_quantized, check_scales, scale_memory
+from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments
 
 
@@ -23,17 +26,28 @@ class KVCache:
         k: (batch, max_seqlen, heads_kv, head_dim), the last dimension contiguous; other strides are free.
         v: (batch, max_seqlen, heads_kv, head_dim_v).
         lengths: int32 (batch,) on k's device, keys held by each sequence. Of another integer dtype a copy is kept.
+        k_scale: of a cache of float8_e4m3fn, float32 (1,), (heads_kv,) or (batch, max_seqlen, heads_kv): what k's numbers are
+            multiplied by.
+        v_scale: the same of v, a scale a token where k_scale has them.
+        hadamard_seed: of such a cache, the rotation of its keys, which queries then take too; None is none.
     """
 
     k: Tensor
     v: Tensor
     lengths: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    hadamard_seed: int | None = None
     ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
         layout = "(batch, max_seqlen, heads_kv, head_dim)"
         lengths, _ = check_cache("k", self.k, "v", self.v, layout, self.lengths, None, paged=False)
         _keep(self, "lengths", lengths)
+        check_scales("k", self.k, self.k_scale, self.v_scale, self.hadamard_seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _state(self)
 
     @classmethod
     def allocate(
@@ -46,11 +60,22 @@ class KVCache:
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        granularity: Granularity = "token",
+        hadamard_seed: int | None = 0,
     ) -> KVCache:
-        """An empty cache for ``batch`` sequences of up to ``max_seqlen`` keys."""
+        """An empty cache for ``batch`` sequences of up to ``max_seqlen`` keys.
+
+        Of dtype torch.float8_e4m3fn it quantises what is appended. ``granularity``: a scale for each "token" and key head,
+        which append() finds, or one for each "head" or the whole "tensor", which are 1 until you write them into
+        k_scale and v_scale, before the first append. ``hadamard_seed``: of the keys' rotation, None for none. Other dtypes
+        have neither.
+        """
         sizes = _sizes(batch=batch, max_seqlen=max_seqlen, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
         k, v = _memory(sizes[:3], sizes[3:], dtype, device)
-        return cls(k, v, torch.zeros(sizes[0], dtype=torch.int32, device=k.device))
+        lengths = torch.zeros(sizes[0], dtype=torch.int32, device=k.device)
+        if k.dtype != E4M3:
+            return cls(k, v, lengths)
+        return cls(k, v, lengths, *scale_memory(k, granularity), hadamard_seed)
 
     @property
     def batch(self) -> int:
@@ -69,10 +94,23 @@ class KVCache:
         capacity.
 
         Args:
-            k: (batch, T, heads_kv, head_dim) in the cache's dtype.
+            k: (batch, T, heads_kv, head_dim) in the cache's dtype; floats of any kind for a cache of FP8.
             v: (batch, T, heads_kv, head_dim_v).
         """
-        append(AppendArgs(self.k, self.v, self.lengths, None, None, k, v))
+        _append(self, AppendArgs(self.k, self.v, self.lengths, None, None, k, v))
+
+    def accept(self, path: Tensor, drafted: int) -> None:
+        """Keep of the last ``drafted`` tokens those of ``path``, side by side in its order, and drop the others, in place.
+
+        What follows a `decode(..., tree=...)` that verified a draft: the keys of the accepted tokens lie scattered among
+        those of the rejected ones. No host synchronisation; works inside a CUDA graph. Every layer's cache has its own.
+
+        Args:
+            path: integers (batch, n), n at most ``drafted``: the accepted tokens by their number in the draft, from the root
+                on, -1 behind the last. All -1 rejects the draft.
+            drafted: tokens of the draft, the last ones of every sequence.
+        """
+        accept(self.k, self.v, _token_scales(self), self.lengths, None, path, drafted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +122,17 @@ class PagedKVCache:
         v_pages: (pages, page_size, heads_kv, head_dim_v).
         block_table: int32 (batch, pages_per_sequence), the pages of each sequence in order.
         lengths: int32 (batch,), keys held by each sequence. Of it and the table copies are kept where the dtype is another.
+        k_scale, v_scale, hadamard_seed: of pages of float8_e4m3fn, as in a `KVCache`; a scale a token and head is (pages,
+            page_size, heads_kv).
     """
 
     k_pages: Tensor
     v_pages: Tensor
     block_table: Tensor
     lengths: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    hadamard_seed: int | None = None
     ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
@@ -99,6 +142,10 @@ class PagedKVCache:
         )
         _keep(self, "lengths", lengths)
         _keep(self, "block_table", table)
+        check_scales("k_pages", self.k_pages, self.k_scale, self.v_scale, self.hadamard_seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _state(self)
 
     @classmethod
     def allocate(
@@ -112,8 +159,10 @@ class PagedKVCache:
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        granularity: Granularity = "token",
+        hadamard_seed: int | None = 0,
     ) -> PagedKVCache:
-        """An empty cache whose sequences own ⌈max_seqlen / page_size⌉ pages each, in order."""
+        """An empty cache whose sequences own ⌈max_seqlen / page_size⌉ pages each, in order; FP8 as in a `KVCache`."""
         sizes = _sizes(batch=batch, max_seqlen=max_seqlen, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
         batch, max_seqlen, kv_heads, *dims = sizes
         page_size = arguments.integer("page_size", page_size)
@@ -124,7 +173,10 @@ class PagedKVCache:
             raise ValueError(f"batch of {batch} takes {batch * each} pages, and page numbers are int32; take larger pages")
         k, v = _memory((batch * each, page_size, kv_heads), dims, dtype, device)
         table = torch.arange(batch * each, dtype=torch.int32, device=k.device).view(batch, each)
-        return cls(k, v, table, torch.zeros(batch, dtype=torch.int32, device=k.device))
+        lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
+        if k.dtype != E4M3:
+            return cls(k, v, table, lengths)
+        return cls(k, v, table, lengths, *scale_memory(k, granularity), hadamard_seed)
 
     @property
     def batch(self) -> int:
@@ -143,7 +195,7 @@ class PagedKVCache:
         """Write new keys and values behind each sequence, in place, and advance the lengths.
 
         Args:
-            k: (batch, T, heads_kv, head_dim) in the cache's dtype.
+            k: (batch, T, heads_kv, head_dim) in the cache's dtype; floats of any kind for a cache of FP8.
             v: (batch, T, heads_kv, head_dim_v).
             slot_mapping: int32 or int64 (batch, T), where in the pool each token goes, page · page_size + offset, in place
                 of what block_table says. A negative slot leaves its token out, and the length does not count it.
@@ -151,16 +203,42 @@ class PagedKVCache:
         Tokens without room, or whose page is outside the pool, are an error in words on the CPU and under WARPLOOM_CHECK=1,
         and not written otherwise.
         """
-        append(AppendArgs(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v))
+        _append(self, AppendArgs(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v))
+
+    def accept(self, path: Tensor, drafted: int) -> None:
+        """As `KVCache.accept`, within the pages of block_table; a page that sequences share must hold no draft."""
+        accept(self.k_pages, self.v_pages, _token_scales(self), self.lengths, self.block_table, path, drafted)
 
 
 def append(args: AppendArgs) -> None:
     """The append of both caches on bare tensors."""
-    slots = args.slot_mapping
-    if isinstance(slots, Tensor) and slots.dtype in arguments.INTEGERS and slots.dtype != torch.int32:
-        args = args._replace(slot_mapping=arguments.widened(slots))
+    args = _slots_widened(args)
     check_append(args)
     append_op(*args)
+
+
+def _append(cache: KVCache | PagedKVCache, args: AppendArgs) -> None:
+    if cache.k_scale is None or cache.v_scale is None:
+        append(args)
+    else:
+        append_quantized(_slots_widened(args), cache.k_scale, cache.v_scale, cache.hadamard_seed)
+
+
+def _slots_widened(args: AppendArgs) -> AppendArgs:
+    slots = args.slot_mapping
+    if isinstance(slots, Tensor) and slots.dtype in arguments.INTEGERS and slots.dtype != torch.int32:
+        return args._replace(slot_mapping=arguments.widened(slots))
+    return args
+
+
+def _token_scales(cache: KVCache | PagedKVCache) -> list[Tensor]:
+    """The scales that lie beside each token."""
+    return [t for t in (cache.k_scale, cache.v_scale) if t is not None and t.ndim > 1]
+
+
+def _state(cache: KVCache | PagedKVCache) -> dict[str, Any]:
+    """What a copy or a pickle holds: the short ways launch this process's kernels, on the memory of this cache."""
+    return {**vars(cache), "ready": {}}
 
 
 def _keep(cache: KVCache | PagedKVCache, name: str, t: Tensor | None) -> None:
@@ -177,5 +255,6 @@ def _sizes(**given: Any) -> list[int]:
 
 def _memory(shape: Sequence[int], dims: Sequence[int], dtype: Any, device: Any) -> tuple[Tensor, Tensor]:
     """Memory for keys and values, uninitialised."""
-    options: dict[str, Any] = {"dtype": arguments.float_dtype("dtype", dtype), "device": arguments.device("device", device)}
+    dtype = dtype if dtype == E4M3 else arguments.float_dtype("dtype", dtype)
+    options: dict[str, Any] = {"dtype": dtype, "device": arguments.device("device", device)}
     return torch.empty((*shape, dims[0]), **options), torch.empty((*shape, dims[1]), **options)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.problem import AppendArgs
+from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments
 
 
@@ -22,8 +23,8 @@ def check_cache(
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got strides {t.stride()}; a cache is never copied"
             )
-    if k.dtype not in arguments.FLOATS:
-        raise TypeError(f"{k_name} has dtype {k.dtype}; a cache takes float16, bfloat16, float32 or float64")
+    if k.dtype not in (*arguments.FLOATS, E4M3):
+        raise TypeError(f"{k_name} has dtype {k.dtype}; a cache takes float16, bfloat16, float32, float64 or float8_e4m3fn")
     if v.dtype != k.dtype:
         raise TypeError(f"{v_name} has dtype {v.dtype} but {k_name} has {k.dtype}")
     if v.device != k.device:
@@ -53,8 +54,8 @@ def check_cache(
     return lengths, block_table
 
 
-def check_append(args: AppendArgs) -> None:
-    """New keys and values against the cache they go to."""
+def check_append(args: AppendArgs, quantises: bool = False) -> None:
+    """New keys and values against the cache they go to; of any floats where they are quantised."""
     k_cache, v_cache, lengths, block_table, slot_mapping, k, v, _ = args
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         arguments.strided(name, t)
@@ -64,7 +65,10 @@ def check_append(args: AppendArgs) -> None:
                 f"{name} must have shape (batch, T, heads_kv, head_dim) = ({expected[0]}, T, {expected[2]}, {expected[3]}) as "
                 f"the cache and the same T in k and v, got {tuple(t.shape)}"
             )
-        if t.dtype != cache.dtype:
+        if quantises:
+            if t.dtype not in arguments.FLOATS:
+                raise TypeError(f"{name} has dtype {t.dtype}; a cache of {cache.dtype} quantises what it is given as floats")
+        elif t.dtype != cache.dtype:
             raise TypeError(f"{name} has dtype {t.dtype} but the cache has {cache.dtype}")
         if t.device != cache.device:
             raise ValueError(f"{name} is on {t.device} but the cache is on {cache.device}")
@@ -100,6 +104,25 @@ def _check_room(k_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sl
             f"k and v hold {int(new[b])} new tokens for sequence {b}, which holds {int(lengths[b])} keys already; "
             f"the cache has room for {capacity}"
         )
+
+
+def checked_tree(tree: Any, q: Tensor) -> Tensor | None:
+    """The parents of q's tokens as int32; their values are looked at where they may be read."""
+    tree = arguments.int32("tree", tree, 2, q)
+    if tree is None:
+        return None
+    batch, queries = q.shape[:2]
+    if tree.shape[0] not in (1, batch) or tree.shape[1] != queries:
+        raise ValueError(f"tree must have shape (batch or 1, T) = ({batch} or 1, {queries}), got {tuple(tree.shape)}")
+    if arguments.readable(tree) and tree.numel():
+        bad = (tree < -1) | (tree >= torch.arange(queries, device=tree.device))
+        if bool(bad.any()):
+            row, t = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"tree[{row}, {t}] is {int(tree[row, t])}; a token's parent is an earlier one of its tree, from 0 to t - 1, or "
+                "-1 for a root"
+            )
+    return tree
 
 
 def check_contents(k: Tensor, lengths: Tensor, block_table: Tensor | None, new: int = 0) -> None:

@@ -9,15 +9,17 @@ from warploom.decode.backend import DecodeBackend
 from warploom.decode.gather import keys_and_values
 from warploom.decode.merge import merge
 from warploom.decode.problem import DecodeArgs, DecodeProblem
+from warploom.decode.tree import distances, kinship, sees_keys
 
 # Keys of a split: its fp32 copies of K and V and its scores stay within a core's L2 for usual head dims.
 SPLIT = 512
 
 
-def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Out (heads_kv, group · T, head_dim_v) and lse of one sequence; ``rooms`` hold a split's keys and values."""
+def _attend(
+    args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Tensor], kin: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Out (heads_kv, group · T, head_dim_v) and lse of one sequence; ``rooms`` hold a split's keys and values, kin its tree."""
     queries, length = args.q.shape[1], k.shape[0]
-    position = torch.arange(length - queries, length).repeat(rows.shape[1] // queries)[:, None]
     first = 0 if args.left is None else max(length - queries - args.left, 0)
     outs, lses = [], []
     for begin in range(first, length + args.right, SPLIT):
@@ -27,11 +29,15 @@ def _attend(args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Te
         if args.softcap:
             scores = args.softcap * torch.tanh(scores / args.softcap)
         if queries > 1:
-            distance = position - torch.arange(begin, end)
+            distance = distances(kin, queries, begin, end, length, rows.device)
             hidden = distance < -args.right
             if args.left is not None:
                 hidden = hidden | (distance > args.left)
-            scores = scores.masked_fill(hidden, float("-inf"))
+            if kin is not None:
+                hidden = hidden | ~sees_keys(kin, begin, end, length)
+                # On no path may be keys that a window ends before; weights of 0 would still pass their NaN on.
+                values.masked_fill_(hidden.all(0)[:, None], 0.0)
+            scores = scores.masked_fill(hidden.repeat(rows.shape[1] // queries, 1), float("-inf"))
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
         total = weights.sum(-1, keepdim=True)
@@ -75,11 +81,12 @@ class Cpu(DecodeBackend):
         lse = args.q.new_empty((batch, heads_q, queries), dtype=torch.float32)
         most = heads_kv * min(SPLIT, args.capacity)
         rooms = [torch.empty(most * t.shape[-1], dtype=torch.float32) for t in (args.k, args.v)]
+        kin = None if args.tree is None else kinship(args.tree).expand(batch, -1, -1)
         for b, (k, v) in enumerate(keys_and_values(args)):
             # Rows of a kv head: T queries of each head of its group, so that K and V are read once.
             own = args.q[b].unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)
             rows = torch.empty(own.shape, dtype=torch.float32).copy_(own).flatten(1, 2)
-            part, part_lse = _attend(args, rows, k, v, rooms)
+            part, part_lse = _attend(args, rows, k, v, rooms, None if kin is None else kin[b])
             out[b] = part.view(heads_q, queries, -1).transpose(0, 1)
             lse[b] = part_lse.view(heads_q, queries)
         return out, lse

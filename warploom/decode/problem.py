@@ -14,7 +14,10 @@ class DecodeArgs(NamedTuple):
 
     ``k`` and ``v`` are (batch, capacity, heads_kv, ·), or pages (pages, page_size, heads_kv, ·) with ``block_table``
     int32 (batch, pages_per_sequence). Query t of T sits at p = length - T + t and sees key j when
-    -right <= p - j <= left; left None is unlimited, right is never positive (decode is causal).
+    -right <= p - j <= left; left None is unlimited, right is never positive (decode is causal). ``tree``, int32 (batch|1, T),
+    hides of the last T keys what is no ancestor of the query's, and puts queries and keys of the T tokens at
+    length - T + depth, the number of their ancestors. ``k`` and ``v`` of float8_e4m3fn have scales, float32 (1,),
+    (heads_kv,) or a token and head as k; q is rotated as they are.
     """
 
     q: Tensor
@@ -23,6 +26,9 @@ class DecodeArgs(NamedTuple):
     lengths: Tensor
     block_table: Tensor | None
     sink: Tensor | None
+    tree: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     left: int | None
     right: int
     scale: float
@@ -35,6 +41,11 @@ class DecodeArgs(NamedTuple):
         if self.block_table is None:
             return self.k.shape[1]
         return self.block_table.shape[1] * self.k.shape[1]
+
+    @property
+    def windowed(self) -> bool:
+        """Whether distances decide which keys before its own a query sees."""
+        return self.left is not None or self.right < 0
 
 
 class AppendArgs(NamedTuple):
@@ -68,6 +79,8 @@ class DecodeProblem:
     right: int = 0
     softcap: bool = False
     sink: bool = False
+    tree: bool = False
+    fp8: bool = False
 
     @classmethod
     def from_args(cls, args: DecodeArgs) -> DecodeProblem:
@@ -86,4 +99,6 @@ class DecodeProblem:
             right=args.right,
             softcap=args.softcap != 0.0,
             sink=args.sink is not None,
+            tree=args.tree is not None,
+            fp8=args.k_scale is not None,
         )

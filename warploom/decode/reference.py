@@ -8,16 +8,19 @@ from torch import Tensor
 from warploom.decode.backend import DecodeBackend
 from warploom.decode.gather import keys_and_values
 from warploom.decode.problem import DecodeArgs, DecodeProblem
+from warploom.decode.tree import distances, kinship, sees_keys
 
 
-def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of one sequence from its keys and values."""
+def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor, kin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of one sequence from its keys and values; kin (T, T) of its tree."""
     queries, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    distance = torch.arange(length - queries, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    distance = distances(kin, queries, 0, length, length, q.device)
     seen = distance >= -args.right
     if args.left is not None:
         seen = seen & (distance <= args.left)
+    if kin is not None:
+        seen = seen & sees_keys(kin, 0, length, length)
     # A hidden key or value may hold anything, so it is replaced before it is multiplied.
     pairs, values = (torch.where(seen[:, :, None, None], t, 0.0).contiguous() for t in (k, v))
     scores = torch.einsum("thd,tnhd->htn", q, pairs) * args.scale
@@ -52,10 +55,11 @@ class Reference(DecodeBackend):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
+        kin = None if args.tree is None else kinship(args.tree).expand(q.shape[0], -1, -1)
         for b, (k, v) in enumerate(keys_and_values(args)):
             # A copy: products sum in another order for other strides and addresses, and a sequence's bits are its own.
             rows = q[b].to(wide, copy=True, memory_format=torch.contiguous_format)
-            part, lse[b] = _attend(args, rows, k.to(wide), v.to(wide))
+            part, lse[b] = _attend(args, rows, k.to(wide), v.to(wide), None if kin is None else kin[b])
             out[b] = part.to(q.dtype)
         return out, lse
 

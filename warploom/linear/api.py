@@ -23,7 +23,7 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., feature_map: FeatureMaps = ..., normalize: bool = ...,
     eps: float = ..., scale: float = ..., state: LinearState | tuple[Tensor, Tensor] | None = ...,
     return_state: Literal[False] = ..., lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    backend: str | None = ...,
+    decay: Tensor | None = ..., backend: str | None = ...,
 ) -> Tensor: ...
 
 
@@ -31,7 +31,8 @@ def linear_attention(
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., feature_map: FeatureMaps = ..., normalize: bool = ...,
     eps: float = ..., scale: float = ..., state: LinearState | tuple[Tensor, Tensor] | None = ...,
-    return_state: Literal[True], lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ..., backend: str | None = ...,
+    return_state: Literal[True], lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    decay: Tensor | None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, LinearState]: ...
 
 
@@ -39,7 +40,7 @@ def linear_attention(
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., feature_map: FeatureMaps = ..., normalize: bool = ...,
     eps: float = ..., scale: float = ..., state: LinearState | tuple[Tensor, Tensor] | None = ..., return_state: bool,
-    lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ..., backend: str | None = ...,
+    lengths: Tensor | None = ..., cu_seqlens: Tensor | None = ..., decay: Tensor | None = ..., backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, LinearState]: ...
 
 
@@ -57,13 +58,18 @@ def linear_attention(
     return_state: bool = False,
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    decay: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
-    """Linear attention, O(seqlen) in time and memory, differentiable in q, k, v and the state.
+    """Linear attention, O(seqlen) in time and memory, differentiable in q, k, v, the state and the decay.
 
     out_i = scale · phi(q_i) s_i / (scale · phi(q_i) · z_i + eps), where s_i sums phi(k_j) ⊗ v_j and z_i sums phi(k_j) over the
     keys j that query i sees: j <= i when causal, both counted from the start, else all (Katharopoulos et al., 2020,
     "Transformers are RNNs", eq. 5-9; conventions and defaults of idiap's fast-transformers). Sums are fp32 whatever the dtype.
+
+    With a decay the sums forget: s_t = exp(decay_t) s_{t-1} + phi(k_t) ⊗ v_t and z_t = exp(decay_t) z_{t-1} + phi(k_t). The
+    state is multiplied before token t's key joins it, so that query t sees its own key whole (RetNet: Sun et al., 2023, eq. 6,
+    one constant a head; Mamba-2: Dao and Gu, 2024, one number a head and token).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim); float16, bfloat16, float32 or float64. Any strides; where the last dimension
@@ -84,6 +90,11 @@ def linear_attention(
             hold anything.
         cu_seqlens: int32 (sequences + 1,), starts of packed sequences, from 0; q, k and v are then (total_tokens, heads, ·), or
             have batch 1, and each sequence sees its own keys. Read on the device. Tokens past the last entry get out 0.
+        decay: natural logs of the factors, at most 0, -inf included, which forgets all: (heads_kv,), one constant a head, or
+            one for each key, (batch, seqlen_k, heads_kv), packed (total_tokens, heads_kv); fp32 (fp64 for fp64 inputs). Causal
+            calls only. Positions past the last key, or past ``lengths``, neither add nor fade; there it may hold anything.
+            Positive ones are refused on the CPU, and under WARPLOOM_CHECK=1; elsewhere sums then grow, up to inf or NaN, and
+            nothing is read or written out of bounds.
         backend: run this implementation or raise its refusal; default: the first that does not refuse.
 
     Returns:
@@ -104,6 +115,7 @@ def linear_attention(
         state=state,
         lengths=lengths,
         cu_seqlens=cu_seqlens,
+        decay=decay,
     )
     out, last = _run(call, backend, arguments.flag("return_state", return_state))
     if q.ndim == 3:
@@ -121,6 +133,7 @@ def linear_attention_step(
     normalize: bool = True,
     eps: float = 1e-6,
     scale: float = 1.0,
+    decay: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, LinearState]:
     """One token of causal linear attention for each sequence, in time independent of what came before.
@@ -134,6 +147,8 @@ def linear_attention_step(
         v: (batch, heads_kv, head_dim_v), or with the dimension of 1.
         state: what the earlier tokens left, or LinearState.zeros(...).
         feature_map, normalize, eps, scale, backend: as in `linear_attention`.
+        decay: natural log of what the state is multiplied by before the token's key joins it, at most 0: (heads_kv,) or
+            (batch, heads_kv), with the dimension of 1 where q has it; fp32.
 
     Returns:
         out, of q's dimensions with head_dim_v last, and the new state. Differentiable.
@@ -154,6 +169,12 @@ def linear_attention_step(
                 got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
                 raise ValueError(f"{name} must have 3 dimensions (batch, heads, head_dim) as q has, got {got}")
         rows = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        if isinstance(decay, Tensor):
+            batch, heads = k.shape[:2]
+            if tuple(decay.shape) not in ((heads,), (batch, heads)):
+                takes = f"(heads_kv,) = ({heads},) or (batch, heads_kv) = ({batch}, {heads})"
+                raise ValueError(f"decay must have shape {takes}, got {tuple(decay.shape)}")
+            decay = decay.unsqueeze(1) if decay.ndim == 2 else decay
     call = linear_call(
         *rows,
         causal=True,
@@ -164,13 +185,14 @@ def linear_attention_step(
         state=state,
         lengths=None,
         cu_seqlens=None,
+        decay=decay,
     )
     if call.q.shape[1] != 1 or call.k.shape[1] != 1:
         raise ValueError(
             f"a step takes one token a sequence, got {call.q.shape[1]} queries and {call.k.shape[1]} keys; "
             "linear_attention(..., state=state, return_state=True) takes several"
         )
-    tensors = (call.q, call.k, call.v, call.s, call.z)
+    tensors = (call.q, call.k, call.v, call.s, call.z, call.decay)
     if recorded(*tensors) or (not torch.compiler.is_compiling() and differentiates_forward(*tensors)):
         out, last = _run(call, backend, True)
     else:
@@ -184,7 +206,10 @@ def linear_attention_step(
 def _run(call: LinearCall, backend: str | None, return_state: bool) -> tuple[Tensor, LinearState | None]:
     if call.causal and not return_state and call.k.shape[1] > call.q.shape[1]:
         # Keys past the last query reach the state alone: nobody asks for it, so they may hold anything.
-        call = replace(call, k=call.k[:, : call.q.shape[1]], v=call.v[:, : call.q.shape[1]])
+        seen, decay = slice(call.q.shape[1]), call.decay
+        if decay is not None and decay.ndim == 3:
+            decay = decay[:, seen]
+        call = replace(call, k=call.k[:, seen], v=call.v[:, seen], decay=decay)
     chosen = dispatch.find(dispatch.choose(call, backend, "linear"), "linear")
     if chosen.eager:
         out, _, s, z = chosen.forward(call, return_state)

@@ -27,10 +27,12 @@ def linear_call(
     state: tuple[Tensor, Tensor] | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
+    decay: Tensor | None = None,
 ) -> LinearCall:
     """The call of linear_attention()'s arguments, with callable feature maps applied."""
     q, k, v = autocast_inputs(q, k, v)
-    if cu_seqlens is not None and isinstance(q, Tensor) and q.ndim == 3:
+    packed = cu_seqlens is not None and isinstance(q, Tensor) and q.ndim == 3
+    if packed:
         check_tensors(q, k, v, 3, "(total_tokens, heads, head_dim)")
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
     else:
@@ -41,6 +43,11 @@ def linear_call(
     eps, scale = numbers(eps, scale, normalize)
     lengths, cu_seqlens = arguments.int32("lengths", lengths, 1, q), arguments.int32("cu_seqlens", cu_seqlens, 1, q)
     _check_packing(q, k, lengths, cu_seqlens)
+    if decay is not None:
+        decay = checked_decay(decay, q, k, causal, packed)
+        # torch.vmap lets nobody look at a tensor's values.
+        if arguments.readable(decay) and not torch._C._are_functorch_transforms_active():
+            _check_signs(decay, k, lengths, cu_seqlens)
     maps = resolve(feature_map)
     if not all(isinstance(each, str) for each in maps):
         q, k = _mapped(maps, q, k, v.dtype, lengths, cu_seqlens)
@@ -48,7 +55,8 @@ def linear_call(
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s, z = checked_state(state, (sequences, k.shape[2], q.shape[3], v.shape[3]), q)
     q, k, v = (last_contiguous(t) for t in (q, k, v))
-    return LinearCall(q, k, v, names[0], names[1], causal, normalize, eps, scale, s, z, lengths, cu_seqlens)
+    asks = decay is not None and decay.requires_grad
+    return LinearCall(q, k, v, names[0], names[1], causal, normalize, eps, scale, s, z, lengths, cu_seqlens, decay, asks)
 
 
 def numbers(eps: Any, scale: Any, normalize: bool) -> tuple[float, float]:
@@ -58,6 +66,29 @@ def numbers(eps: Any, scale: Any, normalize: bool) -> tuple[float, float]:
     if normalize and not 0 < eps < math.inf:
         raise ValueError(f"eps must be a positive finite number, lest a query that sees no key is divided by 0, got {eps}")
     return float(eps), float(scale)
+
+
+def checked_decay(decay: object, q: Tensor, k: Tensor, causal: bool, packed: bool) -> Tensor:
+    """A decay that fits k (batch, seqlen_k, heads_kv, ·): (heads_kv,) or (batch, seqlen_k, heads_kv)."""
+    batch, seqlen, heads = k.shape[:3]
+    each = "(total_tokens, heads_kv)" if packed else "(batch, seqlen_k, heads_kv)"
+    want = (seqlen, heads) if packed else (batch, seqlen, heads)
+    takes = f"(heads_kv,) = ({heads},) or {each} = {want}"
+    if not isinstance(decay, Tensor):
+        raise TypeError(f"decay must be a tensor of natural logs of shape {takes}, got {arguments.describe(decay)}")
+    arguments.strided("decay", decay)
+    if not causal:
+        raise ValueError("decay needs causal=True: without an order of keys nothing says how far each has faded")
+    if tuple(decay.shape) not in ((heads,), want):
+        raise ValueError(f"decay must have shape {takes}, got {tuple(decay.shape)}")
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if decay.dtype != dtype:
+        raise TypeError(
+            f"decay must be {dtype} beside {q.dtype} inputs: sums of logs lose too much in others; got {decay.dtype}"
+        )
+    if decay.device != q.device:
+        raise ValueError(f"decay is on {decay.device} but q is on {q.device}")
+    return decay.unsqueeze(0) if decay.ndim == 2 else decay
 
 
 def checked_state(
@@ -104,6 +135,21 @@ def _check_contents(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Te
             raise ValueError(f"lengths must be from 0 to the {k.shape[1]} keys of a row, got {low} to {high}")
     if cu_seqlens is not None:
         check_starts("cu_seqlens", cu_seqlens, q.shape[1])
+
+
+def _check_signs(decay: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Decays of keys that count are at most 0; the others may hold anything."""
+    decay = decay.detach()
+    if decay.ndim == 3:
+        position = torch.arange(k.shape[1], device=k.device)
+        if lengths is not None:
+            decay = decay.masked_fill((position >= lengths[:, None])[:, :, None], 0.0)
+        if cu_seqlens is not None:
+            decay = decay.masked_fill((position >= cu_seqlens[-1])[:, None], 0.0)
+    if bool((decay > 0).any()):
+        raise ValueError(
+            f"decay must be at most 0, the natural log of a factor of at most 1, got {float(decay.nan_to_num(0.0).max()):.6g}"
+        )
 
 
 def _mapped(

@@ -12,8 +12,8 @@ class LinearBackend(Backend):
     """One way to compute linear attention. Its problem and its arguments are one: a `LinearCall`.
 
     ``forward(call, return_state)`` returns out (batch, seqlen_q, heads_q, M), norm (batch, heads_q, seqlen_q) or None without
-    normalize, and the last state's s and z or None; ``backward(call, dout, norm, ds, dz)`` dq, dk, dv, and ds and dz of the
-    initial state or None.
+    normalize, and the last state's s and z or None; ``backward(call, dout, norm, ds, dz)`` dq, dk, dv, ds and dz of the
+    initial state or None, and the decay's gradient, None unless ``call.decay_grad``.
     """
 
     def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:

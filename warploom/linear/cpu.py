@@ -15,6 +15,7 @@ from torch import Tensor
 
 from warploom.linear.backend import LinearBackend
 from warploom.linear.cpu_block import Block, Scratch, Sums
+from warploom.linear.cpu_decay import DecayBlock
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.packing import sequences
 from warploom.linear.problem import LinearCall, StepArgs
@@ -22,7 +23,8 @@ from warploom.linear.problem import LinearCall, StepArgs
 # Elements of a block's largest tile, 2 MB in fp32: the half dozen tiles of a block stay in a last-level cache.
 BLOCK = 2**19
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+Rows = tuple[Tensor, ...]  # gradients of q, k and v, and of each token's decay where that is asked for
 
 
 def _parts(call: LinearCall) -> Iterator[tuple[slice, slice, slice, LinearCall]]:
@@ -39,6 +41,8 @@ def _parts(call: LinearCall) -> Iterator[tuple[slice, slice, slice, LinearCall]]
     for start in range(0, batch, size):
         rows = slice(start, start + size)
         cut = {name: getattr(call, name)[rows] for name in ("q", "k", "v")}
+        if call.decay is not None and call.decay.ndim == 3:
+            cut["decay"] = call.decay[rows]
         lengths = None if call.lengths is None else call.lengths[rows]
         yield rows, slice(None), rows, dataclasses.replace(call, **cut, lengths=lengths)
 
@@ -63,21 +67,30 @@ def _backward(
     norm: Tensor | None,
     sums: Sums,
     dsums: Sums,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Rows,
 ) -> None:
     """Write the gradients of a dense call; ``dsums`` goes from the last state's gradient to the first's."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     both = min(seqlen_q, seqlen_k) if call.causal else 0
     rest_q, rest_k = _whole(call, tiles, both, seqlen_q), _whole(call, tiles, both, seqlen_k)
-    if call.causal:
-        # Keys past the last query reach the last state alone.
-        for block in rest_k:
-            block.accumulate_backward(dsums, *gradients[1:])
     blocks, before = _chunked(call, tiles, both), []
     for block in blocks:
         before.append((sums[0].clone(), sums[1].clone()))
         dataclasses.replace(block, chunk=block.stop - block.start).accumulate(sums)
-    if not call.causal:
+    if call.causal:
+        # Keys past the last query reach the last state alone.
+        if call.decay_grad:
+            starts = []
+            for block in rest_k:
+                starts.append((sums[0].clone(), sums[1].clone()))
+                block.accumulate(sums)
+            for block, first in zip(reversed(rest_k), reversed(starts), strict=True):
+                assert isinstance(block, DecayBlock)
+                block.accumulate_backward(dsums, gradients[1], gradients[2], gradients[3], first)
+        else:
+            for block in reversed(rest_k):
+                block.accumulate_backward(dsums, *gradients[1:])
+    else:
         for block in rest_k:
             block.accumulate(sums)
     for block in rest_q:
@@ -95,14 +108,16 @@ def _chunked(call: LinearCall, tiles: Scratch, stop: int) -> list[Block]:
     # Scores cost 2 · chunk · (E + M) a token beside 4 · E · M for the sums; yet small products of few heads run slowly.
     chunk = 32 if widest <= 64 and heads >= 8 else 64
     size = chunk * max(1, BLOCK // (heads * widest * chunk))
-    return [Block(call, tiles, chunk, at, min(at + size, stop)) for at in range(0, stop, size)]
+    kind = Block if call.decay is None else DecayBlock
+    return [kind(call, tiles, chunk, at, min(at + size, stop)) for at in range(0, stop, size)]
 
 
 def _whole(call: LinearCall, tiles: Scratch, start: int, stop: int) -> list[Block]:
     """Blocks of one chunk, for the steps without scores."""
     heads, widest = call.q.shape[0] * call.q.shape[2], max(call.q.shape[3], call.v.shape[3])
     size = max(64, BLOCK // (heads * widest))
-    return [Block(call, tiles, min(size, stop - at), at, min(at + size, stop)) for at in range(start, stop, size)]
+    kind = Block if call.decay is None else DecayBlock
+    return [kind(call, tiles, min(size, stop - at), at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _first_state(call: LinearCall) -> Sums:
@@ -150,25 +165,32 @@ class Cpu(LinearBackend):
         return out, norm if call.normalize else None, s if return_state else None, z if return_state else None
 
     def backward(self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Gradients:
-        """Gradients of q, k and v, and of the initial state where the call has one."""
+        """Gradients of q, k and v, of the initial state where the call has one, and of the decay where that is asked for."""
         dq, dk, dv = (t.new_empty(t.shape) for t in (call.q, call.k, call.v))
+        faded = call.k.new_empty(call.k.shape[:3], dtype=call.accumulator) if call.decay_grad else None
+        whole = (dq, dk, dv) if faded is None else (dq, dk, dv, faded)
         s, z = _first_state(call)
         first_s, first_z = (_own(t, s.dtype) if t is not None else torch.zeros_like(like) for t, like in ((ds, s), (dz, z)))
         tiles = Scratch()
         for rows, tokens, states, part in _parts(call):
             own = None if norm is None else norm[rows, :, tokens]
             sums, dsums = _flat(s[states], z[states]), _flat(first_s[states], first_z[states])
-            gradients = dq[rows, tokens], dk[rows, tokens], dv[rows, tokens]
+            gradients = tuple(t[rows, tokens] for t in whole)
             _backward(part, tiles, dout[rows, tokens], own, sums, dsums, gradients)
         if call.cu_seqlens is not None:
-            for t in (dq, dk, dv):
+            for t in whole:
                 t[:, tokens.stop if call.sequences else 0 :] = 0.0
-        return (dq, dk, dv, None, None) if call.s is None else (dq, dk, dv, first_s, first_z)
+        if faded is not None and call.decay is not None and call.decay.ndim == 1:
+            faded = faded.sum((0, 1))
+        return (dq, dk, dv, None, None, faded) if call.s is None else (dq, dk, dv, first_s, first_z, faded)
 
     def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, s, z, map_q, map_k, normalize, eps, scale, _ = args
+        q, k, v, s, z, map_q, map_k, normalize, eps, scale, _, decay = args
         k = NAMED[map_k](k.to(s.dtype))
         rows = NAMED[map_q](q.to(s.dtype)).unflatten(1, (k.shape[1], -1)) * scale
+        if decay is not None:
+            kept = decay.exp().unsqueeze(-1)
+            s, z = s * kept.unsqueeze(-1), z * kept
         s, z = torch.addcmul(s, k.unsqueeze(-1), v.to(s.dtype).unsqueeze(-2)), z + k
         out = rows @ s
         if normalize:

@@ -91,7 +91,7 @@ class Block:
             sums[1].add_(key.sum(1))
 
     def causal_backward(
-        self, sums: Sums, dsums: Sums, dout: Tensor, norm: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor]
+        self, sums: Sums, dsums: Sums, dout: Tensor, norm: Tensor | None, gradients: tuple[Tensor, ...]
     ) -> None:
         """Adjoint of `causal`: ``sums`` is what it began with (consumed), ``dsums`` goes from after it to before it."""
         (s, z), (ds, dz), tiles = sums, dsums, self.scratch

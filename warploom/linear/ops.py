@@ -28,7 +28,7 @@ class LinearOp(DifferentiableOp):
     arguments = f"{schema(LinearCall)}, str backend, bool return_state"
     names = (*_FIELDS, "backend", "return_state")
     results, upstream, kept = 4, (0, 2, 3), (1,)
-    gradients = ("q", "k", "v", "s", "z")
+    gradients = ("q", "k", "v", "s", "z", "decay")
 
     def constant(self, flat: Sequence[Any]) -> tuple[int, ...]:
         return (1,) if flat[-1] else (1, 2, 3)
@@ -51,13 +51,13 @@ class LinearOp(DifferentiableOp):
     def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
         (call, backend, _), (dout, ds, dz), (norm,) = _read(flat), upstream, kept
         if _is_empty(call):
-            dq, dk, dv, ds0, dz0 = self.fake_backward(*flat)
+            dq, dk, dv, ds0, dz0, ddecay = self.fake_backward(*flat)
             for t, last in ((ds0, ds), (dz0, dz)):
                 if call.s is not None and last is not None:
                     t.copy_(last)
                 else:
                     t.zero_()
-            return dq.zero_(), dk.zero_(), dv.zero_(), ds0, dz0
+            return dq.zero_(), dk.zero_(), dv.zero_(), ds0, dz0, ddecay.zero_()
         if dout is None:
             dout = call.v.new_zeros(()).expand(*call.q.shape[:3], call.v.shape[3])
         with settled_dtypes(call.q):
@@ -70,7 +70,9 @@ class LinearOp(DifferentiableOp):
     def fake_backward(self, *flat: Any) -> tuple[Tensor, ...]:
         call = LinearCall(*flat[:-2])
         states = (call.q.new_empty((0,) if t is None else t.shape, dtype=call.accumulator) for t in (call.s, call.z))
-        return (*(t.new_empty(t.shape) for t in (call.q, call.k, call.v)), *states)
+        decay = call.decay if call.decay_grad else None
+        ddecay = call.q.new_empty((0,) if decay is None else decay.shape, dtype=call.accumulator)
+        return (*(t.new_empty(t.shape) for t in (call.q, call.k, call.v)), *states, ddecay)
 
     def flops(self, *flat: Any) -> Any:
         queries, keys, products = _products(*flat[:3])
@@ -117,7 +119,8 @@ def step_args(call: LinearCall, backend: str) -> StepArgs:
     """The arguments of ``step_op`` of a call of one token a sequence with a state."""
     assert call.s is not None and call.z is not None
     q, k, v = (t.squeeze(1) for t in (call.q, call.k, call.v))
-    return StepArgs(q, k, v, call.s, call.z, call.map_q, call.map_k, call.normalize, call.eps, call.scale, backend)
+    decay = call.decay if call.decay is None or call.decay.ndim == 1 else call.decay.squeeze(1)
+    return StepArgs(q, k, v, call.s, call.z, call.map_q, call.map_k, call.normalize, call.eps, call.scale, backend, decay)
 
 
 def _read(arguments: Sequence[Any]) -> tuple[LinearCall, LinearBackend, bool]:

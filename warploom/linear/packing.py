@@ -23,4 +23,5 @@ def sequences(call: LinearCall) -> Iterator[tuple[int, slice, LinearCall]]:
         span = slice(starts[n], starts[n + 1])
         s, z = (None if t is None else t[n : n + 1] for t in (call.s, call.z))
         q, k, v = (t[:, span] for t in (call.q, call.k, call.v))
-        yield n, span, dataclasses.replace(call, q=q, k=k, v=v, s=s, z=z, cu_seqlens=None)
+        decay = call.decay if call.decay is None or call.decay.ndim == 1 else call.decay[:, span]
+        yield n, span, dataclasses.replace(call, q=q, k=k, v=v, s=s, z=z, decay=decay, cu_seqlens=None)

@@ -18,6 +18,9 @@ class LinearCall:
 
     With normalize, out_i = scale · phi(q_i) s_i / (scale · phi(q_i) · z_i + eps), else the numerator; s_i and z_i are sums
     over the keys that query i sees, the initial state among them.
+
+    A decay makes the sums s_t = exp(decay_t) s_{t-1} + phi(k_t) v_t and z_t = exp(decay_t) z_{t-1} + phi(k_t), one for each
+    token of the keys: those past the last key, or past ``lengths``, change no sum, decays included.
     """
 
     q: Tensor  # (batch, seqlen_q, heads_q, E); packed calls have batch 1 and cu_seqlens
@@ -33,6 +36,10 @@ class LinearCall:
     z: Tensor | None  # (sequences, heads_kv, E), None together with s
     lengths: Tensor | None  # int32 (batch,): keys from there on count for nothing, in numerator and denominator
     cu_seqlens: Tensor | None  # int32 (sequences + 1,), on the device: where packed sequences start
+    # Natural logs of what the sums are multiplied by before a key joins them, at most 0, in the accumulator's dtype:
+    # (heads_kv,) or (batch, seqlen_k, heads_kv), batch 1 where packed.
+    decay: Tensor | None = None
+    decay_grad: bool = False  # the decay asks for a gradient
 
     @property
     def device(self) -> str:
@@ -47,6 +54,11 @@ class LinearCall:
     def accumulator(self) -> torch.dtype:
         """The dtype of sums and states."""
         return torch.promote_types(self.v.dtype, torch.float32)
+
+    def decays(self) -> Tensor:
+        """The decay of every token and head, (batch, seqlen_k, heads_kv): a view."""
+        assert self.decay is not None
+        return self.decay.expand(self.k.shape[:3])
 
 
 class StepArgs(NamedTuple):
@@ -63,9 +75,12 @@ class StepArgs(NamedTuple):
     eps: float
     scale: float
     backend: str
+    decay: Tensor | None = None  # (heads_kv,) or (batch, heads_kv)
 
     def call(self) -> LinearCall:
         """The same as a call of sequences of one token."""
-        q, k, v, s, z, map_q, map_k, normalize, eps, scale, _ = self
+        q, k, v, s, z, map_q, map_k, normalize, eps, scale, _, decay = self
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        return LinearCall(q, k, v, map_q, map_k, True, normalize, eps, scale, s, z, None, None)
+        if decay is not None and decay.ndim == 2:
+            decay = decay.unsqueeze(1)
+        return LinearCall(q, k, v, map_q, map_k, True, normalize, eps, scale, s, z, None, None, decay)

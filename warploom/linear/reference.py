@@ -19,13 +19,15 @@ from warploom.linear.state import LinearState
 
 
 def _leaves(call: LinearCall) -> tuple[str, ...]:
-    return ("q", "k", "v") if call.s is None else ("q", "k", "v", "s", "z")
+    states = () if call.s is None else ("s", "z")
+    return ("q", "k", "v", *states, *(("decay",) if call.decay_grad else ()))
 
 
 def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     """Out, norm and the last state of a call that is not packed, in fp64."""
     group = call.q.shape[2] // max(call.k.shape[2], 1)
     q, k, v = call.q.double(), call.k.double(), call.v.double()
+    decay = None if call.decay is None else call.decays().double()
     if call.lengths is None:
         k = NAMED[call.map_k](k)
     else:
@@ -34,7 +36,12 @@ def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
         # derivative there would be NaN as well.
         k = NAMED[call.map_k](k.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
         v = v.masked_fill(hidden, 0.0)
+        decay = None if decay is None else decay.masked_fill(hidden.squeeze(-1), 0.0)
     q = NAMED[call.map_q](q)
+    if decay is not None:
+        out, norm, last = _recurrent(q, k, v, decay, call)
+        norm = norm + call.eps
+        return out / norm.unsqueeze(-1) if call.normalize else out, norm.transpose(1, 2), last
     s, z = torch.einsum("bshe,bshm->bhem", k, v), k.sum(1)
     state = None
     if call.s is not None and call.z is not None:
@@ -44,6 +51,32 @@ def _dense(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     out, norm = _quadratic(q, k, v, call.causal, call.scale, state)
     norm = norm + call.eps
     return out / norm.unsqueeze(-1) if call.normalize else out, norm.transpose(1, 2), LinearState(s, z)
+
+
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
+    """Numerator (batch, seqlen_q, heads, M), scale * q.z (batch, seqlen_q, heads) and the last state, token by token.
+
+    s_t = exp(decay_t) s_{t-1} + k_t v_t^T, z alike (Dao and Gu, 2024, "Transformers are SSMs", eq. 1 with a scalar A).
+    """
+    batch, seqlen_k, heads, dim = k.shape
+    s, z = k.new_zeros(batch, heads, dim, v.shape[3]), k.new_zeros(batch, heads, dim)
+    if call.s is not None and call.z is not None:
+        s, z = call.s.double(), call.z.double()
+    rows, sums = [], []
+    for t in range(max(q.shape[1], seqlen_k)):
+        if t < seqlen_k:
+            kept = decay[:, t].exp().unsqueeze(-1)
+            s = kept.unsqueeze(-1) * s + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+            z = kept * z + k[:, t]
+        if t < q.shape[1]:
+            row = (q[:, t] * call.scale).unflatten(1, (heads, q.shape[2] // max(heads, 1)))
+            rows.append((row @ s).flatten(1, 2))
+            sums.append((row @ z.unsqueeze(-1)).squeeze(-1).flatten(1, 2))
+    # Sums over nothing tie what no token used to the results.
+    nothing = sum(t.flatten()[:0].sum() for t in (q, k, v, decay))
+    out = torch.stack(rows, 1) if rows else q.new_zeros(batch, 0, q.shape[2], v.shape[3])
+    norm = torch.stack(sums, 1) if sums else q.new_zeros(batch, 0, q.shape[2])
+    return out + nothing, norm + nothing, LinearState(s + nothing, z + nothing)
 
 
 def _quadratic(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, state: LinearState | None) -> tuple[Tensor, Tensor]:
@@ -148,13 +181,14 @@ class Reference(LinearBackend):
                 norms.append(part_norm)
                 states.append(part_state)
             # A sum of nothing ties these tokens to every input, so that gradients are zeros even where there is no sequence.
-            tie = sum(t[:0].sum().double() for t in (q, k, v, call.s, call.z) if t is not None)
+            tie = sum(t[:0].sum().double() for t in (q, k, v, call.s, call.z, call.decay) if t is not None)
             outs.append(v.new_zeros((1, q.shape[1] - end, q.shape[2], v.shape[3]), dtype=torch.float64) + tie)
             norms.append(v.new_ones((1, q.shape[2], q.shape[1] - end), dtype=torch.float64))
             empty = k.new_zeros((0, k.shape[2], k.shape[3]), dtype=torch.float64) + tie
             states.append(LinearState(empty.new_zeros((*empty.shape, v.shape[3])), empty))
             # A sum over nothing of everything given: without a sequence, gradients are zeros rather than torch's error.
-            nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in (q, k, v, call.s, call.z) if t is not None)
+            given = (q, k, v, call.s, call.z, call.decay)
+            nothing = sum(t.flatten()[:0].sum(dtype=torch.float64) for t in given if t is not None)
             out, norm = torch.cat(outs, 1) + nothing, torch.cat(norms, 2)
             state = LinearState(*(torch.cat(parts) + nothing for parts in zip(*states, strict=True)))
         s, z = (t.to(call.accumulator) for t in state)
@@ -163,8 +197,8 @@ class Reference(LinearBackend):
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients of q, k, v and the initial state, by autograd."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of q, k, v, the initial state and the decay, by autograd."""
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in _leaves(call)}
         with torch.enable_grad():
             out, _, s, z = self.forward(dataclasses.replace(call, **leaves), True)
@@ -173,7 +207,7 @@ class Reference(LinearBackend):
             outputs, upstream = zip(*pairs, strict=True)
             gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, materialize_grads=True)
         found = dict(zip(leaves, gradients, strict=True))
-        return found["q"], found["k"], found["v"], found.get("s"), found.get("z")
+        return found["q"], found["k"], found["v"], found.get("s"), found.get("z"), found.get("decay")
 
     def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
         out, _, new_s, new_z = self.forward(args.call(), True)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,8 @@ class Worker:
                 cache.sweep(self._folder)
                 scratch = cache.Scratch(self._folder)
             opened.callback(scratch.close)
+            # Ctrl-C in a terminal is ours to answer: the process inherits the mask.
+            unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self._process = subprocess.Popen(
                     _command(scratch.path),
@@ -60,10 +63,11 @@ class Worker:
                     cwd=scratch.path,
                     env=_environment(arch, scratch.path),
                     pass_fds=[scratch.lock],
-                    process_group=0,  # Ctrl-C in a terminal is ours to answer
                 )
             except OSError as error:
                 raise RuntimeError(f"the compiler's process does not start: {error}") from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
             self._opened = opened.pop_all()
 
     def build(self, spec: ModuleSpec) -> dict[str, Any]:

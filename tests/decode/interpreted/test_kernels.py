@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.decode.cases import CASES, case
+from tests.decode.cases import BROAD, CASES, DEEP, case
 from tests.decode.harness import Case, check, run
+from tests.decode.paths import check_paths, random_trees
 from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
@@ -99,6 +101,36 @@ def test_bad_contents_stay_in_bounds() -> None:
     assert lse[0].isfinite().all() and (lse[1] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("left", [None, 20])
+@pytest.mark.parametrize("tree", [[[6, 5, 4, 3, 2, 1, 0]], [[0, 1, 2, 3, 4, 5, 6]], [[2**31 - 1, -(2**31), 0, 99, 1, 2, 5]]])
+def test_bad_trees_stay_in_bounds(tree: list[list[int]], left: int | None) -> None:
+    """A parent that is no earlier token makes a root."""
+    c = Case(secrets.randbelow(2**31), [70, 5], queries=7, heads_q=1, heads_kv=1)
+    out, lse = launch.forward(_args(c.q(), c.cache())._replace(tree=torch.tensor(tree, dtype=torch.int32), left=left))
+    rooted = [parent if 0 <= parent < t else -1 for t, parent in enumerate(tree[0])]
+    options = {"tree": torch.tensor([rooted]), "window": (left, 0)}
+    want = decode(c.q(), c.cache(), return_lse=True, backend="reference", **options)
+    assert torch.allclose(out, want[0], rtol=1e-5, atol=1e-6) and torch.allclose(lse, want[1], rtol=1e-5, atol=1e-6), c
+
+
+def test_bits_of_a_tree_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, _FULL=6)
+    seed = secrets.randbelow(2**31)
+    shape: dict[str, Any] = {"queries": 7, "heads_q": 2, "heads_kv": 1}
+    lone = run(Case(seed, [150], tree=[BROAD], **shape), "triton")
+    crowd = run(Case(seed, [150, 5, 9], tree=[BROAD, DEEP, DEEP], capacity=176, page_size=16, **shape), "triton")
+    for a, b in zip(lone, crowd, strict=True):
+        assert torch.equal(a[0], b[0]), seed
+
+
+@pytest.mark.parametrize("page_size,window", [(None, (9, -1)), (64, (2, 0)), (16, (63, 0)), (1, (None, -2))])
+def test_a_window_shows_a_tree_what_plain_decode_of_a_path_sees(
+    page_size: int | None, window: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch)
+    check_paths(replace(random_trees(page_size, window), heads_q=1), "triton")
+
+
 def test_a_window_that_keeps_no_key_reads_none() -> None:
     """NaN in keys that every query's window hides once reached the result."""
     cache = Case(0, [40, 3], queries=4).cache()
@@ -159,4 +191,15 @@ def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
     paged = isinstance(cache, PagedKVCache)
     k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
     table = cache.block_table if paged else None
-    return DecodeArgs(q, k, v, cache.lengths, table, None, None, 0, 0.25, 0.0, "triton")
+    return DecodeArgs(q, k, v, cache.lengths, table, *[None] * 5, 0, 0.25, 0.0, "triton")
+
+
+def test_keys_that_a_window_hides_from_every_path_may_hold_anything() -> None:
+    """Of a root and two guesses, under a window that ends two tokens back: the three keys of their own."""
+    q, k, v = (torch.randn(1, n, 1, 16) for n in (3, 40, 40))
+    k[:, -4:], v[:, -4:] = float("nan"), float("nan")
+    k[:, -4], v[:, -4] = 0.5, 0.5  # which the guesses see
+    cache = KVCache(k, v, torch.tensor([40], dtype=torch.int32))
+    options: dict[str, Any] = {"tree": torch.tensor([[-1, 0, 0]]), "window": (9, -2)}
+    out, want = (decode(q, cache, backend=backend, **options) for backend in ("triton", "reference"))
+    assert out.isfinite().all() and torch.allclose(out, want, rtol=1e-5, atol=1e-6)

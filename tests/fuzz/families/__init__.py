@@ -6,7 +6,7 @@ from importlib import import_module
 
 from tests.fuzz.problem import Family
 
-NAMES = ("attention", "varlen", "sdpa", "decode", "linear")
+NAMES = ("attention", "varlen", "sdpa", "decode", "linear", "delta")
 
 
 def load(name: str) -> Family:

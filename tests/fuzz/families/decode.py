@@ -25,8 +25,12 @@ BACKENDS = ("triton", "cpu", "reference")
 MUTANTS = {f"decode: {each.__name__}": SimpleNamespace(decode=each()) for each in ORACLES}
 _GARBAGE = (-1, -7, 2**31 - 1, -(2**31), 10**6)
 
-# Features that no problem has together, with the reason: none but dtypes.
-EXCLUSIVE: list[tuple[set[str], str]] = []
+# Features that no problem has together, with the reason; dtypes beside.
+EXCLUSIVE: list[tuple[set[str], str]] = [
+    ({"fp8", "bits"}, "scales lie apart from the rows that the other form is made of"),
+    ({"fp8_rotated", "bits"}, "scales lie apart from the rows that the other form is made of"),
+    *(({"fp8_rotated", other}, "keys rotated in another order round to other bits") for other in ("append", "slot_mapping")),
+]
 
 
 def variants(d: Draw, backend: str, count: int) -> list[DecodeVariant]:
@@ -68,6 +72,10 @@ def features(p: DecodeProblem) -> frozenset[str]:
         "append": p.appended is not None,
         "slot_mapping": bool(p.slots),
         "bits": bool(p.bits),
+        "tree": bool(p.tree),
+        "tree_and_window": bool(p.tree) and p.windowed,
+        "fp8": bool(p.fp8),
+        "fp8_rotated": p.rotation is not None,
         "q_a_view": p.q_view.kind != "contiguous",
         "cache_a_view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
         "shared_memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
@@ -89,15 +97,20 @@ def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
     table, pool = _table(p, totals, generator)
     if slots is not None:
         slots = _slots_of(p, slots, table)
-    seen = _seen(p, totals, table, pool)
+    tree = _tree(p, generator)
+    seen = _seen(p, totals, table, pool, tree)
     held = seen & ~_appended_slots(p, slots, table, pool)
     rows = pool, p.page_size or p.capacity, p.heads_kv
     blind = [[t < p.queries - n for t in range(p.queries)] for n in totals]
     hidden_q = torch.tensor(blind, dtype=torch.bool).view(batch, p.queries, 1, 1)
     hidden_cache = ~held[:, :, None, None]
+    hostile = "nan" if p.hostile and p.fp8 else p.hostile  # FP8 has no infinity
     q = place((p.spread * normal(batch, p.queries, heads_q, p.dim)).to(dtype), p.q_view, hidden_q, p.hostile, device)
-    k = place(normal(*rows, p.dim).to(dtype), p.k_view, hidden_cache, p.hostile, device)
-    v = place(normal(*rows, p.dim_v).to(dtype), p.v_view, hidden_cache, p.hostile, device)
+    keys, values, scales = _numbers(p, normal(*rows, p.dim), normal(*rows, p.dim_v))
+    k = place(keys, p.k_view, hidden_cache, hostile, device)
+    v = place(values, p.v_view, hidden_cache, hostile, device)
+    if p.fp8:
+        k, v = (_in_fp8(each) for each in (k, v))
     placed = {"q": q, "k": k, "v": v}
     if p.appended is not None:
         left_out = None if slots is None else (slots < 0)[:, :, None, None]
@@ -114,9 +127,21 @@ def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
     found["sink"] = None
     if p.sink:
         found["sink"] = (2.0 * normal(heads_q * p.sink_step)).to(device, DTYPES[p.sink])[:: p.sink_step]
+    found["tree"] = None
+    if tree is not None:
+        wide = torch.full((len(tree), p.queries + p.seed % 3), 2**30, dtype=torch.int32)
+        wide[:, : p.queries] = tree
+        found["tree"] = wide.to(device)[:, : p.queries]
+    found["scales"] = None
+    if scales is not None:
+        if p.fp8 == "token":
+            # A scale of no key may be anything too.
+            scales = tuple(t.masked_fill(~held[:, :, None], float(hostile or 3.0)) for t in scales)
+        found["scales"] = tuple(t.to(device) for t in scales)
     found["slots"] = None if slots is None else slots.to(device, torch.int32 if p.slots == "int32" else torch.int64)
     _put_visible_nan(p, found, totals)
-    others = [t for t in (found["lengths"], found["table"], found["sink"], found["slots"]) if t is not None]
+    others = [found[name] for name in ("lengths", "table", "sink", "slots", "tree") if found[name] is not None]
+    others += found["scales"] or ()
     found["buffers"] = [each.buffer for each in placed.values()] + others
     found["caches"] = (k, v)
     return found
@@ -160,6 +185,46 @@ def _table(p: DecodeProblem, totals: list[int], generator: torch.Generator) -> t
     return torch.tensor(table, dtype=torch.int32).view(len(totals), p.width), pool
 
 
+def _tree(p: DecodeProblem, generator: torch.Generator) -> Tensor | None:
+    """Parents of the queries' tokens, (trees, T)."""
+    if not p.tree:
+        return None
+    trees, token = 1 if p.tree == "one" else len(p.lengths), torch.arange(p.queries)
+    if p.shape == "chain":
+        parents = (token - 1).expand(trees, -1)
+    elif p.shape == "star":
+        parents = torch.where(token == 0, -1, 0).expand(trees, -1)
+    else:
+        # Of -1 and all tokens before, some trees from the last few alone, which makes them deep.
+        near = 1 + torch.randint(0, 6, (trees, 1), generator=generator)
+        far = torch.randint(0, 2, (trees, 1), generator=generator).bool()
+        choices = torch.where(far, token + 1, torch.minimum(token + 1, near))
+        parents = token - 1 - (torch.rand(trees, p.queries, generator=generator) * choices).long()
+    return parents.to(torch.int32)
+
+
+def _numbers(p: DecodeProblem, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Keys and values of a cache; of FP8 its numbers in fp32, and their scales."""
+    if not p.fp8:
+        return keys.to(DTYPES[p.dtype]), values.to(DTYPES[p.dtype]), None
+    exact, found = Decode(), []
+    if p.rotation is not None:
+        keys = exact.rotated(keys.double(), p.rotation).float()
+    for n, t in enumerate((keys, values)):
+        # Some numbers past the scales of a head saturate.
+        heads = {"token": 0, "head": t.shape[2], "tensor": 1}[p.fp8]
+        scale = (0.003 + 0.02 * torch.arange(1, heads + 1) / heads + 0.001 * n) if heads else None
+        found.append(exact.quantized(t, scale))
+    (keys, k_scale), (values, v_scale) = found
+    return keys, values, (k_scale, v_scale)
+
+
+def _in_fp8(placed: Placed) -> Placed:
+    """The same place of memory of one byte a number."""
+    buffer, t = placed.buffer.to(torch.float8_e4m3fn), placed.tensor
+    return Placed(buffer.as_strided(t.shape, t.stride(), t.storage_offset()), buffer)
+
+
 def _range(p: DecodeProblem, total: int) -> range:
     """Keys of a sequence of `total` keys that some query sees."""
     left = p.left if p.windowed else None
@@ -177,11 +242,16 @@ def _place(p: DecodeProblem, table: Tensor | None, b: int, position: Tensor) -> 
     return table[b].long()[position // p.page_size], position % p.page_size
 
 
-def _seen(p: DecodeProblem, totals: list[int], table: Tensor | None, pool: int) -> Tensor:
+def _seen(p: DecodeProblem, totals: list[int], table: Tensor | None, pool: int, tree: Tensor | None) -> Tensor:
     """Slots of the cache, (pool, rows), that some query of some sequence sees."""
     seen = torch.zeros(pool, p.page_size or p.capacity, dtype=torch.bool)
+    shown = None
+    if tree is not None:
+        lengths, window = torch.tensor(totals, dtype=torch.int64), _keywords(p)["window"]
+        shown = Decode().visible(lengths, p.queries, max(totals, default=0), window, Decode().kin(tree)).any(1)
     for b, total in enumerate(totals):
-        seen[_place(p, table, b, torch.tensor(list(_range(p, total)), dtype=torch.int64))] = True
+        keys = torch.tensor(list(_range(p, total)), dtype=torch.int64) if shown is None else shown[b].nonzero()[:, 0]
+        seen[_place(p, table, b, keys)] = True
     return seen
 
 
@@ -204,6 +274,8 @@ def _put_visible_nan(p: DecodeProblem, found: dict[str, Any], totals: list[int])
     b = p.seed % len(totals)
     left, back = (p.left, max(0, -(p.right or 0))) if p.windowed else (None, 0)
     first = 0 if left is None else max(0, totals[b] - 1 - left)
+    if p.tree:
+        back = max(back, 1)  # the first draft is not all others' ancestor
     last = min(totals[b] - p.queries - back, p.lengths[b] - 1)
     if first > last:
         return
@@ -213,10 +285,18 @@ def _put_visible_nan(p: DecodeProblem, found: dict[str, Any], totals: list[int])
     t[int(page), int(slot), p.seed % t.shape[2], p.seed % t.shape[3]] = float("nan")
 
 
-def _cache(k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> Any:
+def _cache(
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    rotation: int | None = None,
+) -> Any:
     from warploom import KVCache, PagedKVCache
 
-    return KVCache(k, v, lengths) if table is None else PagedKVCache(k, v, table, lengths)
+    fp8 = () if scales is None else (*scales, rotation)
+    return KVCache(k, v, lengths, *fp8) if table is None else PagedKVCache(k, v, table, lengths, *fp8)
 
 
 def _again(placed: Placed) -> tuple[Tensor, Tensor]:
@@ -234,16 +314,19 @@ def run(p: DecodeProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
     from warploom import decode
 
     found: dict[str, Tensor | None] = {}
-    k, v, lengths = given["k"], given["v"], given["lengths"]
+    k, v, lengths, scales = given["k"], given["v"], given["lengths"], given["scales"]
     if p.appended is not None:
         (k, k_buffer), (v, v_buffer) = (_again(each) for each in given["caches"])
         lengths = lengths.clone()
-    cache = _cache(k, v, lengths, given["table"])
+        scales = None if scales is None else tuple(t.clone() for t in scales)
+    cache = _cache(k, v, lengths, given["table"], scales, p.rotation)
     if p.appended is not None:
         more = {"slot_mapping": given["slots"]} if given["slots"] is not None else {}
         cache.append(given["new_k"], given["new_v"], **more)
         found |= {"k_cache": _bytes(k_buffer), "v_cache": _bytes(v_buffer), "lengths": lengths.double()}
-    options = {"sink": given["sink"], "backend": backend, **_keywords(p)}
+        if scales is not None:
+            found |= {"k_scale": _bytes(scales[0]), "v_scale": _bytes(scales[1])}
+    options = {"sink": given["sink"], "backend": backend, "tree": given["tree"], **_keywords(p)}
     found["out"], found["lse"] = decode(given["q"], cache, return_lse=True, **options)
     if p.seed % 4 == 0:
         # Without lse, and by the short way of a second call.
@@ -324,20 +407,35 @@ def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace, aga
     exact: Decode = oracle.decode
     dtype = DTYPES[p.dtype]
     found: dict[str, Expected] = {}
-    k, v, lengths = given["k"], given["v"], given["lengths"]
+    q, k, v, lengths, scales = (given[name] for name in ("q", "k", "v", "lengths", "scales"))
     bits = torch.float64  # the dtype that grants no rounding
     zero = torch.zeros(1, dtype=torch.float64, device=k.device)
     if p.appended is not None:
         (k, k_buffer), (v, v_buffer) = (_again(each) for each in given["caches"])
         lengths = lengths.clone()
-        exact.append(k, v, lengths, given["table"], given["slots"], given["new_k"], given["new_v"])
-        for name, t in (("k_cache", _bytes(k_buffer)), ("v_cache", _bytes(v_buffer)), ("lengths", lengths.double())):
-            found[name] = Expected(t, dtype=bits)
-    arguments = (given["q"], k, v, lengths, given["table"])
-    options = {"sink": given["sink"], **_keywords(p)}
-    want = exact.attend(*arguments, **options)
+        scales = None if scales is None else tuple(t.clone() for t in scales)
+        exact.append(k, v, lengths, given["table"], given["slots"], given["new_k"], given["new_v"], scales)
+        wanted = {"k_cache": _bytes(k_buffer), "v_cache": _bytes(v_buffer), "lengths": lengths.double()}
+        if scales is not None:
+            wanted |= {"k_scale": _bytes(scales[0]), "v_scale": _bytes(scales[1])}
+        found |= {name: Expected(t, dtype=bits) for name, t in wanted.items()}
+    options = {"sink": given["sink"], "tree": given["tree"], **_keywords(p)}
+    rest = lengths, given["table"]
+
+    def attended(one: Decode) -> Attended:
+        if scales is None:
+            return one.attend(q, k, v, *rest, **options)
+        rows = q.double() if p.rotation is None else one.rotated(q.double(), p.rotation)
+        return one.attend(rows, one.widened(k, scales[0]), one.widened(v, scales[1]), *rest, **options)
+
+    want = attended(exact)
     # The error that is granted is that of the true call, or a wrong oracle would grant itself its own error.
-    true = want if type(exact) is Decode else Decode().attend(*arguments, **options)
+    true = want if type(exact) is Decode else attended(Decode())
+    arguments = (q, k, v, *rest)
+    if scales is not None:
+        # Numbers are widened to fp32, queries rotated in it and values, scaled, no wider than queries.
+        rows = q if p.rotation is None else Decode().rotated(q.float(), p.rotation).to(dtype)
+        arguments = (rows, k.float() * scales[0][..., None], (v.float() * scales[1][..., None]).to(dtype), *rest)
     # Of few rows one model's error may be small by luck.
     few = want.lse.numel() <= 256
     turns = range(OPINIONS if again else 3 if few else 1)
@@ -375,7 +473,7 @@ def shrink(p: DecodeProblem) -> Iterator[DecodeProblem]:
     """Simpler problems: one thing less each."""
     plain = {
         "visible_nan": "", "bits": "", "softcap": 0.0, "sink": "", "scale": None, "spread": 1.0, "garbage": False,
-        "shared": False, "table_gap": 0, "sink_step": 1, "dropped": False, "hostile": "",
+        "shared": False, "table_gap": 0, "sink_step": 1, "dropped": False, "hostile": "", "rotation": None, "shape": "any",
     }  # fmt: skip
     for n in range(len(p.lengths)):
         yield replace(p, lengths=p.lengths[:n] + p.lengths[n + 1 :])
@@ -384,6 +482,12 @@ def shrink(p: DecodeProblem) -> Iterator[DecodeProblem]:
     for name, value in plain.items():
         if getattr(p, name) != value:
             yield replace(p, **{name: value})
+    if p.tree:
+        yield replace(p, tree="", shape="any", queries=min(p.queries, 16))
+    if p.tree == "each":
+        yield replace(p, tree="one")
+    if p.fp8:
+        yield replace(p, fp8="", rotation=None)
     if p.windowed:
         yield replace(p, windowed=False, left=None, right=None)
     for name in ("q_view", "k_view", "v_view", "new_k_view", "new_v_view"):

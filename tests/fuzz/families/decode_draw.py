@@ -40,6 +40,8 @@ class DecodeVariant:
     append: bool = False
     slots: str = ""  # dtype of the slot mapping
     bits: str = ""  # the other form of a sequence whose bits are compared: "alone", "pages", "crowd"
+    tree: str = ""  # of drafts: "one" for all sequences, "each" its own
+    fp8: str = ""  # a cache of it, with scales a "token", "head" or "tensor"
 
 
 @spec
@@ -76,6 +78,10 @@ class DecodeProblem:
     slots: str = ""
     dropped: bool = False  # some tokens have negative slots
     bits: str = ""
+    tree: str = ""
+    shape: str = "any"  # of the tree: also "chain" or "star"
+    fp8: str = ""
+    rotation: int | None = None  # seed of the keys' rotation
     q_view: View = PLAIN
     k_view: View = PLAIN
     v_view: View = PLAIN
@@ -124,6 +130,13 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     crowd = served and parts == 2 and d.chance(0.15)
     if crowd:
         dims, append = [16, 24], False
+    tree = d.pick(("", "one", "each"), (9, 2, 3))
+    if tree and parts < 3:
+        queries = d.pick((queries, d.integer(2, 16), d.integer(17, 32), d.integer(33, 64)), (3, 5, 2, 1))
+    if tree and queries * heads_q // heads_kv > 128:
+        heads_q = heads_kv
+    fp8 = d.pick(("", "token", "head", "tensor"), (12, 3, 1, 1))
+    bits = d.pick(("", "alone", "pages", "crowd"), (6, 1, 1, 1))
     return DecodeVariant(
         dtype=dtype,
         queries=queries,
@@ -141,13 +154,16 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         crowd=crowd,
         append=append,
         slots=d.pick(("", "int32", "int64"), (2, 1, 1)) if append and paging != "none" else "",
-        bits=d.pick(("", "alone", "pages", "crowd"), (6, 1, 1, 1)),
+        # A tree of each sequence's own, and scales, lie apart from the rows that the other form is made of.
+        bits=bits if tree != "each" and not fp8 else "",
+        tree=tree,
+        fp8=fp8,
     )
 
 
 def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
     """A problem of the variant."""
-    w = variant
+    w, interpreted = variant, os.environ.get("TRITON_INTERPRET") == "1"
     most = split(w.queries, w.group)
     capacity = d.pick((d.integer(1, 40), d.integer(30, 200), d.integer(100, most)), (2, 4, 1))
     if w.parts == 2:
@@ -185,11 +201,16 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         # In fp32 scores near 100 have errors of their own that show, and few rows tell little about how large.
         spread=d.pick((1.0, 3.0, 20.0 if w.dtype in ("float16", "bfloat16") else 2.0), (8, 2, 1)),
         hostile=d.hostile(),
-        visible_nan=d.pick(("", "k", "v"), (11, 1, 1)),
+        visible_nan="" if w.fp8 and interpreted else d.pick(("", "k", "v"), (11, 1, 1)),  # where e4m3's NaN is 480
         appended=appended,
         slots=w.slots,
         dropped=bool(w.slots) and d.chance(0.5),
         bits=w.bits if batch else "",
+        tree=w.tree,
+        shape=d.pick(("any", "chain", "star"), (6, 1, 1)) if w.tree else "any",
+        fp8=w.fp8,
+        # Rotated in another order keys round to other numbers: appending them is no matter of bits.
+        rotation=d.pick((None, 0, d.seed64()), (2, 1, 1)) if w.fp8 and appended is None else None,
     )
     return _with_views(d, _with_window(d, p, w, capacity, most), w)
 

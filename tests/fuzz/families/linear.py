@@ -39,6 +39,9 @@ EXCLUSIVE = [
         for b in ("fewer_keys", "more_keys")
     ),
     ({"fewer_keys", "more_keys"}, "one or the other"),
+    *(({"not_causal", f"decay_of_a_{each}"}, "a decay needs an order of keys") for each in ("head", "token")),
+    ({"not_causal", "decay_that_forgets"}, "a decay needs an order of keys"),
+    ({"decay_of_a_head", "decay_of_a_token"}, "one or the other"),
     ({"no_denominator", "eps_that_shows"}, "eps is in the denominator"),
     *(
         ({"a_visible_NaN", other}, "the order of operations decides which gradients a NaN reaches")
@@ -86,6 +89,9 @@ def features(p: LinearProblem) -> frozenset[str]:
         "scale": p.scale != 1.0,
         "state_in": p.state,
         "state_out": p.return_state,
+        "decay_of_a_head": p.decay == "head",
+        "decay_of_a_token": p.decay == "token",
+        "decay_that_forgets": p.forgets,
         "gradients": p.upstream != "",
         "gradient_of_the_state": p.upstream in ("state", "both"),
         "hidden_NaN_or_infinity": bool(p.hostile),
@@ -125,8 +131,9 @@ def inputs(p: LinearProblem, device: torch.device) -> dict[str, Any]:
         "dout": place(dout.to(dtype), p.dout_view, rest, p.hostile, device),
     }
     found: dict[str, Any] = {name: each.tensor for name, each in placed.items()}
+    found["decay"] = _logs(p, generator, padding).to(device, wide) if p.decay else None
     if p.sequences is not None and not p.four:
-        found |= {name: found[name].squeeze(0) for name in placed}
+        found |= {name: found[name].squeeze(0) for name in (*placed, *(["decay"] if p.decay == "token" else []))}
     shape = count, p.heads_kv, p.e, p.m
     found["s"] = found["z"] = None
     if p.state:
@@ -142,9 +149,21 @@ def inputs(p: LinearProblem, device: torch.device) -> dict[str, Any]:
                 repeated[1::2] = 2**30
             found[name] = repeated.to(device)[:: p.index_step]
     _put_visible_nan(p, found)
-    others = [found[name] for name in ("s", "z", "ds", "dz", "lengths", "starts") if found[name] is not None]
+    others = [found[name] for name in ("s", "z", "ds", "dz", "decay", "lengths", "starts") if found[name] is not None]
     found["buffers"] = [each.buffer for each in placed.values()] + others
     return found
+
+
+def _logs(p: LinearProblem, generator: torch.Generator, padding: Tensor | None) -> Tensor:
+    """Heads that forget in a token, in a few or in hundreds; NaN where a key counts for nothing and may hold anything."""
+    rates = 10 ** (2.5 * torch.rand(p.heads_kv + p.state_gap, generator=generator) - 2)
+    shape = (p.batch, p.seqlen_k, p.heads_kv + p.state_gap) if p.decay == "token" else (p.heads_kv + p.state_gap,)
+    logs = -torch.rand(shape, generator=generator) * rates
+    if p.forgets:
+        logs[torch.rand(shape, generator=generator) < 0.15] = -torch.inf
+    if p.decay == "token" and p.hostile and padding is not None:
+        logs = logs.masked_fill(padding[..., 0], torch.nan)
+    return logs[..., p.state_gap :]
 
 
 def _starts(p: LinearProblem) -> list[int] | None:
@@ -189,7 +208,7 @@ def run(p: LinearProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
     from warploom import LinearState, linear_attention
 
     recorded = p.upstream != "" and (p.grad or not p.steps)
-    leaves = {name: given[name].detach() for name in ("q", "k", "v", "s", "z") if given[name] is not None}
+    leaves = {name: given[name].detach() for name in ("q", "k", "v", "s", "z", "decay") if given[name] is not None}
     if recorded:
         leaves = {name: t.requires_grad_() for name, t in leaves.items()}
     state = LinearState(leaves["s"], leaves["z"]) if p.state else None
@@ -198,7 +217,7 @@ def run(p: LinearProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
     else:
         found = linear_attention(
             leaves["q"], leaves["k"], leaves["v"], causal=p.causal, state=state, return_state=p.return_state,
-            lengths=given["lengths"], cu_seqlens=given["starts"], backend=backend, **_options(p),
+            lengths=given["lengths"], cu_seqlens=given["starts"], decay=leaves.get("decay"), backend=backend, **_options(p),
         )  # fmt: skip
         out, last = found if p.return_state else (found, None)
     results: dict[str, Tensor | None] = {"out": out.detach()}
@@ -221,7 +240,9 @@ def _chain(p: LinearProblem, t: dict[str, Tensor], state: Any, backend: str) -> 
     rows = []
     for i in range(p.seqlen_q):
         at: Any = slice(i, i + 1) if (p.seed + i) % 2 else i
-        out, state = linear_attention_step(t["q"][:, at], t["k"][:, at], t["v"][:, at], state, backend=backend, **_options(p))
+        logs = t["decay"][:, at] if p.decay == "token" else t.get("decay")
+        row = t["q"][:, at], t["k"][:, at], t["v"][:, at], state
+        out, state = linear_attention_step(*row, decay=logs, backend=backend, **_options(p))
         rows.append(out if out.ndim == 4 else out[:, None])
     return torch.cat(rows, 1), state
 
@@ -231,10 +252,12 @@ def expect(p: LinearProblem, given: dict[str, Any], oracle: SimpleNamespace, aga
     dtype = DTYPES[p.dtype]
     wide = torch.promote_types(dtype, torch.float32)
     recorded = p.upstream != "" and (p.grad or not p.steps)
-    names = ["s", "z", "lengths", "starts"]
+    names = ["s", "z", "lengths", "starts", "decay"]
     names += ["dout"] if p.upstream in ("out", "both") else []
     names += ["ds", "dz"] if p.upstream in ("state", "both") else []
     flat = {name: t.squeeze(0) if p.four else t for name, t in given.items() if name in ("q", "k", "v", "dout")}
+    if p.decay == "token":
+        flat["decay"] = given["decay"].squeeze(0) if p.four else given["decay"]
     call = Given(flat["q"], flat["k"], flat["v"], **{name: flat.get(name, given.get(name)) for name in names})
     options = Options(p.causal, p.map_q, p.map_k, p.normalize, p.eps, p.scale, p.return_state)
     want = exact.exact(call, options, recorded)
@@ -255,7 +278,7 @@ def expect(p: LinearProblem, given: dict[str, Any], oracle: SimpleNamespace, aga
     found = {}
     for name, ref in want.items():
         near = lows[name]
-        if p.four and name in ("out", "dq", "dk", "dv"):
+        if p.four and (name in ("out", "dq", "dk", "dv") or (name == "ddecay" and p.decay == "token")):
             ref, near = ref[None], tuple(t[None] for t in near)
         like = dtype if name in ("out", "dq", "dk", "dv") else wide
         found[name] = Expected(ref, near, loose=bool(p.visible_nan), like=like)
@@ -292,6 +315,8 @@ def _walk_refusal(p: LinearProblem, given: dict[str, Any], on_cpu: bool) -> str 
         return "takes maps with a denominator only"
     if p.state:
         return "takes no initial state"
+    if p.decay:
+        return "takes no decay"
     if p.lengths is not None or p.sequences is not None:
         return "takes neither lengths nor packed sequences"
     if p.seqlen_k != p.seqlen_q:
@@ -317,7 +342,7 @@ def shrink(p: LinearProblem) -> Iterator[LinearProblem]:
     """Simpler problems: one thing less each."""
     plain = {
         "visible_nan": "", "zeros": False, "mean": 0.0, "state_gap": 0, "index_step": 1, "four": False, "hostile": "",
-        "scale": 1.0, "eps": 1e-6, "grad": False,
+        "scale": 1.0, "eps": 1e-6, "grad": False, "forgets": False, "decay": "",
     }  # fmt: skip
     for name, value in plain.items():
         if getattr(p, name) != value:

@@ -68,6 +68,7 @@ class LinearVariant:
     off: tuple[bool, ...] = (False, False, False, False)  # which of q, k, v and dout are off 16 bytes
     steps: bool = False  # tokens one after another, by linear_attention_step
     walks: bool = False  # what the Hopper walks take
+    decay: str = ""  # "head" or "token"
 
 
 @spec
@@ -103,6 +104,8 @@ class LinearProblem:
     index_step: int = 1  # lengths or cu_seqlens are every second number of a tensor
     state_gap: int = 0  # numbers between the rows of the given s; its base is off 16 bytes by as many
     steps: bool = False
+    decay: str = ""  # "head" or "token"
+    forgets: bool = False  # some logs are -inf
     grad: bool = False  # of steps: they are recorded, and differentiated where `upstream` says so
     q_view: View = PLAIN
     k_view: View = PLAIN
@@ -139,7 +142,7 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
     return_state = d.chance(0.5)
     upstream = d.pick(("", "out", "state", "both"), (2, 5, 1, 3)) if return_state else d.pick(("", "out"), (1, 3))
     long = not steps and d.chance(limits.long)
-    return LinearVariant(
+    w = LinearVariant(
         dtype=dtype,
         e=e,
         m=m,
@@ -158,6 +161,7 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
         off=off,
         steps=steps,
     )
+    return replace(w, decay=d.pick(("", "head", "token"), (5, 2, 3))) if w.causal else w
 
 
 def _walks(d: Draw) -> LinearVariant:
@@ -238,6 +242,8 @@ def draw_problem(d: Draw, variant: LinearVariant, backend: str) -> LinearProblem
         steps=w.steps,
         grad=w.steps and upstream != "" and d.chance(0.5),
     )
+    if w.decay:
+        p = replace(p, decay=w.decay, forgets=d.chance(0.35))
     return _with_views(d, p, w)
 
 

@@ -1,11 +1,14 @@
 """Decode as its definition says: a few queries of each sequence over a long cache, in fp64, and a low-precision model of it.
 
 Query t of T sits at position p = length - T + t and sees keys j with -right <= p - j <= left and 0 <= j < length, right never
-positive. A mutant is a subclass with one method changed.
+positive. Under a tree of drafts the last T keys are the queries' own: each is seen by its token and those after it on a path,
+and stands where its token does, at length - T + depth. A cache of FP8 holds e4m3 numbers times fp32 scales, of keys that may be
+rotated. A mutant is a subclass with one method changed.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,6 +39,7 @@ class Decode:
         softcap: float = 0.0,
         window: tuple[int | None, int | None] | None = None,
         sink: Tensor | None = None,
+        tree: Tensor | None = None,
         low: bool = False,
         turn: int = 0,
     ) -> Attended:
@@ -49,7 +53,7 @@ class Decode:
         _, queries, heads, dim = q.shape
         keys, values = self.rows(k, v, lengths, table)
         count, heads_kv = keys.shape[1:3]
-        seen = self.visible(lengths, queries, count, window)
+        seen = self.visible(lengths, queries, count, window, None if tree is None else self.kin(tree))
         shown = seen.any(1)[:, :, None, None]
         keys = keys.to(wide).masked_fill(~shown, 0.0)
         values = values.to(wide).masked_fill(~shown, 0.0)
@@ -99,14 +103,80 @@ class Decode:
         """Column of the table, and place in the page, of positions."""
         return position // page_size, position % page_size
 
-    def visible(self, lengths: Tensor, queries: int, keys: int, window: tuple[int | None, int | None] | None) -> Tensor:
+    def visible(
+        self, lengths: Tensor, queries: int, keys: int, window: tuple[int | None, int | None] | None, kin: Tensor | None = None
+    ) -> Tensor:
         """(batch, queries, keys) True where a query sees a key."""
         left, right = (None, None) if window is None else window
-        position = self.position(lengths.long()[:, None], queries, torch.arange(queries, device=lengths.device))
         j = torch.arange(keys, device=lengths.device)
-        distance = position[:, :, None] - j
-        seen = (j < lengths[:, None, None]) & (distance >= (0 if right is None else max(0, -right)))
+        seen = j < lengths[:, None, None]
+        if kin is None:
+            position = self.position(lengths.long()[:, None], queries, torch.arange(queries, device=lengths.device))
+            distance = position[:, :, None] - j
+        else:
+            kin = kin.expand(len(lengths), -1, -1)
+            before = lengths.long() - queries
+            own = j - before[:, None]  # which of the drafts a key is, negative of the text
+            index = own.clamp(0, queries - 1)
+            depth = self.depth(kin)
+            place = torch.where(own < 0, j, before[:, None] + depth.gather(1, index))
+            distance = (before[:, None] + depth)[:, :, None] - place[:, None]
+            related = kin.gather(2, index[:, None].expand(-1, queries, -1))
+            seen = seen & ((own < 0)[:, None] | related)
+        seen = seen & (distance >= (0 if right is None else max(0, -right)))
         return seen if left is None else seen & (distance <= left)
+
+    def kin(self, tree: Tensor) -> Tensor:
+        """(trees, T, T) True where the column's token is the row's own or an ancestor, of parents (trees, T)."""
+        found = torch.zeros(*tree.shape, tree.shape[1], dtype=torch.bool)
+        for n, parents in enumerate(tree.tolist()):
+            for t, parent in enumerate(parents):
+                if parent >= 0:
+                    found[n, t] = found[n, parent]
+                found[n, t, t] = True
+        return found.to(tree.device)
+
+    def depth(self, kin: Tensor) -> Tensor:
+        """How many ancestors each token has, (trees, T)."""
+        return kin.sum(-1) - 1
+
+    def rotated(self, x: Tensor, seed: int) -> Tensor:
+        """x (..., head_dim) by the random signs and the orthogonal matrix of a seed, in x's precision."""
+        dim = x.shape[-1]
+        power = dim & -dim
+        odd, matrix = dim // power, torch.ones(1, 1, dtype=torch.float64)
+        while len(matrix) < power:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        k = torch.arange(odd, dtype=torch.float64)
+        waves = torch.cos(math.pi * (2 * k + 1) * k[:, None] / (2 * odd)) * math.sqrt(2 / odd)
+        waves[0] = math.sqrt(1 / odd)
+        both = torch.kron(matrix / math.sqrt(power), waves) * self.signs(dim, seed)
+        return x @ both.mT.to(x.device, x.dtype)
+
+    def signs(self, dim: int, seed: int) -> Tensor:
+        """fp64 (dim,): -1 where an output of SplitMix64, started at the seed, has its top bit set."""
+        found, state, mask = [], seed & (2**64 - 1), 2**64 - 1
+        for _ in range(dim):
+            state = (state + 0x9E3779B97F4A7C15) & mask
+            z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+            found.append(-1.0 if (z ^ (z >> 31)) >> 63 else 1.0)
+        return torch.tensor(found, dtype=torch.float64)
+
+    def quantized(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x (..., heads, dim) as e4m3's numbers in fp32, and the scales: a row's own if none is given."""
+        x = x.float()
+        if scale is None:
+            top = x.abs().amax(-1)
+            scale = torch.where(top == 0, 1.0, top / 448)
+        near = (x / scale[..., None]).clamp(-448.0, 448.0)
+        # Four bits of a significand, and of what is below 2^-6 multiples of 2^-9; to the nearest, halves to even.
+        step = torch.exp2(torch.floor(torch.log2(near.abs().clamp_min(2.0**-6))) - 3)
+        return torch.where(torch.isfinite(x), (near / step).round() * step, torch.nan), scale
+
+    def widened(self, t: Tensor, scale: Tensor) -> Tensor:
+        """Numbers of an FP8 cache in fp64."""
+        return t.double() * scale.double()[..., None]
 
     def position(self, length: Tensor, queries: int, t: Tensor) -> Tensor:
         """Where query t of ``queries`` sits."""
@@ -132,10 +202,12 @@ class Decode:
         slots: Tensor | None,
         k: Tensor,
         v: Tensor,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Write k and v (batch, T, heads_kv, ·) behind each sequence, in place, and advance the lengths.
 
-        Every token has room. A negative slot leaves its token out, and the length does not count it.
+        Every token has room. A negative slot leaves its token out, and the length does not count it. With ``scales`` of k and
+        v they are written as FP8, and scales a token beside them.
         """
         tokens, page_size = k.shape[1], k_cache.shape[1]
         steps = torch.arange(tokens, device=k.device)
@@ -148,18 +220,29 @@ class Decode:
         else:
             column, offset = self.page(position, page_size)
             page = table.gather(1, column).long() if tokens else column
-        k_cache[page[kept], offset[kept]] = k[kept]
-        v_cache[page[kept], offset[kept]] = v[kept]
+        for n, (cache, new) in enumerate(((k_cache, k), (v_cache, v))):
+            if scales is None:
+                cache[page[kept], offset[kept]] = new[kept]
+                continue
+            of_tokens = scales[n].ndim > 1
+            numbers, found = self.quantized(new, None if of_tokens else scales[n])
+            # As bytes, since indexing knows no FP8.
+            narrow = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+            cache.view(torch.uint8)[page[kept], offset[kept]] = narrow[kept]
+            if of_tokens:
+                scales[n][page[kept], offset[kept]] = found[kept]
         lengths += kept.sum(1, dtype=torch.int32)
 
 
 class WindowOffByOne(Decode):
     """One key too many on the left."""
 
-    def visible(self, lengths: Tensor, queries: int, keys: int, window: tuple[int | None, int | None] | None) -> Tensor:
+    def visible(
+        self, lengths: Tensor, queries: int, keys: int, window: tuple[int | None, int | None] | None, kin: Tensor | None = None
+    ) -> Tensor:
         if window is not None and window[0] is not None:
             window = (window[0] + 1, window[1])
-        return super().visible(lengths, queries, keys, window)
+        return super().visible(lengths, queries, keys, window, kin)
 
 
 class QueriesFromTheStart(Decode):
@@ -179,8 +262,10 @@ class QueryOneEarly(Decode):
 class LengthsIgnored(Decode):
     """Every sequence is as long as the longest."""
 
-    def visible(self, lengths: Tensor, queries: int, keys: int, window: tuple[int | None, int | None] | None) -> Tensor:
-        return super().visible(torch.full_like(lengths, keys), queries, keys, window)
+    def visible(
+        self, lengths: Tensor, queries: int, keys: int, window: tuple[int | None, int | None] | None, kin: Tensor | None = None
+    ) -> Tensor:
+        return super().visible(torch.full_like(lengths, keys), queries, keys, window, kin)
 
     def rows(self, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         found = super().rows(k, v, lengths, table)
@@ -216,6 +301,42 @@ class PageOffsetShifted(Decode):
         return position // page_size, (position + 1) % page_size
 
 
+class TreeIgnored(Decode):
+    """A draft is a chain."""
+
+    def kin(self, tree: Tensor) -> Tensor:
+        return torch.ones(*tree.shape, tree.shape[1], dtype=torch.bool, device=tree.device).tril()
+
+
+class GrandparentsHidden(Decode):
+    """A token sees its parent, but none above it."""
+
+    def kin(self, tree: Tensor) -> Tensor:
+        eye = torch.eye(tree.shape[1], dtype=torch.bool, device=tree.device).expand(*tree.shape, -1)
+        return eye | (tree[..., None] == torch.arange(tree.shape[1], device=tree.device))
+
+
+class WindowsOfPlacesInTheDraft(Decode):
+    """Under a tree windows count from a token's number, not from its depth."""
+
+    def depth(self, kin: Tensor) -> Tensor:
+        return torch.arange(kin.shape[-1], device=kin.device).expand(len(kin), -1)
+
+
+class SignsFromTheSecond(Decode):
+    """SplitMix64's first output is left out."""
+
+    def signs(self, dim: int, seed: int) -> Tensor:
+        return super().signs(dim + 1, seed)[1:]
+
+
+class ScalesForgotten(Decode):
+    """The numbers of an FP8 cache are taken as they are."""
+
+    def widened(self, t: Tensor, scale: Tensor) -> Tensor:
+        return super().widened(t, torch.ones_like(scale))
+
+
 MUTANTS: tuple[type[Decode], ...] = (
     WindowOffByOne,
     QueriesFromTheStart,
@@ -225,4 +346,9 @@ MUTANTS: tuple[type[Decode], ...] = (
     SinkScaled,
     ScaleForgotten,
     PageOffsetShifted,
+    TreeIgnored,
+    GrandparentsHidden,
+    WindowsOfPlacesInTheDraft,
+    SignsFromTheSecond,
+    ScalesForgotten,
 )

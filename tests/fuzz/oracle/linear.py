@@ -1,8 +1,9 @@
 """Linear attention as its definition says, in fp64 with autograd's gradients, and a low-precision model of a correct kernel.
 
 out_i = scale · phi(q_i) s_i / (scale · phi(q_i) · z_i + eps), s_i the sum of phi(k_j) ⊗ v_j and z_i that of phi(k_j) over the
-keys that query i sees: j <= i when causal, both counted from the start, else all; the given state comes on top. A mutant is a
-subclass of `Linear` with one method changed.
+keys that query i sees: j <= i when causal, both counted from the start, else all; the given state comes on top. With a decay
+key j counts for query i times exp of the sum of the logs of j + 1 to i, and the given state times that of all up to i. A mutant
+is a subclass of `Linear` with one method changed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.fuzz.oracle.rounding import jittered, rounded
 
 Named = dict[str, Tensor]
 # Tokens of the model's chunks.
@@ -42,6 +45,7 @@ class Given:
     z: Tensor | None = None
     lengths: Tensor | None = None
     starts: Tensor | None = None
+    decay: Tensor | None = None  # (heads_kv,), or (batch, seqlen_k, heads_kv) or (total, heads_kv)
     dout: Tensor | None = None
     ds: Tensor | None = None
     dz: Tensor | None = None
@@ -76,18 +80,56 @@ class Linear:
         v = self.hide(t["v"], rows.keys)
         s, z = torch.einsum("bnhe,bnhm->bhem", fk, v), fk.sum(1)
         held = {name: t[name].repeat_interleave(group, 1) for name in ("s", "z") if name in t}
-        if held:
+        left = before = None
+        if "decay" in t:
+            left, before, at_end, kept = self._fading(t, rows, fq.shape[1])
+            s, z = torch.einsum("bnhe,bnhm->bhem", fk * at_end[..., None], v), (fk * at_end[..., None]).sum(1)
+            left, before = left.repeat_interleave(group, 1), before.repeat_interleave(group, 2)
+            if held:
+                held = {name: t[name].repeat_interleave(group, 1) for name in ("s", "z")}
+                s = self.joined(s, t["s"] * kept[..., None, None])
+                z = self.joined(z, t["z"] * kept[..., None])
+        elif held:
             s, z = self.joined(s, t["s"]), self.joined(z, t["z"])
         fk, v = (x.repeat_interleave(group, 2) for x in (fk, v))
         seen = self.visible(fq.shape[1], fk.shape[1], o.causal, fq.device)
+        seen = seen if left is None else seen * left
         scores = torch.einsum("bihe,bjhe->bhij", fq * self.scale(o.scale), fk) * seen
         above = torch.einsum("bhij,bjhm->bihm", scores, v)
         below = scores.sum(-1).transpose(1, 2)
         if held:
-            above = above + torch.einsum("bihe,bhem->bihm", fq * self.scale(o.scale), self.seen_state(held["s"]))
-            below = below + torch.einsum("bihe,bhe->bih", fq * self.scale(o.scale), self.seen_state(held["z"]))
+            rest = fq * self.scale(o.scale) if before is None else fq * self.scale(o.scale) * before[..., None]
+            above = above + torch.einsum("bihe,bhem->bihm", rest, self.seen_state(held["s"]))
+            below = below + torch.einsum("bihe,bhe->bih", rest, self.seen_state(held["z"]))
         out = self.divided(above, below, o.eps) if o.normalize else above
         return out * rows.queries[:, :, None, None], s, z
+
+    def _fading(self, t: Named, rows: _Rows, queries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is left of key j at query i, (batch, heads_kv, queries, keys), and at the end, (batch, keys, heads_kv).
+
+        And of the given state at query i, (batch, queries, heads_kv), and at the end, (batch, heads_kv). Logs of -inf are
+        counted apart: a difference of two infinities would be none.
+        """
+        logs = t["decay"].expand(*t["k"].shape[:3])
+        logs = self.logs(logs.masked_fill(~rows.keys[:, :, None], 0.0))
+        tokens = torch.nn.functional.pad(logs, (0, 0, 0, max(queries - logs.shape[1], 0)))
+        forgets = tokens == -torch.inf
+        sums, count = tokens.masked_fill(forgets, 0.0).cumsum(1), forgets.long().cumsum(1)
+
+        def left(i: slice, j: slice) -> Tensor:
+            apart = sums[:, i, None] - sums[:, None, j]
+            # Past the diagonal there is nothing to see, nor to overflow.
+            return torch.where(count[:, i, None] == count[:, None, j], apart.clamp(max=0.0), -torch.inf).exp()
+
+        end, keys = slice(tokens.shape[1] - 1, tokens.shape[1]), slice(logs.shape[1])
+        before = torch.where(count == 0, sums, -torch.inf).exp()
+        if not tokens.shape[1]:
+            return tokens.new_ones(len(logs), logs.shape[2], 0, 0), before, logs, tokens.new_ones(len(logs), logs.shape[2])
+        return left(slice(queries), keys).permute(0, 3, 1, 2), before[:, :queries], left(end, keys)[:, 0], before[:, -1]
+
+    def logs(self, logs: Tensor) -> Tensor:
+        """What keys' logs are, (batch, keys, heads_kv)."""
+        return logs
 
     def features(self, x: Tensor, name: str) -> Tensor:
         """phi(x)."""
@@ -152,6 +194,9 @@ class Linear:
         fk, v = self.features(given.k.to(wide), options.map_k), given.v.to(wide)
         s, z, outs = given.s.to(wide), given.z.to(wide), []
         for i in range(fq.shape[1]):
+            if given.decay is not None:
+                kept = (given.decay if given.decay.ndim == 1 else given.decay[:, i]).exp()
+                s, z = s * kept[..., None, None], z * kept[..., None]
             s, z = s + fk[:, i, :, :, None] * v[:, i, :, None], z + fk[:, i]
             row = fq[:, i].unflatten(1, (-1, group))
             out = row @ s
@@ -186,6 +231,10 @@ class _Rows:
         self.dout = None if dout is None else self._padded(dout, self.queries)
         if given.s is not None and given.z is not None:
             self.tensors |= {"s": given.s.detach(), "z": given.z.detach()}
+        if given.decay is not None:
+            whole = given.decay.ndim == 1
+            logs = given.decay.detach() if whole else self._padded(given.decay[..., None], self.keys)[..., 0]
+            self.tensors["decay"] = logs
 
     def _padded(self, t: Tensor, live: Tensor) -> Tensor:
         """Rows by sequence, 0 where they count for nothing, whatever they hold."""
@@ -207,31 +256,10 @@ class _Rows:
 
 
 def _named_gradients(grads: Named, rows: _Rows) -> Named:
-    return {f"d{name}": rows.back(t, name) if name in "qkv" else t for name, t in grads.items()}
-
-
-def _rounded(t: Tensor, narrow: torch.dtype) -> Tensor:
-    """t as an operand of tensor cores: in the narrow dtype, fp16's range a power of two apart, fp32 as two TF32 numbers."""
-    if narrow == torch.float32:
-        high = _tf32(t)
-        return high + _tf32(t - high)
-    if narrow != torch.float16 or not t.numel():
-        return t.to(narrow).to(t.dtype)
-    top = t.abs().nan_to_num(0.0, 0.0).amax((-2, -1), keepdim=True).clamp_min(1e-30)
-    factor = torch.exp2(torch.floor(torch.log2(top)))
-    return (t / factor).to(narrow).to(t.dtype) * factor
-
-
-def _jittered(t: Tensor, dtype: torch.dtype, turn: int) -> Tensor:
-    """Off by up to half an ulp of the dtype, by numbers that look random."""
-    place = torch.arange(t.numel(), device=t.device, dtype=torch.float64).view(t.shape)
-    noise = torch.sin(torch.frac(place * 0.618 + 0.37 * turn) * 12345.678)
-    return t * (1 + torch.finfo(dtype).eps / 2 * noise).to(t.dtype)
-
-
-def _tf32(t: Tensor) -> Tensor:
-    """The upper ten bits of fp32's mantissa."""
-    return (t.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+    found = {f"d{name}": rows.back(t, name) if name in "qkv" else t for name, t in grads.items()}
+    if "decay" in grads and grads["decay"].ndim == 3:
+        found["ddecay"] = rows.back(grads["decay"][..., None], "k")[..., 0]
+    return found
 
 
 def _chunked(
@@ -245,7 +273,7 @@ def _chunked(
     chunks = max(-(-max(seqlen_q, seqlen_k) // CHUNK), 1)
 
     def r(x: Tensor) -> Tensor:
-        return _rounded(_jittered(x, dtype, turn) if turn else x, dtype)
+        return rounded(jittered(x, dtype, turn) if turn else x, dtype)
 
     def cut(x: Tensor, repeat: int) -> Tensor:
         """(batch, heads_q, chunks, CHUNK, ·)."""
@@ -263,22 +291,41 @@ def _chunked(
     s0 = t["s"].repeat_interleave(group, 1) if "s" in t else zeros
     z0 = t["z"].repeat_interleave(group, 1) if "z" in t else zeros[..., 0]
     seen = torch.ones(CHUNK, CHUNK, dtype=fq.dtype, device=fq.device).tril() * o.causal
+    fading = "decay" in t
+    at: Any = 1.0
+    if fading:
+        # fp64: kernels keep sums of logs in two numbers.
+        logs = t["decay"].double().expand(*t["k"].shape[:3]).masked_fill(~rows.keys[:, :, None], 0.0)
+        sums = cut(logs.clamp_min(-1000.0)[..., None], group)[..., 0].cumsum(-1)
+        apart = (sums[..., :, None] - sums[..., None, :]).clamp(max=0.0)
+        seen = (seen * apart.exp()).to(fq.dtype)
+        at, kept = sums.exp()[..., None].to(fq.dtype), sums[..., -1].exp().to(fq.dtype)
+        left = (sums[..., -1:] - sums).exp()[..., None].to(fq.dtype)
 
-    def before(own: Tensor, first: Tensor) -> Tensor:
-        """Sums before each chunk, from ``first`` on; of all chunks where the call is not causal."""
+    def walked(own: Tensor, first: Tensor, order: Any) -> tuple[Tensor, Tensor]:
+        """Sums before each chunk, in an order of chunks, and after all, where they fade."""
+        found, now = torch.empty_like(own), first
+        for n in order:
+            found[:, :, n] = now
+            now = now * kept[:, :, n].view(*now.shape[:2], *[1] * (now.ndim - 2)) + own[:, :, n]
+        return found, now
+
+    def before(own: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums before each chunk, from ``first`` on; of all chunks where the call is not causal. And after all."""
+        if fading:
+            return walked(own, first, range(chunks))
         if not o.causal:
-            return (first + own.sum(2)).unsqueeze(2).expand(-1, -1, chunks, *own.shape[3:])
-        return first.unsqueeze(2) + own.cumsum(2) - own if chunks > 1 else first.unsqueeze(2)
+            return (first + own.sum(2)).unsqueeze(2).expand(-1, -1, chunks, *own.shape[3:]), first + own.sum(2)
+        return first.unsqueeze(2) + own.cumsum(2) - own if chunks > 1 else first.unsqueeze(2), first + own.sum(2)
 
-    own_s, own_z = fk.mT @ v, fk.sum(3)
-    s, z = before(own_s, s0), before(own_z, z0)
+    joining = r(fk * left) if fading else fk
+    (s, last_s), (z, last_z) = before(joining.mT @ v, s0), before(joining.sum(3), z0)
     p = (fq @ fk.mT) * seen
-    below = o.scale * (p.sum(-1) + (fq * z[:, :, :, None]).sum(-1)) + o.eps
+    below = o.scale * (p.sum(-1) + (fq * z[:, :, :, None] * at).sum(-1)) + o.eps
     norm = below if o.normalize else torch.ones_like(below)
     factor = (o.scale / norm)[..., None]
     live = cut(rows.queries[:, :, None, None].to(fq.dtype), 1)
-    out = (r(p) @ v + fq @ r(s)) * factor * live
-    last_s, last_z = s0 + own_s.sum(2), z0 + own_z.sum(2)
+    out = (r(p) @ v + fq @ r(s) * at) * factor * live
     found = {
         "out": joined(out, seqlen_q, fq.shape[1]),
         "s": last_s.unflatten(1, (heads_kv, group))[:, :, 0],
@@ -288,26 +335,30 @@ def _chunked(
         return found, {}
     dout = rows.dout if rows.dout is not None else out.new_zeros((*t["q"].shape[:3], t["v"].shape[3]))
     g = cut(dout.to(fq.dtype), 1)
-    gradient = r((g @ v.mT) * seen) @ fk + g @ r(s).mT
+    gradient = r((g @ v.mT) * seen) @ fk + g @ r(s).mT * at
     delta = (fq * gradient).sum(-1) * factor[..., 0] if o.normalize else torch.zeros_like(norm)
-    dfq = (gradient - delta[..., None] * (z[:, :, :, None] + seen @ fk)) * factor * live
+    dfq = (gradient - delta[..., None] * (z[:, :, :, None] * at + (r(seen) if fading else seen) @ fk)) * factor * live
     # Queries, weighted: rows that are no query have dout 0.
     f = r(fq * factor)
     df = r(fq * factor * delta[..., None])
 
-    def after(own: Tensor, last: Tensor) -> Tensor:
+    def after(own: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        if fading:
+            return walked(own, last, reversed(range(chunks)))
         if not o.causal:
-            return (last + own.sum(2)).unsqueeze(2).expand(-1, -1, chunks, *own.shape[3:])
-        return last.unsqueeze(2) + own.flip(2).cumsum(2).flip(2) - own if chunks > 1 else last.unsqueeze(2)
+            return (last + own.sum(2)).unsqueeze(2).expand(-1, -1, chunks, *own.shape[3:]), last + own.sum(2)
+        own_after = last.unsqueeze(2) + own.flip(2).cumsum(2).flip(2) - own if chunks > 1 else last.unsqueeze(2)
+        return own_after, last + own.sum(2)
 
     def shared(x: Tensor | None, like: Tensor) -> Tensor:
         return torch.zeros_like(like) if x is None else x.to(fq.dtype).repeat_interleave(group, 1) / group
 
-    own_ds, own_dz = f.mT @ g, -df.sum(3)
-    last_ds, last_dz = shared(given.ds, s0), shared(given.dz, z0)
-    ds, dz = after(own_ds, last_ds), after(own_dz, last_dz)
-    dv = r((f @ fk.mT) * seen).mT @ g + fk @ r(ds)
-    dfk = r((g @ v.mT) * seen).mT @ f + v @ r(ds).mT + (dz[:, :, :, None] - seen.mT @ df)
+    reaching = r(fq * factor * at) if fading else f
+    ds, first_ds = after(reaching.mT @ g, shared(given.ds, s0))
+    dz, first_dz = after(-(df * at).sum(3), shared(given.dz, z0))
+    of_keys: Any = left if fading else 1.0
+    dv = r((f @ fk.mT) * seen).mT @ g + fk @ r(ds) * of_keys
+    dfk = r((g @ v.mT) * seen).mT @ f + v @ r(ds).mT * of_keys + (dz[:, :, :, None] * of_keys - seen.mT @ df)
 
     def through(x: Tensor, mapped: Tensor, name: str) -> Tensor:
         if name == "elu+1":
@@ -320,8 +371,19 @@ def _chunked(
         "v": joined(dv, seqlen_k, heads_kv),
     }
     if "s" in t:
-        grads["s"] = (last_ds + own_ds.sum(2)).unflatten(1, (heads_kv, group)).sum(2)
-        grads["z"] = (last_dz + own_dz.sum(2)).unflatten(1, (heads_kv, group)).sum(2)
+        grads["s"] = first_ds.unflatten(1, (heads_kv, group)).sum(2)
+        grads["z"] = first_dz.unflatten(1, (heads_kv, group)).sum(2)
+    if fading:
+        # Every pair of a query at or after a token and a key before it, both in the chunk, or before or after it.
+        y, x = torch.cat([g, -delta[..., None]], -1), torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        first, last = torch.cat([s, z[..., None]], -1), torch.cat([ds, dz[..., None]], -1)
+        met = (f @ fk.mT * r(y @ x.mT * seen)).tril(-1)
+        gives = met.sum(-1) - met.sum(-2) + (f * (y @ r(first).mT * at)).sum(-1)
+        takes = (fk * (x @ r(last).mT * left)).sum(-1)
+        both = (last * r(first)).sum((-1, -2)) * kept
+        dlogs = gives.flip(-1).cumsum(-1).flip(-1) + takes.cumsum(-1) - takes + both[..., None]
+        dlogs = joined(dlogs[..., None], seqlen_k, heads_kv)[..., 0].masked_fill((logs < -100.0) | ~rows.keys[:, :, None], 0.0)
+        grads["decay"] = dlogs if t["decay"].ndim == 3 else dlogs.sum((0, 1))
     return found, grads
 
 
@@ -391,6 +453,20 @@ class SequencesShifted(Linear):
         return first, (count - 1).clamp(min=0)
 
 
+class DecayMissing(Linear):
+    """Nothing fades."""
+
+    def logs(self, logs: Tensor) -> Tensor:
+        return torch.zeros_like(logs) + 0.0 * logs.nan_to_num(0.0, neginf=0.0)
+
+
+class DecayLate(Linear):
+    """The state is multiplied after a key has joined it: every log is the next token's."""
+
+    def logs(self, logs: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(logs[:, :1]), logs[:, :-1]], 1)
+
+
 MUTANTS: tuple[type[Linear], ...] = (
     StateNotAdded,
     StateNotSeen,
@@ -401,4 +477,6 @@ MUTANTS: tuple[type[Linear], ...] = (
     CausalFromTheEnd,
     EluWithoutOne,
     SequencesShifted,
+    DecayMissing,
+    DecayLate,
 )

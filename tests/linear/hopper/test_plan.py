@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bidirectional": ({"causal": False}, "is causal only"),
     "a map alone": ({"map_q": "elu+1"}, r"takes maps with a denominator only \(normalize=True\), not 'elu\+1' and 'identity'"),
     "a state": ({"s": torch.zeros(1), "z": torch.zeros(1)}, "takes no initial state"),
+    "a decay": ({"decay": torch.zeros(8)}, "takes no decay"),
     "lengths": ({"lengths": torch.zeros(4, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "packed": ({"cu_seqlens": torch.zeros(2, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "more keys": ({"q": (4, 15, 8, 256)}, "takes as many keys as queries, not 16 and 15"),

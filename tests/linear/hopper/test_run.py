@@ -104,7 +104,7 @@ def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
     out, norm, *states = hopper.BACKEND.forward(call, False)
     assert states == [None, None] and (norm is None) == (not call.normalize)
     dq, dk, dv, *states = hopper.BACKEND.backward(call, dout, norm, None, None)
-    assert states == [None, None]
+    assert states == [None, None, None]
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 

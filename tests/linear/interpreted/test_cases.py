@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.linear.triton_cases import CASES, WHOLE, Case, check
+from tests.linear.triton_cases import CASES, DECAY, WHOLE, Case, check
 from warploom import linear_attention
+from warploom.linear import reference
 from warploom.linear.problem import StepArgs
 from warploom.linear.triton import BACKEND
 from warploom.linear.triton import call as call_module
@@ -61,6 +62,40 @@ def test_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(c, gradients_of_state=c.state)
 
 
+@pytest.mark.parametrize("name", DECAY)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_decay(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of columns with dK and dV apart where the sequence is whole, in pairs where it is cut."""
+    configure(monkeypatch, cut=cut, blocks="blocks" in name, paired=cut)
+    check(Case(secrets.randbelow(2**31), **DECAY[name]))
+
+
+@pytest.mark.parametrize("first", [-torch.inf, -20.0])
+def test_small_logs_behind_large_ones_keep_their_bits(first: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Differences of one running fp32 sum would have lost what 50 logs of a thousandth add up to."""
+    t = Tiling(64, 64, 4, 1)
+    monkeypatch.setattr(call_module, "config", lambda *_: Config(t, t, t, t, t, t, fill=0.0, lookback=False))
+    call, *_ = Case(secrets.randbelow(2**31), rows=64, decay="token").call()
+    logs = torch.full((1, 64, 1), -1e-3)
+    logs[:, 1:13] = first
+    out, *_ = BACKEND.forward(replace(call, decay=logs), False)
+    wide = {name: getattr(call, name).double() for name in ("q", "k", "v")}
+    want, *_ = reference.BACKEND.forward(replace(call, **wide, decay=logs.double()), False)
+    assert (out - want).abs().max() <= 2e-6 * want.abs().max(), call
+
+
+def test_a_decay_that_asks_for_no_gradient_leaves_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of the others are bit for bit those beside it."""
+    configure(monkeypatch, cut=True, blocks=False)
+    call, dout, ds, dz = Case(secrets.randbelow(2**31), decay="token", state=True).call()
+    _, norm, *_ = BACKEND.forward(call, True)
+    *whole, logs = BACKEND.backward(call, dout, norm, ds, dz)
+    *others, nothing = BACKEND.backward(replace(call, decay_grad=False), dout, norm, ds, dz)
+    assert nothing is None and logs is not None and logs.isfinite().all()
+    for a, b in zip(others, whole, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_state_or_not_changes_no_bit(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=cut, blocks=False)
@@ -70,16 +105,20 @@ def test_state_or_not_changes_no_bit(cut: bool, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(out, alone) and torch.equal(norm, norm_alone) and none == [None, None]
 
 
-def test_steps_continue_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("decay", ["", "head", "token that forgets"])
+def test_steps_continue_a_prefill(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, cut=False, blocks=False)
-    call, *_ = Case(secrets.randbelow(2**31), rows=9, heads=4, heads_kv=2, e=20, m=7, batch=2, scale=0.4).call()
+    options = {"e": 20, "m": 7, "batch": 2, "scale": 0.4, "decay": decay}
+    call, *_ = Case(secrets.randbelow(2**31), rows=9, heads=4, heads_kv=2, **options).call()
     full, _, s_full, z_full = BACKEND.forward(call, True)
-    first = replace(call, **{name: getattr(call, name)[:, :7] for name in ("q", "k", "v")})
+    each = ("q", "k", "v", "decay") if call.decay is not None and call.decay.ndim == 3 else ("q", "k", "v")
+    first = replace(call, **{name: getattr(call, name)[:, :7] for name in each})
     _, _, s, z = BACKEND.forward(first, True)
     before = s.clone()
-    options = (call.map_q, call.map_k, True, call.eps, call.scale, "triton")
+    numbers = (call.map_q, call.map_k, True, call.eps, call.scale, "triton")
     for t in range(7, 9):
-        out, s, z = BACKEND.step(StepArgs(call.q[:, t], call.k[:, t], call.v[:, t], s, z, *options))
+        logs = call.decay[:, t] if "decay" in each and call.decay is not None else call.decay
+        out, s, z = BACKEND.step(StepArgs(call.q[:, t], call.k[:, t], call.v[:, t], s, z, *numbers, logs))
         torch.testing.assert_close(out, full[:, t], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((s, z), (s_full, z_full), rtol=1e-5, atol=1e-5)
     assert torch.equal(before, BACKEND.forward(first, True)[2])

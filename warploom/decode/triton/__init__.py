@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from warploom.decode.backend import DecodeBackend
+from warploom.runtime.device import capability
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ class Triton(TritonBackend, DecodeBackend):
         refused = self.tensors_refusal(problem.device, problem.dtype)
         if refused is not None:
             return refused
+        if problem.fp8 and capability(torch.device(problem.device)) < 89:
+            return "reads FP8 caches on GPUs of compute capability 8.9 and up"
         if problem.capacity >= 2**31:
             return f"counts keys in 32 bits; the cache's capacity is {problem.capacity}"
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

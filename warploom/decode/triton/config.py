@@ -31,14 +31,16 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     """The variant for ``rows`` = T × group queries of a kv head."""
     # Triton's fp32 products of 64 rows spill, and read keys and values through descriptors that ptxas gets wrong.
     block_m = min(max(power_of_two(rows), 16), 32 if itemsize == 4 else 64)
+    row_blocks = -(-rows // block_m)
     width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
     return Config(
         block_m=block_m,
         # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
         block_n=64 if width <= 256 else 32 if width <= 512 else 16,
         split=512 if block_m <= 32 else 1024,
-        # About 256 splits over the kv heads fill an H100 from a single sequence.
-        max_splits=min(max(power_of_two(256 // heads_kv), 16), 256),
+        # About 256 splits over the kv heads and blocks of rows fill an H100 from a single sequence. Parts take memory: the
+        # rows of a tree are many.
+        max_splits=min(max(power_of_two(256 // (heads_kv * row_blocks)), 16), 256),
         warps=4 if block_m <= 32 else 8,
         stages=3,
     )

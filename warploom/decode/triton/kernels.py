@@ -85,13 +85,23 @@ def _settle(acc, total, top):
     return acc / by_row(divisor(total), acc), lse
 
 
+@triton.jit
+def _shown(bits, cols, first_token):
+    """Which keys a tree shows rows by the bits of their ancestors: of the keys from ``first_token`` on those; all before."""
+    nth = cols - first_token
+    shift = clamp(nth, 0, 63).to(tl.int64)
+    return (nth < 0)[None, :] | (((bits[:, None] >> shift[None, :]) & 1) != 0)
+
+
 # Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
 # tells the compiler how far they align.
 @triton.jit(
     do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-        "stride_vb", "stride_vn", "stride_vh", "stride_table", "programs", "grouped", "max_units", "capacity", "pages",
-        "page_shift", "page_mask", "left", "right",
+        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "stride_qb", "stride_qt",
+        "stride_qh", "stride_kb", "stride_kn", "stride_kh",
+        "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
+        "pages", "page_shift", "page_mask", "left", "right", "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb",
+        "stride_vsn", "stride_vsh",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -101,6 +111,9 @@ def split_kernel(
     lengths_ptr,
     table_ptr,
     sink_ptr,
+    tree_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     lse_ptr,
     stride_qb: tl.int64,
@@ -113,6 +126,7 @@ def split_kernel(
     stride_vn: tl.int64,
     stride_vh: tl.int64,
     stride_table: tl.int64,
+    stride_tree,
     programs,
     grouped,
     max_units,
@@ -124,6 +138,12 @@ def split_kernel(
     right,
     scale,
     softcap,
+    stride_ksb: tl.int64,
+    stride_ksn: tl.int64,
+    stride_ksh: tl.int64,
+    stride_vsb: tl.int64,
+    stride_vsn: tl.int64,
+    stride_vsh: tl.int64,
     T: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -141,6 +161,9 @@ def split_kernel(
     HAS_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -182,9 +205,21 @@ def split_kernel(
     first, last = _key_range(length, left, right, T, HAS_LEFT)
     start, size, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     position = length - T + t
+    if TREE:
+        bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
+    if TREE_WINDOW:
+        # Depths are from 0 to t: no key outside `_key_range` is seen.
+        position = length - T + tl.load(tree_ptr + batch * stride_tree + T + t, mask=row_live, other=0).to(tl.int32)
 
     k_ptr += head.to(tl.int64) * stride_kh * UNIT
     v_ptr += head.to(tl.int64) * stride_vh * UNIT
+    # Scales of e4m3 lie as their keys do; of a whole head or tensor they have strides of 0.
+    if FP8:
+        k_scale_ptr += head.to(tl.int64) * stride_ksh
+        v_scale_ptr += head.to(tl.int64) * stride_vsh
+        if PAGES == CONTIGUOUS:
+            k_scale_ptr += batch * stride_ksb
+            v_scale_ptr += batch * stride_vsb
     if PAGES != CONTIGUOUS:
         table_ptr += batch * stride_table
     if PAGES == CONTIGUOUS:
@@ -195,6 +230,9 @@ def split_kernel(
         inside = clamp(page, 0, pages - 1).to(tl.int64)
         k_ptr += inside * stride_kb * UNIT
         v_ptr += inside * stride_vb * UNIT
+        if FP8:
+            k_scale_ptr += inside * stride_ksb
+            v_scale_ptr += inside * stride_vsb
 
     # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
     # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
@@ -225,10 +263,16 @@ def split_kernel(
                 slot = cols
             k_offset = slot.to(tl.int64) * stride_kn * UNIT
             v_offset = slot.to(tl.int64) * stride_vn * UNIT
+            if FP8:
+                ks_offset = slot.to(tl.int64) * stride_ksn
+                vs_offset = slot.to(tl.int64) * stride_vsn
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                 inside = clamp(page, 0, pages - 1).to(tl.int64)
                 k_offset += inside * stride_kb * UNIT
                 v_offset += inside * stride_vb * UNIT
+                if FP8:
+                    ks_offset += inside * stride_ksb
+                    vs_offset += inside * stride_vsb
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
@@ -239,16 +283,35 @@ def split_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
+            if FP8:
+                # e4m3 is exact in every type that q may have; its scales join the fp32 products.
+                k = k.to(q.dtype)
             s = dot(q, tl.trans(k), None)
+            if FP8:
+                s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
                 s, _ = capped(s, scale, softcap)
             else:
                 s = s * (scale * LOG2E)
             seen = live[None, :] & row_live[:, None]
-            if T > 1 or HAS_LEFT:
-                seen = seen & (cols[None, :] <= position[:, None] + right)
-            if HAS_LEFT:
-                seen = seen & (cols[None, :] >= position[:, None] - left)
+            if TREE_WINDOW:
+                # Of the tree's own keys the bits know which ones the window shows.
+                band = cols[None, :] <= position[:, None] + right
+                if HAS_LEFT:
+                    band = band & (cols[None, :] >= position[:, None] - left)
+                seen = seen & (band | (cols >= length - T)[None, :])
+            else:
+                if T > 1 or HAS_LEFT:
+                    seen = seen & (cols[None, :] <= position[:, None] + right)
+                if HAS_LEFT:
+                    seen = seen & (cols[None, :] >= position[:, None] - left)
+            if TREE:
+                own = length - T
+                if tile + N > own:
+                    seen = seen & _shown(bits, cols, own)
+            if TREE_WINDOW:
+                # Keys that a window hides from every path may hold anything: a weight of 0 times NaN is NaN.
+                live = tl.max(seen.to(tl.int32), 0) > 0
             s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
             base = finite(new_top)
@@ -261,6 +324,8 @@ def split_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
+            if FP8:
+                v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
             acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
             top = new_top
             if tile + N >= tl.minimum(edge, end):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
 from warploom.decode.triton.plan import UNIT, Plan, Shape, plan
+from warploom.decode.triton.tree import ancestors
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import RawLaunch
 
@@ -21,6 +22,7 @@ class SplitNumbers(NamedTuple):
     """What the split kernel takes after its pointers and the strides of q, k and v, in its order."""
 
     stride_table: int
+    stride_tree: int
     programs: int
     grouped: int
     max_units: int
@@ -32,6 +34,12 @@ class SplitNumbers(NamedTuple):
     right: int
     scale: float
     softcap: float
+    stride_ksb: int
+    stride_ksn: int
+    stride_ksh: int
+    stride_vsb: int
+    stride_vsn: int
+    stride_vsh: int
 
 
 class MergeNumbers(NamedTuple):
@@ -57,14 +65,19 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
         part_lse = q.new_empty((p.parts,), dtype=torch.float32)
     with on_device(q):
-        p.split(p.grid, q, args.k, v, lengths, args.block_table, sink, part_out, part_lse, *strides, *numbers)
+        bits = None
+        if args.tree is not None:
+            left = _FAR if args.left is None else numbers.left
+            bits = ancestors(args.tree, (left, numbers.right) if args.windowed else None)
+        read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale)
+        p.split(p.grid, *read, part_out, part_lse, *strides, *numbers)
         if p.merge is not None:
             p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
 
 
 class Ready:
-    """A decode call whose cache, shapes and options are known: what is left of the host's work, pointers and launches."""
+    """A decode call without a tree or FP8 whose cache, shapes and options are known: what is left of the host's work."""
 
     def __init__(
         self,
@@ -110,6 +123,9 @@ class Ready:
             lengths_pointer,
             None if table is None else table.data_ptr(),
             sink_pointer,
+            None,
+            None,
+            None,
         )
         if self._merge is None:
             self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
@@ -122,8 +138,8 @@ class Ready:
 
 
 def ready(args: DecodeArgs) -> Ready | None:
-    """The short way for calls like this one, which has run; None where there is none (the interpreter, odd strides)."""
-    if not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
+    """The short way for calls like this one, which has run; None where there is none (FP8, the interpreter, odd strides)."""
+    if args.k_scale is not None or not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
         return None
     p, strides, numbers = _plan_of(args)
     split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
@@ -134,7 +150,7 @@ def ready(args: DecodeArgs) -> Ready | None:
 
 def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     """The plan, and the strides and numbers that the split kernel takes after its pointers."""
-    q, k, v, _, table, sink, left, right, scale, softcap, _ = args
+    q, k, v, _, table, sink, tree, k_scale, v_scale, left, right, scale, softcap, _ = args
     batch, queries, heads_q, head_dim = q.shape
     pages, page_size, heads_kv, head_dim_v = v.shape
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -159,6 +175,9 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             table_width=table_width,
             dtype=q.dtype,
             sink=None if sink is None else sink.dtype,
+            tree=tree is not None,
+            tree_window=tree is not None and args.windowed,
+            fp8=k_scale is not None,
             left=left,
             softcap=softcap != 0.0,
             aligned=aligned,
@@ -166,8 +185,10 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         )
     )
     left = 0 if left is None else max(min(left, _FAR), -_FAR)
+    (ksb, ksn, ksh), (vsb, vsn, vsh) = _scale_strides(k_scale), _scale_strides(v_scale)
     numbers = SplitNumbers(
         stride_table=table_stride,
+        stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.windowed else 1),
         programs=p.programs,
         grouped=p.grouped,
         max_units=p.max_units,
@@ -179,8 +200,21 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         right=max(right, -_FAR),
         scale=scale,
         softcap=softcap,
+        stride_ksb=ksb,
+        stride_ksn=ksn,
+        stride_ksh=ksh,
+        stride_vsb=vsb,
+        stride_vsn=vsn,
+        stride_vsh=vsh,
     )
     return p, strides, numbers
+
+
+def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+    """Of an FP8 cache's scales by page or sequence, token and head; 0 where one serves all."""
+    if scale is None or scale.shape == (1,):
+        return 0, 0, 0
+    return (0, 0, scale.stride(0)) if scale.ndim == 1 else scale.stride()
 
 
 def _merge_numbers(p: Plan, heads_q: int, numbers: SplitNumbers) -> MergeNumbers:

@@ -38,6 +38,9 @@ class Shape(NamedTuple):
     table_width: int  # 0: contiguous
     dtype: torch.dtype
     sink: torch.dtype | None
+    tree: bool
+    tree_window: bool  # a window under a tree
+    fp8: bool
     left: int | None
     softcap: bool
     aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
@@ -128,6 +131,9 @@ def _constants(
         "DV": width_v,
         "PAGES": pages.value,
         "SOFTCAP": s.softcap,
+        "TREE": s.tree,
+        "TREE_WINDOW": s.tree_window,
+        "FP8": s.fp8,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,
         "num_warps": c.warps,

@@ -7,6 +7,8 @@ model = AutoModel.from_pretrained(name, attn_implementation="warploom")
 
 from __future__ import annotations
 
+from .delta import use_gated_delta_rule
+
 RESERVED = ("eager", "sdpa", "flex_attention")
 OLDEST = (5, 4)  # passes `python -m tests.integrations.sweep --core`; 5.3 calls mask functions with other arguments
 
@@ -46,13 +48,14 @@ def register(name: str = "warploom") -> str:
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from . import models
+    from . import continuous, models
     from .attention import attention_forward
     from .masks import mask_bounds
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, mask_bounds)
     models.watch(name)
+    continuous.watch()
     return name
 
 
@@ -65,4 +68,4 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-__all__ = ["register"]
+__all__ = ["register", "use_gated_delta_rule"]

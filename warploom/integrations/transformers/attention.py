@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import warploom
 from warploom.masks import ColumnMask, Document, Padding
 
+from . import continuous
 from .guard import Bounds, plain
 from .masks import is_open_ended
 from .models import name_of
@@ -59,7 +60,7 @@ def attention_forward(
 
     Raises:
         ValueError: a mask of another kind, or an argument that cannot be honoured (output_attentions, a paged
-            cache, position_bias of packed documents).
+            cache of an unknown kind, position_bias of packed documents).
     """
     _refuse(module, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
@@ -73,15 +74,17 @@ def attention_forward(
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-
+    paged = kwargs.get("cache") is not None
+    if position_bias is not None and (paged or (attention_mask is None and cu_q is not None)):
+        raise ValueError(
+            f"position_bias: {_model(module)} gives one for the whole row, and cu_seq_lens_q packs documents in it; "
+            "give their column bounds as attention_mask instead (docs/transformers.md, 'Packing instead of padding')"
+        )
+    if paged:
+        return continuous.attend(module, query, key, value, causal, _window(sliding_window, causal), options, kwargs), None
     if attention_mask is None:
         options.update(causal=causal, window=_window(sliding_window, causal))
         if cu_q is not None:
-            if position_bias is not None:
-                raise ValueError(
-                    f"position_bias: {_model(module)} gives one for the whole row, and cu_seq_lens_q packs documents in it; "
-                    "give their column bounds as attention_mask instead (docs/transformers.md, 'Packing instead of padding')"
-                )
             return _packed(q, k, v, kwargs, options), None
         return warploom.attention(q, k, v, **options), None
     _check_rank(attention_mask)
@@ -102,11 +105,6 @@ def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"output_attentions: {_model(module)} runs with attn_implementation='warploom', where attention weights are never "
             "materialised; use attn_implementation='eager' for them"
-        )
-    if kwargs.get("cache") is not None:
-        raise ValueError(
-            f"cache: PagedAttentionCache (continuous batching, here of {_model(module)}) is not supported; use generate(), or "
-            "attn_implementation='sdpa' for continuous batching"
         )
     for name in ("sinks", "head_mask"):
         if kwargs.get(name) is not None:

@@ -57,7 +57,7 @@ def _packed_pair(functions: Sequence[Callable], columns: Tensor) -> Visible | No
     documents = _documents(columns, ids, made_by_transformers=True)
     if documents is None or set(free) != {"mask_function", "position_ids"}:
         return None
-    positions = free["position_ids"].to(columns.device)[:, columns[0]]
+    positions = free["position_ids"].to(columns)[:, columns[0]]  # which int32 ids may be too narrow for
     inner = _positional(free["mask_function"], positions)
     return None if inner is None else documents & inner.shift(columns - positions)
 

@@ -97,6 +97,8 @@ class Hopper(LinearBackend):
             return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
         if call.s is not None:
             return "takes no initial state"
+        if call.decay is not None:
+            return "takes no decay"
         if call.lengths is not None or call.cu_seqlens is not None:
             return "takes neither lengths nor packed sequences"
         if call.k.shape[1] != seqlen:
@@ -119,13 +121,13 @@ class Hopper(LinearBackend):
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """dq, dk and dv; no state came in, so none has a gradient."""
         if ds is not None or dz is not None:
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 
-        return *run(call, dout, norm), None, None
+        return *run(call, dout, norm), None, None, None
 
 
 BACKEND = Hopper()

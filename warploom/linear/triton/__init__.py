@@ -40,8 +40,8 @@ class Triton(TritonBackend, LinearBackend):
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """dq, dk, dv, and ds0 and dz0 where the call has a state."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """dq, dk, dv, ds0 and dz0 where the call has a state, and the decay's gradient where it asks for one."""
         from warploom.linear.triton.run import backward as run
 
         return run(call, dout, norm, ds, dz)

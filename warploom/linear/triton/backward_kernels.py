@@ -10,6 +10,13 @@ so no output is read, and delta, one number a row, is all that dQ leaves to dK. 
 the left factors v^T and dO^T of their updates are taken from shared memory as they were loaded. Products that are added
 are subtracted, the second one negative (by -1.0, which costs nothing): Triton would make one accumulator of a sum and give
 it to every warpgroup whole.
+
+With a decay everything fades as fading.py has it. The gradient of the log at token t sums what every pair of a query i >= t
+and a key j < t gives, P_ij (dO_i.v_j - delta_i) with P of what is left: of keys before the chunk and queries in it (dQ's kernel
+sums those by query), of keys in it and queries after it, of keys before and queries after it (<dS, S>, for which dQ's kernel
+leaves S before every chunk), and of both in it, where sums over rows and columns of the strict triangle give all t at once.
+Taken by differences of whole gradients instead (q.dq - k.dk, summed from the end) it would drown in the rounding of all that
+was forgotten.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY, through_map
+from warploom.kernels.triton.numerics import exp
 from warploom.linear.triton.device import (
     Source,
     dot,
@@ -36,6 +44,16 @@ from warploom.linear.triton.device import (
     store_chunk,
     store_state,
     times,
+)
+from warploom.linear.triton.fading import (
+    chunk_of,
+    faded,
+    left_at,
+    left_at_end,
+    left_by_columns,
+    left_by_rows,
+    load_for_both,
+    load_logs,
 )
 from warploom.linear.triton.lookback import own_sums, sums_before
 
@@ -64,6 +82,21 @@ class States(NamedTuple):
     z_out: Any
 
 
+class Decay(NamedTuple):
+    """The logs, and what their gradient is made of and goes to: each None where it is not asked for.
+
+    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk; from_queries
+    (batch, heads, seqlen_q); gradient (blocks, batch, seqlen_k, heads_kv), a block `stride` elements.
+    """
+
+    logs: Any
+    first_s: Any
+    first_z: Any
+    from_queries: Any
+    gradient: Any
+    stride: Any
+
+
 # What dq_kernel computes of a block of E: delta sums over E, so several blocks need it known before any dQ.
 WHOLE = tl.constexpr(0)  # delta and dQ: the only block
 PARTIAL_DELTA = tl.constexpr(1)  # this block's part of delta
@@ -71,8 +104,9 @@ GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
 
 _PLAIN = [
     "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
+    "decay_ptr", "first_z_ptr", "from_queries_ptr", "ddecay_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
-    "stride_ob", "stride_os", "stride_oh",
+    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_block",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",
 ]  # fmt: skip
 
@@ -92,6 +126,10 @@ def dq_kernel(
     own_ptr,
     lengths_ptr,
     cu_ptr,
+    decay_ptr,
+    first_s_ptr,
+    first_z_ptr,
+    from_queries_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -104,6 +142,9 @@ def dq_kernel(
     stride_ob,
     stride_os,
     stride_oh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
     sequences,
     segments,
     segment,
@@ -133,7 +174,11 @@ def dq_kernel(
 
     The state is held transposed, (M, E): both its products then take v and dO as they were loaded. z is held in C equal rows,
     which the products that give it add to, or in sixteen equal COLUMNS: fewer registers, more barriers. With flags_ptr segments
-    look back for the states that they start from, as in the forward kernel; there is then no denominator.
+    look back for the states that they start from, as in the forward kernel; there is then no denominator. With a decay z is one
+    row.
+
+    With first_s_ptr what the decay's gradient is made of is left too, see `Decay`; keys past the last query are then walked.
+    from_queries_ptr is (blocks, batches, heads, seqlen_q).
     """
     pid = tl.program_id(0)
     if flags_ptr is not None:
@@ -144,9 +189,14 @@ def dq_kernel(
     head = pid % heads
     slot = pid // heads
     at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
-    if (at.first < 0) | (at.first >= at.rows_q):
+    DECAY: tl.constexpr = decay_ptr is not None
+    DECAY_GRAD: tl.constexpr = first_s_ptr is not None and PART != PARTIAL_DELTA
+    stop = at.rows_q
+    if DECAY_GRAD:
+        stop = tl.maximum(stop, at.len_k)
+    if (at.first < 0) | (at.first >= stop):
         return
-    stop = tl.minimum(at.rows_q, at.first + segment)
+    stop = tl.minimum(stop, at.first + segment)
     head_kv = head // group
     state_index = (tl.where(PER_SLOT, slot, at.sequence).to(tl.int64) * (heads // group)) + head_kv
 
@@ -164,6 +214,12 @@ def dq_kernel(
         delta_base = row_base(delta_ptr, at, head, heads, seqlen_q)
         if PART == PARTIAL_DELTA:
             delta_base += block.to(tl.int64) * batches * heads * seqlen_q
+    if DECAY:
+        tl.static_assert(CAUSAL and flags_ptr is None)
+        g_base = head_base(Source(decay_ptr, stride_gb, stride_gs, stride_gh), at, head_kv, 1)
+    if DECAY_GRAD:
+        from_queries_base = row_base(from_queries_ptr, at, head, heads, seqlen_q)
+        from_queries_base += block.to(tl.int64) * batches * heads * seqlen_q
 
     s = tl.zeros([DM, BE], tl.float32)
     before_z = tl.zeros([BE], tl.float32)
@@ -182,7 +238,9 @@ def dq_kernel(
             flags_ptr + 1, own_ptr, own_s, own_z, s, before_z, slot, at.first // segment, head * blocks + block,
             heads * blocks, BE, DM, 4 if DM * BE <= 4096 else 2,
         )  # fmt: skip
-    if COLUMNS:
+    if DECAY:
+        z = before_z
+    elif COLUMNS:
         z = tl.zeros([BE, 16], tl.float32) + before_z[:, None]
         ones = tl.full([C, 16], 1.0, dtype)
     else:
@@ -197,16 +255,39 @@ def dq_kernel(
         dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
         if CAUSAL:
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
+            if DECAY:
+                fk = load_for_both(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
+            else:
+                fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
             w = dot(dout, tl.trans(v), None)
+            if DECAY:
+                logs = load_logs(g_base, t, n, stride_gs, at.len_k)
+                left, kept = left_at(logs), exp(logs.all_high)
+                pairs = left_by_rows(logs)
+                w *= pairs
+                joining = faded(fk, left_at_end(logs))
             s_operand, s_factor = operand(s, dtype)
-            s = dot(tl.trans(v), fk, s)
+            if DECAY_GRAD:
+                chunk = chunk_of(at, t, cu_ptr, tl.maximum(seqlen_q, seqlen_k), C) * (heads // group) + head_kv
+                own = first_s_ptr + chunk * (E * M) + (m[:, None] * E + e[None, :])
+                inside = (m < M)[:, None] & (e < E)[None, :] & (head % group == 0)
+                tl.store(own, s.to(first_s_ptr.dtype.element_ty), mask=inside)
+            if DECAY:
+                s = dot(tl.trans(v), joining, s * kept)
+            else:
+                s = dot(tl.trans(v), fk, s)
         g = times(dot(dout, s_operand, None), s_factor, dtype)
-        if CAUSAL:
+        if DECAY:
+            g *= left[:, None]
+        if CAUSAL and not DECAY_GRAD:
             g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
-        if NORMALIZE or MAP_Q != IDENTITY:
+        if NORMALIZE or MAP_Q != IDENTITY or DECAY_GRAD:
             # Rounded as in the forward pass: delta then cancels what it must.
             fq = load_operand(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q, False).to(tl.float32)
+        if DECAY_GRAD:
+            tl.store(first_z_ptr + chunk * E + e, z, mask=(e < E) & (head % group == 0))
+            from_queries = tl.sum(fq * g, 1)
+            g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
         if NORMALIZE:
             live = t + n < at.rows_q
             factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
@@ -215,7 +296,11 @@ def dq_kernel(
             else:
                 delta = factor * tl.sum(fq * g, 1)
                 tl.store(delta_base + t + n, delta, mask=live)
-            if COLUMNS:
+            if DECAY_GRAD:
+                from_queries = (from_queries - delta * left * tl.sum(fq * z[None, :], 1)) * factor
+            if DECAY:
+                sums = left[:, None] * z[None, :] + dot(tl.where(see, pairs, 0.0).to(dtype), fk, None)
+            elif COLUMNS:
                 sums = tl.zeros([C, BE], tl.float32) + (tl.sum(z, 1) / 16)[None, :]
                 if CAUSAL:
                     sums += dot(below, fk, None)
@@ -228,10 +313,16 @@ def dq_kernel(
             g = (g - delta[:, None] * sums) * factor[:, None]
         else:
             g *= scale
+            if DECAY_GRAD:
+                from_queries *= scale
+        if DECAY and (NORMALIZE or DECAY_GRAD):
+            z = z * kept + tl.sum(joining.to(tl.float32), 0)
         if PART != PARTIAL_DELTA:
             if MAP_Q != IDENTITY:
                 g = through_map(g, fq, MAP_Q)
             store_chunk(dq_ptr, at, seqlen_q, head, heads, t, n, e, g, at.rows_q, E, E % BE == 0)
+        if DECAY_GRAD:
+            tl.store(from_queries_base + t + n, from_queries, mask=t + n < at.rows_q)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -250,6 +341,11 @@ def dkdv_kernel(
     z_out_ptr,
     lengths_ptr,
     cu_ptr,
+    decay_ptr,
+    first_s_ptr,
+    first_z_ptr,
+    from_queries_ptr,
+    ddecay_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -262,6 +358,10 @@ def dkdv_kernel(
     stride_ob,
     stride_os,
     stride_oh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_block,
     sequences,
     segments,
     segment,
@@ -331,7 +431,9 @@ def dkdv_kernel(
         seqlen_k,
     )
     states = States(state_index, at.sequence < sequences, s_ptr, z_ptr, s_out_ptr, z_out_ptr)
-    arguments = (at, stop, block, head_kv, heads_kv, tensors, states, dk_ptr, dv_ptr, lengths_ptr, scale)
+    logs = Source(decay_ptr, stride_gb, stride_gs, stride_gh)
+    decay = Decay(logs, first_s_ptr, first_z_ptr, from_queries_ptr, ddecay_ptr, stride_block)
+    arguments = (at, stop, block, head_kv, heads_kv, tensors, states, decay, dk_ptr, dv_ptr, lengths_ptr, cu_ptr, scale)
     # A tuple would not keep constants.
     if not PAIRED:
         _gradients(*arguments, WITH_DK, WITH_DV, E, M, BE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
@@ -350,9 +452,11 @@ def _gradients(
     heads_kv,
     tensors,
     states,
+    decay,
     dk_ptr,
     dv_ptr,
     lengths_ptr,
+    cu_ptr,
     scale,
     WITH_DK: tl.constexpr,
     WITH_DV: tl.constexpr,
@@ -380,63 +484,115 @@ def _gradients(
     v_base = head_base(tensors.v, at, head_kv, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
-    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it.
-    dz = tl.zeros([C, BE], tl.float32)
+    DECAY: tl.constexpr = decay.logs.pointer is not None
+    # With dK, whose products it needs.
+    DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
+    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. With a decay one row, by sums.
+    dz = tl.zeros([1 if DECAY else C, BE], tl.float32)
     if states.s is not None:
         ds = tl.trans(load_state(states.s, states.index, states.lives, e, m, E, M))
     if states.z is not None:
         first = tl.load(states.z + states.index * E + e, mask=(e < E) & states.lives, other=0.0)
-        dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
+        if DECAY:
+            dz -= first[None, :]
+        else:
+            dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
+    if DECAY:
+        g_base = head_base(decay.logs, at, head_kv, 1)
     # A left factor of dv, so carried as in the forward kernel.
-    CARRIED: tl.constexpr = WITH_DV and MAP_K != IDENTITY
+    CARRIED: tl.constexpr = (WITH_DV or DECAY_GRAD) and MAP_K != IDENTITY
     if CARRIED:
         t = at.first + tl.maximum(chunks - 1, 0) * C
         fk = load_operand(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = at.first + (chunks - 1 - i) * C
         ds_operand, ds_factor = operand(ds, dtype)
-        if WITH_DV and not CARRIED:
+        if DECAY_GRAD and not CARRIED:
+            fk = load_for_both(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
+        elif WITH_DV and not CARRIED:
             fk = load_chunk(k_base, t, rows, e, tensors.k.stride_s * UNIT, at.len_k, E, E % BE == 0)
         v = None
         if WITH_DK:
             v = load_chunk(v_base, t, rows, m, tensors.v.stride_s * UNIT, at.len_k, M, M % BM == 0)
+        pairs = None
+        left = None
+        if DECAY:
+            logs = load_logs(g_base, t, n, decay.logs.stride_s, at.len_k)
+            pairs, left, kept = left_by_columns(logs), left_at(logs), exp(logs.all_high)
+            left_of_keys = left_at_end(logs)
+        if DECAY_GRAD:
+            from_queries, to_keys = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
         if CAUSAL and GROUP > 1:
             next_ds, next_dz = ds, dz
+            if DECAY:
+                next_ds, next_dz = ds * kept, dz * kept
             for g in tl.range(0, GROUP, num_stages=STAGES):
                 head = head_kv * GROUP + g
-                f, delta, dout, common = _weights(
+                f, wide, delta, dout, common = _weights(
                     at, head, heads_kv * GROUP, t, rows, e, m, tensors, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
                 )
                 if WITH_DV:
-                    dv = _to_values(dv, fk, f, dout, common, C)
+                    dv = _to_values(dv, fk, f, dout, pairs, common, C)
                 if WITH_DK:
-                    dk, w = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
-                    if NORMALIZE:
+                    dk, w = _to_keys(dk, v, f, dout, delta, pairs, common, C, NORMALIZE)
+                    if NORMALIZE and DECAY:
+                        next_dz += tl.sum(wide * (delta * left * common)[:, None], 0)[None, :]
+                    elif NORMALIZE:
                         next_dz = _to_sums(next_dz, w, f, delta, common, C)
+                if DECAY_GRAD:
+                    by_query, by_key = _met(fk, f, w, common, C)
+                    from_queries += by_query + _from_queries(decay, at, block, head, heads_kv * GROUP, t, tensors.seqlen_q, C)
+                    to_keys += by_key
+                if DECAY:
+                    f = faded(wide, left).to(dtype)
                 next_ds = _to_state(next_ds, f, dout, common)
         if CAUSAL and GROUP == 1:
-            f, delta, dout, common = _weights(
+            f, wide, delta, dout, common = _weights(
                 at, head_kv, heads_kv, t, rows, e, m, tensors, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
             )
         # One gradient after the other, so that few accumulators live at once.
         if WITH_DV:
             if CAUSAL and GROUP == 1:
-                dv = _to_values(dv, fk, f, dout, common, C)
-            dv = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype) - dv
+                dv = _to_values(dv, fk, f, dout, pairs, common, C)
+            after = times(dot(fk, tl.trans(ds_operand), None), ds_factor, dtype)
+            if DECAY:
+                after *= left_of_keys[:, None]
+            dv = after - dv
             store_chunk(dv_ptr, at, tensors.seqlen_k, head_kv, heads_kv, t, n, m, dv, at.rows_k, M, M % BM == 0)
         if WITH_DK:
             if CAUSAL and GROUP == 1:
-                dk, w = _to_keys(dk, v, f, dout, delta, common, C, NORMALIZE)
-            dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
-            if NORMALIZE or states.z is not None:
-                dk -= _pairs_of_rows(dz)
+                dk, w = _to_keys(dk, v, f, dout, delta, pairs, common, C, NORMALIZE)
+            if DECAY:
+                after = times(dot(v, ds_operand, None), ds_factor, dtype)
+                if NORMALIZE or states.z is not None:
+                    after -= dz
+                after *= left_of_keys[:, None]
+                if DECAY_GRAD:
+                    if CAUSAL and GROUP == 1:
+                        from_queries, to_keys = _met(fk, f, w, common, C)
+                        from_queries += _from_queries(decay, at, block, head_kv, heads_kv, t, tensors.seqlen_q, C)
+                    chunk = chunk_of(at, t, cu_ptr, tl.maximum(tensors.seqlen_q, tensors.seqlen_k), C) * heads_kv + head_kv
+                    inside = (m < M)[:, None] & (e < E)[None, :]
+                    first_s = tl.load(decay.first_s + chunk * (E * M) + m[:, None] * E + e[None, :], mask=inside, other=0.0)
+                    both = tl.sum(tl.sum(ds * first_s.to(tl.float32), 1), 0)
+                    if NORMALIZE or states.z is not None:
+                        first_z = tl.load(decay.first_z + chunk * E + e, mask=e < E, other=0.0)
+                        both -= tl.sum(tl.sum(dz, 0) * first_z, 0)
+                    of_keys = tl.sum(fk.to(tl.float32) * after, 1)
+                    found = tl.cumsum(from_queries - to_keys, 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys)
+                    _store_logs(decay, at, block, head_kv, heads_kv, t, logs, found + both * kept, tensors.seqlen_k, C)
+                dk = after - dk
+            else:
+                dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
+                if NORMALIZE or states.z is not None:
+                    dk -= _pairs_of_rows(dz)
             if MAP_K != IDENTITY:
-                if not WITH_DV:
+                if not WITH_DV and not DECAY_GRAD:
                     fk = load_keys(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K)
                 dk = through_map(dk, fk, MAP_K)
             elif lengths_ptr is not None:
@@ -444,8 +600,14 @@ def _gradients(
                 dk = tl.where((t + n < at.len_k)[:, None], dk, 0.0)
             store_chunk(dk_ptr, at, tensors.seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
         if CAUSAL and GROUP == 1:
-            ds = _to_state(ds, f, dout, common)
-            if WITH_DK and NORMALIZE:
+            if DECAY:
+                ds = _to_state(ds * kept, faded(wide, left).to(dtype), dout, common)
+                dz *= kept
+            else:
+                ds = _to_state(ds, f, dout, common)
+            if WITH_DK and NORMALIZE and DECAY:
+                dz += tl.sum(wide * (delta * left * common)[:, None], 0)[None, :]
+            elif WITH_DK and NORMALIZE:
                 dz = _to_sums(dz, w, f, delta, common, C)
         if CAUSAL and GROUP > 1:
             ds, dz = next_ds, next_dz
@@ -456,7 +618,9 @@ def _gradients(
 
     if WITH_DK and states.s_out is not None:
         store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
-        tl.store(states.z_out + states.index * E + e, tl.sum(dz, 0) * (-2.0 / C), mask=(e < E) & states.lives)
+        tl.store(
+            states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if DECAY else -2.0 / C), mask=(e < E) & states.lives
+        )
 
 
 @triton.jit
@@ -479,7 +643,7 @@ def _weights(
     NORMALIZE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """f over a power of two, delta, dO and the power, of a chunk's queries of one head.
+    """f over a power of two, as an operand and in fp32, delta, dO and the power, of a chunk's queries of one head.
 
     Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
     """
@@ -502,24 +666,29 @@ def _weights(
     delta = tl.zeros([C], tl.float32)
     if NORMALIZE:
         delta = tl.load(row_base(tensors.delta, at, head, heads, tensors.seqlen_q) + t + n, mask=live, other=0.0)
-    return f.to(dtype), delta, dout, common
+    return f.to(dtype), f, delta, dout, common
 
 
 @triton.jit
-def _to_values(dv, fk, f, dout, common, C: tl.constexpr):
+def _to_values(dv, fk, f, dout, pairs, common, C: tl.constexpr):
     """dv, negative, with what the chunk's queries of one head give."""
     n = tl.arange(0, C)
-    p = tl.where(n[:, None] <= n[None, :], dot(fk, tl.trans(f), None) * -1.0, 0.0)
+    p = dot(fk, tl.trans(f), None) * -1.0
+    if pairs is not None:
+        p *= pairs
+    p = tl.where(n[:, None] <= n[None, :], p, 0.0)
     return _times_common(p.to(f.dtype), dout, dv, common)
 
 
 @triton.jit
-def _to_keys(dk, v, f, dout, delta, common, C: tl.constexpr, NORMALIZE: tl.constexpr):
+def _to_keys(dk, v, f, dout, delta, pairs, common, C: tl.constexpr, NORMALIZE: tl.constexpr):
     """dk, negative, with what the chunk's queries of one head give, and their weights in it."""
     n = tl.arange(0, C)
     w = dot(v, tl.trans(dout), None) * -1.0
     if NORMALIZE:
         w += delta[None, :]
+    if pairs is not None:
+        w *= pairs
     w = tl.where(n[:, None] <= n[None, :], w, 0.0)
     w = w.to(f.dtype)
     return _times_common(w, f, dk, common), w
@@ -549,6 +718,32 @@ def _to_sums(dz, w, f, delta, common, C: tl.constexpr):
     rows = tl.where((n // 8 % 2 == 0)[:, None], high[None, :], low[None, :])
     rows = tl.where((n < 0)[:, None], w, rows)
     return _times_common(rows, f, dz, common * factor)
+
+
+@triton.jit
+def _met(fk, f, w, common, C: tl.constexpr):
+    """Products of scores and their gradients of one head's queries and earlier keys, by query and by key; w is negative."""
+    n = tl.arange(0, C)
+    met = dot(fk, tl.trans(f), None) * w.to(tl.float32) * -common
+    met = tl.where(n[:, None] < n[None, :], met, 0.0)
+    return tl.sum(met, 0), tl.sum(met, 1)
+
+
+@triton.jit
+def _from_queries(decay, at, block, head, heads, t, seqlen_q, C: tl.constexpr):
+    """What the chunk's queries of one head give of keys before the chunk, for the first block to add."""
+    rows = t + tl.arange(0, C)
+    inside = (rows < at.rows_q) & (block == 0)
+    return tl.load(row_base(decay.from_queries, at, head, heads, seqlen_q) + rows, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_logs(decay, at, block, head, heads, t, logs, found, seqlen_k, C: tl.constexpr):
+    """The gradients of a chunk's logs, by this block of E; 0 where all is forgotten, whatever rounding left of its terms."""
+    rows = t + tl.arange(0, C)
+    found = tl.where((exp(logs.own) == 0.0) | (rows >= at.len_k), 0.0, found)
+    base = decay.gradient + block.to(tl.int64) * decay.stride + (at.batch * seqlen_k + at.start) * heads + head
+    tl.store(base + rows.to(tl.int64) * heads, found, mask=rows < at.rows_k)
 
 
 @triton.jit

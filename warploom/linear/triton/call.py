@@ -34,6 +34,7 @@ class Variant(NamedTuple):
     unit: int  # strides are multiples of so many elements
     wide: bool  # offsets within a chunk pass 31 bits
     direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
+    decay: bool
     present: tuple[bool, ...]  # which optional arguments there are
     device: int | None  # None: the interpreter
 
@@ -80,6 +81,8 @@ class Call:
     strides_k: tuple[int, ...]
     strides_v: tuple[int, ...]
     strides_do: tuple[int, ...]
+    decay: Tensor | None  # (batch, seqlen_k, heads_kv)
+    strides_g: tuple[int, ...] | tuple[None, ...]  # batch, seqlen, head, in elements
 
     @classmethod
     def of(cls, c: LinearCall, dout: Tensor | None = None, flags: tuple[bool, ...] = ()) -> Call:
@@ -88,7 +91,7 @@ class Call:
         inputs = [t for t in (q, k, v, dout) if t is not None]
         s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
         mapped = c.map_q != "identity" or c.map_k != "identity"
-        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped)
+        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, c.decay is not None)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:
@@ -97,9 +100,12 @@ class Call:
                     unit = 1
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         longest = max(t.chunk for t in (tiling.forward, tiling.state, tiling.dq, tiling.dk, tiling.dv))
+        decay = None if c.decay is None else c.decays()
         in_units = [tuple(s // unit for s in group) for group in strides]
         aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
         small = max(seqlen_q, seqlen_k) < _WHOLE and all(abs(s) < 2**31 for group in in_units for s in group)
+        if decay is not None:
+            small = small and max(abs(s) for s in decay.stride()) < 2**31
         return cls(
             q=q,
             k=k,
@@ -117,6 +123,7 @@ class Call:
                 unit=unit,
                 wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
                 direct=aligned and small,
+                decay=decay is not None,
                 present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),
                 device=q.device.index,
             ),
@@ -136,6 +143,8 @@ class Call:
             strides_k=in_units[1],
             strides_v=in_units[2],
             strides_do=in_units[3] if dout is not None else (0, 0, 0),
+            decay=decay,
+            strides_g=(None, None, None) if decay is None else decay.stride(),
         )
 
     def cut(self, seqlen: int, segment: int = _WHOLE) -> Cut:
@@ -157,7 +166,8 @@ class Call:
 
     def looks_back(self, programs: int) -> bool:
         """Whether segments find the states before them by looking back, in one launch, where `programs` walk a sequence."""
-        same = self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
+        # States that fade would have to be looked back on with their segments' logs.
+        same = not self.variant.decay and self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
         short = self.cu is None and self.seqlen_q <= self.config.segment
         return self.config.lookback and same and not short and not self.crowded(programs * self.sequences)
 
@@ -169,6 +179,13 @@ class Call:
 
     def numbers(self, cut: Cut) -> tuple[int, ...]:
         return (self.sequences, cut.segments, cut.segment, self.seqlen_q, self.seqlen_k)
+
+    def chunks(self, chunk: int) -> int:
+        """Room for so many chunks of all sequences: see `chunk_of` in fading.py."""
+        longest = max(self.seqlen_q, self.seqlen_k)
+        if self.cu is not None:
+            return longest // chunk + self.sequences + 1
+        return -(-longest // chunk) * self.sequences
 
     def states(self, count: int) -> tuple[Tensor, Tensor]:
         """Room for `count` states of every key head."""

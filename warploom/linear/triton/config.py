@@ -89,6 +89,22 @@ def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
     return _same(Tiling(64, 64, 8, 2), together=False)
 
 
+# With a decay: compiled, not timed. What fades takes registers beside the state, so that warps are eight and blocks narrow.
+def _hopper_decay(width: int) -> Config:
+    if width == 64:
+        flat = Tiling(64, 64, 8, 2)
+        # One program has too few registers for dK and dV: it spilled 216 bytes a thread, in pairs 56.
+        return Config(replace(flat, stages=3), replace(flat, warps=4), flat, flat, flat, flat, paired=True, lookback=False)
+    return replace(_same(Tiling(64, 64, 8, 2 if width == 128 else 1), together=False), lookback=False)
+
+
+def _unstaged(c: Config) -> Config:
+    """The same without chunks in flight: what fades takes their room in shared memory."""
+    once = [replace(t, stages=1) for t in (c.forward, c.state, c.dq, c.dk, c.dv)]
+    together = None if c.dkdv is None else replace(c.dkdv, stages=1)
+    return Config(once[0], once[1], once[2], together, once[3], once[4], lookback=False)
+
+
 # Tensor cores of the generation before (A100), and 99 KiB of shared memory a block (sm_86, sm_89, sm_120). Compiled, not
 # timed.
 _AMPERE = {
@@ -119,14 +135,16 @@ _FLOAT32 = {
 
 
 @cache
-def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool) -> Config:
-    """The variant for a dtype, the dims of keys and values, a compute capability (90 for Hopper), a denominator and a map."""
+def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool, decay: bool = False) -> Config:
+    """The variant for a dtype, dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay."""
     width = next(w for w in (64, 128, 256) if max(e, m) <= w)
     if dtype == torch.float32:
-        return _FLOAT32[width]
+        return _unstaged(_FLOAT32[width]) if decay else _FLOAT32[width]
+    if 90 <= capability < 120 and decay:
+        return _hopper_decay(width)
     if 90 <= capability < 120:
         return _hopper(width, normalize, mapped)
-    return _AMPERE[width]
+    return _unstaged(_AMPERE[width]) if decay else _AMPERE[width]
 
 
 def padded(dim: int) -> int:

@@ -1,7 +1,7 @@
 """The forward kernel: one segment of one query head and a block of its value columns.
 
 Walks over chunks of C tokens with S in registers: out = tril(phi(q) phi(k)^T) v + phi(q) S, then S += phi(k)^T v. The
-denominator comes along: row sums of the same products, plus phi(q).z.
+denominator comes along: row sums of the same products, plus phi(q).z. With a decay products, S and z fade as fading.py has it.
 
 S is held transposed, (M, E), so that v^T, left factor of its update, is taken from shared memory as it was loaded. The two
 products of out are added after scaling: one accumulator for both, Triton would give to every warpgroup whole.
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY
+from warploom.kernels.triton.numerics import exp
 from warploom.linear.triton.device import (
     Source,
     columns_operand,
@@ -28,11 +29,13 @@ from warploom.linear.triton.device import (
     store_state,
     times,
 )
+from warploom.linear.triton.fading import faded, left_at, left_at_end, left_by_rows, load_for_both, load_logs
 from warploom.linear.triton.lookback import own_sums, sums_before
 
 _PLAIN = [
-    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
+    "norm_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr", "decay_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "stride_gb", "stride_gs", "stride_gh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "group",
 ]  # fmt: skip
 
@@ -54,6 +57,7 @@ def forward_kernel(
     own_ptr,
     lengths_ptr,
     cu_ptr,
+    decay_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -63,6 +67,9 @@ def forward_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
     sequences,
     segments,
     segment,
@@ -94,6 +101,8 @@ def forward_kernel(
 
     With flags_ptr, 1 + slots * heads * blocks zeros, segments look back for the states that they start from, through own_ptr
     (lookback.py); s_ptr and z_ptr are then one a sequence, and there are as many keys as queries, and heads of both.
+
+    decay_ptr, (batch, seqlen_k, heads_kv) by its strides in elements, fades S and z; causal then, and none looks back.
     """
     pid = tl.program_id(0)
     if flags_ptr is not None:
@@ -124,9 +133,16 @@ def forward_kernel(
     k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_kv, UNIT)
     v_base = head_base(Source(v_ptr, stride_vb, stride_vs, stride_vh), at, head_kv, UNIT)
 
+    DECAY: tl.constexpr = decay_ptr is not None
+    if DECAY:
+        tl.static_assert(CAUSAL and flags_ptr is None)
+        g_base = head_base(Source(decay_ptr, stride_gb, stride_gs, stride_gh), at, head_kv, 1)
+
     s = tl.zeros([BM, DE], tl.float32)
-    # Sixteen equal columns: the narrowest right factor of a tensor core.
-    z = tl.zeros([DE, 16], tl.float32)
+    # Sixteen equal columns: the narrowest right factor of a tensor core. With a decay one, which registers multiply: beside the
+    # operands that a decay takes, ptxas 12.8 would mix up the address of so narrow a one with another's.
+    Z: tl.constexpr = 1 if DECAY else 16
+    z = tl.zeros([DE, Z], tl.float32)
     ones = tl.full([C, 16], 1.0, dtype)
     # Rows past the last sequence get 0 / 1.
     eps = tl.where(lives, eps, 1.0)
@@ -141,43 +157,63 @@ def forward_kernel(
             E, M, DE, BM, C, MAP_K, WITH_Z, WIDE, STAGES,
         )  # fmt: skip
         s, before_z = sums_before(
-            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 1) / 16, slot, at.first // segment, head * blocks + block,
+            flags_ptr + 1, own_ptr, own_s, own_z, s, tl.sum(z, 1) / Z, slot, at.first // segment, head * blocks + block,
             heads * blocks, DE, BM, 4 if BM * DE <= 4096 else 2,
         )  # fmt: skip
-        z = tl.zeros([DE, 16], tl.float32) + before_z[:, None]
+        z = tl.zeros([DE, Z], tl.float32) + before_z[:, None]
     if not CAUSAL:
         s_operand, s_factor = operand(s, dtype)
 
     # Mapped queries and keys come from the iteration before: Triton takes a left factor that the loop carries from shared
     # memory, and one computed on the spot from registers, mapped anew by every warpgroup. Unmapped ones are used as loaded.
     len_q, len_k = tl.minimum(at.len_q, stop), tl.minimum(at.len_k, stop)
+    BOTH: tl.constexpr = DECAY and NORMALIZE
     if MAP_Q != IDENTITY:
         fq = load_operand(q_base, at.first, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
     if CAUSAL and MAP_K != IDENTITY:
         fk = load_operand(k_base, at.first, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
-        if MAP_Q == IDENTITY:
+        if MAP_Q == IDENTITY and BOTH:
+            fq = load_for_both(q_base, t, rows, len_q, e, stride_qs * UNIT, E, E == DE, MAP_Q, False)
+        elif MAP_Q == IDENTITY:
             fq = load_chunk(q_base, t, rows, e, stride_qs * UNIT, len_q, E, E == DE)
         if CAUSAL:
-            if MAP_K == IDENTITY:
+            if MAP_K == IDENTITY and DECAY:
+                fk = load_for_both(k_base, t, rows, len_k, e, stride_ks * UNIT, E, E == DE, MAP_K, True)
+            elif MAP_K == IDENTITY:
                 fk = load_chunk(k_base, t, rows, e, stride_ks * UNIT, len_k, E, E == DE)
             v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, len_k, M, M % BM == 0)
-            p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
+            if DECAY:
+                logs = load_logs(g_base, t, n, stride_gs, len_k)
+                left, kept = left_at(logs), exp(logs.all_high)
+                p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None) * left_by_rows(logs), 0.0)
+                joining = faded(fk, left_at_end(logs))
+            else:
+                p = tl.where(n[:, None] >= n[None, :], dot(fq, tl.trans(fk), None), 0.0)
             s_operand, s_factor = operand(s, dtype)
-            s = dot(tl.trans(v), fk, s)
+            if DECAY:
+                s = dot(tl.trans(v), joining, s * kept)
+            else:
+                s = dot(tl.trans(v), fk, s)
         factor = tl.full([C], 1.0, tl.float32) * scale
         if NORMALIZE:
-            z_operand, z_factor = columns_operand(z, dtype)
-            norm = tl.sum(times(dot(fq, z_operand, None), z_factor, dtype), 1) / 8
+            if DECAY:
+                norm = tl.sum(fq.to(tl.float32) * tl.sum(z, 1)[None, :], 1) * left
+            else:
+                z_operand, z_factor = columns_operand(z, dtype)
+                norm = tl.sum(times(dot(fq, z_operand, None), z_factor, dtype), 1) / 8
             if CAUSAL:
                 norm += tl.sum(p, 1)
             norm = norm * scale + eps
             tl.store(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, norm, mask=(t + n < at.rows_q) & (block == 0))
             factor = scale / norm
-        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype) * factor[:, None]
+        before = factor * left if DECAY else factor
+        out = times(dot(fq, tl.trans(s_operand), None), s_factor, dtype) * before[:, None]
         if CAUSAL:
             out -= dot((p * (factor * -1.0)[:, None]).to(dtype), v, None)
-            if WITH_Z:
+            if WITH_Z and DECAY:
+                z = z * kept + tl.sum(joining.to(tl.float32), 0)[:, None]
+            elif WITH_Z:
                 z = dot(tl.trans(fk), ones, z)
         store_chunk(out_ptr, at, seqlen_q, head, heads, t, n, m, out, at.rows_q, M, M % BM == 0)
         if MAP_Q != IDENTITY:
@@ -188,4 +224,4 @@ def forward_kernel(
     if s_out_ptr is not None:
         lives = lives & (head % group == 0) & last
         store_state(s_out_ptr, state_index, lives, e, m, tl.trans(s), E, M)
-        tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / 16, mask=(e < E) & lives & (block == 0))
+        tl.store(z_out_ptr + state_index * E + e, tl.sum(z, 1) / Z, mask=(e < E) & lives & (block == 0))

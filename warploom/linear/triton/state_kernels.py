@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.numerics import exp
 from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
     Source,
@@ -18,10 +19,11 @@ from warploom.linear.triton.device import (
     row_base,
     store_state,
 )
+from warploom.linear.triton.fading import faded, load_logs
 
 _PLAIN = [
-    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "lengths_ptr", "cu_ptr",
-    "stride_xb", "stride_xs", "stride_xh", "stride_yb", "stride_ys", "stride_yh",
+    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "lengths_ptr", "cu_ptr", "decay_ptr", "fading_ptr",
+    "stride_xb", "stride_xs", "stride_xh", "stride_yb", "stride_ys", "stride_yh", "stride_gb", "stride_gs", "stride_gh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads_kv",
 ]  # fmt: skip
 
@@ -36,12 +38,17 @@ def state_kernel(
     z_ptr,
     lengths_ptr,
     cu_ptr,
+    decay_ptr,
+    fading_ptr,
     stride_xb,
     stride_xs,
     stride_xh,
     stride_yb,
     stride_ys,
     stride_yh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
     sequences,
     segments,
     segment,
@@ -67,7 +74,8 @@ def state_kernel(
 
     dS = sum of scale * phi(q) / norm outer dO and dz = -sum of scale * phi(q) * delta / norm, over the query heads of a
     key head too. Writes state `slot` of (slots, heads_kv, E, M) and (slots, heads_kv, E); SKIP leaves out those that only
-    the sum over all segments takes.
+    the sum over all segments takes. With a decay keys have faded to the segment's end, queries to its start, and the sum of
+    the segment's logs goes to fading_ptr, (slots, heads_kv).
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = (M + BM - 1) // BM
@@ -81,7 +89,13 @@ def state_kernel(
     skipped = at.first == 0 if BACKWARD else at.first + segment >= at.rows_q
     if (at.first < 0) | (at.sequence >= sequences) | (skipped & SKIP):
         return
+    DECAY: tl.constexpr = decay_ptr is not None
     tokens = tl.maximum(tl.minimum(length - at.first, segment), 0)
+    if DECAY:
+        # Keys past the last query fade what comes after them.
+        tokens = tl.maximum(tl.minimum(tl.maximum(length, at.len_k) - at.first, segment), 0)
+        g_base = head_base(Source(decay_ptr, stride_gb, stride_gs, stride_gh), at, head_kv, 1)
+        passed = tl.zeros([], tl.float32)
 
     n = tl.arange(0, C)
     e = tl.arange(0, DE)
@@ -105,6 +119,13 @@ def state_kernel(
         x_base = head_base(Source(x_ptr, stride_xb, stride_xs, stride_xh), at, head, UNIT)
         y_base = head_base(Source(y_ptr, stride_yb, stride_ys, stride_yh), at, head, UNIT)
         y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
+        if DECAY:
+            logs = load_logs(g_base, t, n, stride_gs, at.len_k)
+            if BACKWARD:
+                left = exp(passed + logs.high)
+            else:
+                left = exp(passed + (logs.all_high - logs.high) + (logs.all_low - logs.low))
+            passed += tl.where(i % GROUP == GROUP - 1, logs.all_high, 0.0)
         if BACKWARD:
             fx = load_queries(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP)
             live = t + n < length
@@ -113,6 +134,8 @@ def state_kernel(
             if NORMALIZE:
                 norm = tl.load(row_base(norm_ptr, at, head, heads, seqlen_q) + t + n, mask=live, other=1.0)
                 factor = scale / norm
+            if DECAY:
+                factor *= left
             fx *= factor[:, None]
             # Quotients by large norms would vanish in fp16: their common power of two stays outside.
             common = power_of_two(tl.max(tl.max(tl.abs(fx), 1), 0)) if dtype == tl.float16 else 1.0
@@ -126,17 +149,21 @@ def state_kernel(
                 s = dot(tl.trans(y), fx.to(dtype), s)
         else:
             fx = load_operand(x_base, t, rows, length, e, stride_xs * UNIT, E, E == DE, MAP, True)
+            if DECAY:
+                fx = faded(fx, left)
             s = dot(tl.trans(y), fx, s)
             z = dot(tl.trans(fx), ones, z)
     index = slot.to(tl.int64) * heads_kv + head_kv
     store_state(s_ptr, index, True, e, m, tl.trans(s), E, M)
     total = tl.sum(z, 0) if BACKWARD else tl.sum(z, 1) / 16
     tl.store(z_ptr + index * E + e, total, mask=(e < E) & (block == 0))
+    if DECAY:
+        tl.store(fading_ptr + index, passed, mask=block == 0)
 
 
 @triton.jit(
     do_not_specialize=[
-        "s_ptr", "z_ptr", "s_first_ptr", "z_first_ptr", "s_total_ptr", "z_total_ptr", "cu_ptr",
+        "s_ptr", "z_ptr", "s_first_ptr", "z_first_ptr", "s_total_ptr", "z_total_ptr", "cu_ptr", "fading_ptr",
         "sequences", "segments", "segment", "total", "heads_kv",
     ]
 )  # fmt: skip
@@ -148,6 +175,7 @@ def scan_kernel(
     s_total_ptr,
     z_total_ptr,
     cu_ptr,
+    fading_ptr,
     sequences,
     segments,
     segment,
@@ -162,7 +190,7 @@ def scan_kernel(
     """Replace each segment's own state by the sum of those before it (REVERSE: after it), in place.
 
     s_first_ptr and z_first_ptr, (sequences, heads_kv, ...), are what the sum starts from, each None for zeros; the sums
-    over all segments go to s_total_ptr and z_total_ptr, unless None.
+    over all segments go to s_total_ptr and z_total_ptr, unless None. With fading_ptr a segment fades what is added before it.
     """
     pid = tl.program_id(0)
     blocks_s: tl.constexpr = (E * M + BLOCK - 1) // BLOCK
@@ -179,10 +207,16 @@ def scan_kernel(
         slot = start // segment + sequence
         count = tl.cdiv(length, segment)
     if block < blocks_s:
-        _scan(s_ptr, s_first_ptr, s_total_ptr, block, slot, count, sequence, head, heads_kv, E * M, BLOCK, REVERSE, STAGES)
+        _scan(
+            s_ptr, s_first_ptr, s_total_ptr, fading_ptr, block, slot, count, sequence, head, heads_kv, E * M, BLOCK, REVERSE,
+            STAGES,
+        )  # fmt: skip
     else:
         block -= blocks_s
-        _scan(z_ptr, z_first_ptr, z_total_ptr, block, slot, count, sequence, head, heads_kv, E, BLOCK, REVERSE, STAGES)
+        _scan(
+            z_ptr, z_first_ptr, z_total_ptr, fading_ptr, block, slot, count, sequence, head, heads_kv, E, BLOCK, REVERSE,
+            STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -190,6 +224,7 @@ def _scan(
     pointer,
     first_ptr,
     total_ptr,
+    fading_ptr,
     block,
     slot,
     count,
@@ -212,6 +247,8 @@ def _scan(
         own = pointer + (here.to(tl.int64) * heads_kv + head) * SIZE + i
         added = tl.load(own, mask=live, other=0.0)
         tl.store(own, running, mask=live)
+        if fading_ptr is not None:
+            running *= exp(tl.load(fading_ptr + here.to(tl.int64) * heads_kv + head))
         running += added
     if total_ptr is not None:
         tl.store(total_ptr + state + i, running, mask=live)

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import phi
+from warploom.kernels.triton.numerics import exp
 
 
 @triton.jit(
     do_not_specialize=[
-        "z_ptr", "z_out_ptr", "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh", "heads_kv",
+        "z_ptr", "z_out_ptr", "decay_ptr", "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh",
+        "stride_gb", "stride_gh", "heads_kv",
     ]
 )  # fmt: skip
 def step_kernel(
@@ -22,12 +24,15 @@ def step_kernel(
     out_ptr,
     s_out_ptr,
     z_out_ptr,
+    decay_ptr,
     stride_qb,
     stride_qh,
     stride_kb,
     stride_kh,
     stride_vb,
     stride_vh,
+    stride_gb,
+    stride_gh,
     heads_kv,
     scale,
     eps,
@@ -42,6 +47,7 @@ def step_kernel(
 ):
     """S + phi(k) outer v, z + phi(k), and out = phi(q) S / (phi(q).z + eps / scale) of a block of value columns.
 
+    With decay_ptr, (batch, heads_kv) by its strides, S and z are multiplied by its exponential first.
     States and out are contiguous: (batch, heads_kv, E, M), (batch, heads_kv, E), (batch, heads, M).
     """
     pid = tl.program_id(0)
@@ -60,6 +66,10 @@ def step_kernel(
     k = tl.load(k_ptr + batch * stride_kb + head_kv * stride_kh + e, mask=live_e, other=0.0)
     v = tl.load(v_ptr + batch * stride_vb + head_kv * stride_vh + m, mask=live_m, other=0.0)
     fk = tl.where(live_e, phi(k, MAP_K), 0.0)
+    if decay_ptr is not None:
+        kept = exp(tl.load(decay_ptr + batch * stride_gb + head_kv * stride_gh))
+        s *= kept
+        z *= kept
     s += fk[:, None] * v.to(tl.float32)[None, :]
     z += fk
     tl.store(s_out_ptr + offsets, s, mask=live)

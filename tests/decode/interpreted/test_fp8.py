@@ -1,0 +1,46 @@
+"""FP8 caches in the interpreted kernels: every place of keys and scales, and the append kernel on bytes."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+import torch
+
+from tests.decode.fp8_case import Fp8Case, check_fp8
+from tests.decode.interpreted.test_kernels import fresh_plans, shrink
+from warploom.decode.append import append as torch_append
+from warploom.decode.problem import AppendArgs
+from warploom.decode.triton.tokens import append as triton_append
+
+__all__ = ["fresh_plans"]
+
+# Over tiles of 16 keys: in a row, across pages, within a page, in the one page of a sequence.
+CASES: list[dict[str, Any]] = [
+    {"granularity": "token", "keywords": {"window": (20, 0)}},
+    {"granularity": "token", "page_size": 8, "keywords": {"softcap": 2.0}, "tree": [[-1, 0, 0]]},
+    {"granularity": "token", "page_size": 64},
+    {"granularity": "head", "page_size": 16, "dtype": torch.float16, "sink": True},
+    {"granularity": "tensor", "dtype": torch.float16},
+]
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_case(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    shape: dict[str, Any] = {"queries": 3, "heads_q": 4, "heads_kv": 2, "head_dim": 24, "head_dim_v": 16}
+    check_fp8(Fp8Case(secrets.randbelow(2**31), [60, 9], **shape, **changes), "triton")
+
+
+@pytest.mark.parametrize("dtype,dim", [(torch.uint8, 24), (torch.float32, 1)], ids=str)
+def test_append_of_bytes_and_scales(dtype: torch.dtype, dim: int) -> None:
+    k, v = (torch.randint(0, 255, (2, 3, 2, dim)).to(dtype) for _ in range(2))
+    table, lengths = torch.tensor([[1, 3], [0, 2]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    kept = []
+    for run in (torch_append, triton_append):
+        state = [torch.zeros(4, 4, 2, dim, dtype=dtype), torch.zeros(4, 4, 2, dim, dtype=dtype), lengths.clone()]
+        run(AppendArgs(*state, table, None, k, v, False))
+        kept.append(state)
+    for torchs, tritons in zip(*kept, strict=True):
+        assert torch.equal(torchs, tritons)

@@ -1,0 +1,7 @@
+"""These tests need TRITON_INTERPRET=1 before triton is imported; tests/delta/test_triton_interpreted.py runs them so."""
+
+from tests.interpreter import ignored, poisoned_memory
+
+__all__ = ["collect_ignore_glob", "poisoned_memory"]
+
+collect_ignore_glob = ignored()

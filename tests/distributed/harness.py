@@ -1,0 +1,148 @@
+"""One sharded call against one device's, by an oracle that knows of no ranks: the fp64 model of the whole call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warploom import distributed, masks
+from warploom.attention import philox
+from warploom.attention.judge import judge, low_precision
+
+
+@dataclass
+class Sharded:
+    """A call of distributed.attention(); ``seen`` stands for a mask whose dense() is not to be trusted."""
+
+    seed: int
+    seqlen_q: int = 70
+    seqlen_k: int | None = None
+    batch: int = 1
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 8
+    head_dim_v: int = 8
+    dtype: torch.dtype = torch.float64
+    method: str = "gather"
+    keywords: dict[str, Any] = field(default_factory=dict)
+    cu_seqlens: list[int] | None = None
+    sink: bool = False
+    chunk: int = 512
+    seen: Tensor | None = None
+    group: Any = None
+    plan_mask: dict[str, Any] | None = None  # the plan's, where it is another than the call's
+    poison: bool = True  # NaN in keys that nobody sees
+
+    def check(self) -> distributed.ShardPlan:
+        band = {name: self.keywords[name] for name in ("mask", "causal", "window") if name in self.keywords}
+        lengths = {"seqlen_k": self.seqlen_k, "cu_seqlens": self.cu_seqlens}
+        mask = band if self.plan_mask is None else self.plan_mask
+        plan = distributed.shard_plan(self.seqlen_q, self.group, **lengths, **mask, chunk=self.chunk, method=self.method)
+        tensors, dout, dlse = self.tensors()
+        seen, keep = self.visible(), self.kept()
+        scale, softcap = self.keywords.get("scale", self.head_dim**-0.5), self.keywords.get("softcap", 0.0)
+        models = []
+        for dtype in (torch.float64, self.dtype):
+            q, k, v, sink = (None if t is None else t.to(dtype) for t in tensors)
+            models.append(
+                low_precision(q, k, v, dout.to(dtype), dlse, seen, scale=scale, softcap=softcap, sink=sink, keep=keep)
+            )
+        exact, lowp = models
+
+        q, k, v, sink = tensors
+        if self.poison:
+            shown = seen.any(2).expand(self.batch, self.heads_q, -1).unflatten(1, (self.heads_kv, -1)).any(2)
+            k, v = (t.masked_fill(~shown.transpose(1, 2)[..., None], float("nan")) for t in (k, v))
+        parts = [plan.shard(t, 1).requires_grad_() for t in (q, k, v)]
+        own_dout, own_dlse = plan.shard(dout, 1), plan.shard(dlse, 2)
+        leaf = None if sink is None else sink.clone().requires_grad_()
+        given, upstream = parts, (own_dout, own_dlse)
+        if self.cu_seqlens is not None:
+            given, upstream = [t[0] for t in parts], (own_dout[0], own_dlse[0])
+        out, lse = distributed.attention(*given, plan=plan, sink=leaf, return_lse=True, **self.keywords)
+        assert lse.dtype == torch.float32 and out.dtype == self.dtype
+        leaves = parts if leaf is None else [*parts, leaf]
+        gradients = torch.autograd.grad((out, lse), leaves, upstream)
+        if self.cu_seqlens is not None:
+            out, lse = out[None], lse[None]
+        found = {"out": plan.unshard(out, 1), "lse": plan.unshard(lse, 2)}
+        found |= {
+            name: plan.unshard(t, 1, keys=name != "dq") for name, t in zip(("dq", "dk", "dv"), gradients[:3], strict=True)
+        }
+        for name, t in found.items():
+            dtype = torch.float32 if name == "lse" and self.dtype == torch.float64 else self.dtype
+            want, model = getattr(exact, name), getattr(lowp, name)
+            if name == "lse" and self.cu_seqlens is not None:
+                want, model = (x.clone() for x in (want, model))
+                want[..., self.cu_seqlens[-1] :] = model[..., self.cu_seqlens[-1] :] = float("-inf")
+            verdict = judge(name, t, want, model, dtype)
+            assert verdict.passed, f"{verdict}; {self}"
+        if leaf is not None:
+            dsink = gradients[3].clone()
+            dist.all_reduce(dsink, group=self.group)
+            want, model = exact.dsink, lowp.dsink_like(exact)
+            if self.cu_seqlens is None:  # tokens of no sequence have no sink here
+                verdict = judge("dsink", dsink, want, model, self.dtype)
+                assert verdict.passed, f"{verdict}; {self}"
+        return plan
+
+    def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor, Tensor]:
+        """q, k, v and sink, then the gradients of out and lse; the same on every rank."""
+        make = torch.Generator().manual_seed(self.seed)
+        seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=make, dtype=torch.float64).to(self.dtype)
+
+        q = draw(self.batch, self.seqlen_q, self.heads_q, self.head_dim)
+        k = draw(self.batch, seqlen_k, self.heads_kv, self.head_dim)
+        v = draw(self.batch, seqlen_k, self.heads_kv, self.head_dim_v)
+        sink = draw(self.heads_q) if self.sink else None
+        dout = draw(self.batch, self.seqlen_q, self.heads_q, self.head_dim_v)
+        dlse = torch.randn(self.batch, self.heads_q, self.seqlen_q, generator=make)
+        return (q, k, v, sink), dout, dlse
+
+    def visible(self) -> Tensor:
+        """bool (batch|1, heads_q|1, seqlen_q, seqlen_k)."""
+        seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+        if self.cu_seqlens is not None:
+            return self._visible_packed()
+        return self._visible(self.keywords, self.seqlen_q, seqlen_k)
+
+    def _visible(self, keywords: dict[str, Any], seqlen_q: int, seqlen_k: int) -> Tensor:
+        seen = self.seen
+        if seen is None:
+            seen = keywords.get("mask", masks.Full()).dense(seqlen_q, seqlen_k)
+        for band in ({"window": keywords.get("window")}, {"window": (None, 0) if keywords.get("causal") else None}):
+            if band["window"] is not None:
+                seen = seen & masks.SlidingWindow(*band["window"]).dense(seqlen_q, seqlen_k)
+        if seen.shape[1] not in (1, self.heads_q):
+            seen = seen.repeat_interleave(self.heads_q // seen.shape[1], 1)
+        return seen
+
+    def _visible_packed(self) -> Tensor:
+        """Sequence by sequence, by rows of its own."""
+        assert self.cu_seqlens is not None
+        found = torch.zeros(1, self.heads_q, self.seqlen_q, self.seqlen_q, dtype=torch.bool)
+        mask = self.keywords.get("mask")
+        for a, b in pairwise(self.cu_seqlens):
+            keywords = dict(self.keywords)
+            if isinstance(mask, masks.ColumnMask):
+                cut = [None if t is None else t[..., a:b] for t in (mask.lts, mask.lte, mask.uts, mask.ute)]
+                keywords["mask"] = masks.ColumnMask(*cut, causal=mask.causal)
+            found[:, :, a:b, a:b] = self._visible(keywords, b - a, b - a)
+        return found
+
+    def kept(self) -> Tensor | None:
+        p = self.keywords.get("dropout_p", 0.0)
+        if not p:
+            return None
+        seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+        sizes = (self.batch, self.heads_q, self.seqlen_q, seqlen_k)
+        seed = torch.tensor([self.keywords["dropout_seed"]])
+        return philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)).double() / (1.0 - p)

@@ -1,0 +1,60 @@
+"""The Triton kernels in the interpreter on the rows of one rank: a mask by its rows, two runs of a band, dropout's offsets."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+import torch
+
+from warploom import masks
+from warploom.attention import philox
+from warploom.attention.arguments import dense_args
+from warploom.attention.judge import judge, low_precision
+from warploom.distributed import local
+from warploom.distributed.api import _sharded, _whole
+from warploom.distributed.plan import planned
+
+SEQLEN = 48
+CALLS: dict[str, dict[str, Any]] = {
+    "documents": {"mask": masks.Document([20, 17, 11])},
+    "causal, two runs": {"causal": True, "chunk": 12},
+    "causal, dropout": {"causal": True, "dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_of_a_rank(name: str) -> None:
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    band = dict(CALLS[name])
+    dropout = {"dropout_p": band.pop("dropout_p", 0.0), "dropout_seed": seed}
+    plan = planned(SEQLEN, 2, 0, **{"chunk": 6, **band})
+    band.pop("chunk", None)
+    q, k, v, dout = torch.randn(4, 1, SEQLEN, 2, 16).unbind()
+    here = torch.zeros(SEQLEN, dtype=torch.bool).index_fill_(0, plan.positions(), True)
+    dout = dout.masked_fill(~here[:, None, None], 0.0)  # of the other rank's rows nothing comes
+    seen = band.get("mask", masks.Causal()).dense(SEQLEN, SEQLEN)
+    sizes = (torch.arange(n) for n in (1, 2, SEQLEN, SEQLEN))
+    keep = philox.keep_mask(torch.tensor(seed), dropout["dropout_p"], *sizes).double() / (1.0 - dropout["dropout_p"])
+    models = []
+    for dtype in (torch.float64, torch.float32):
+        given = (t.to(dtype) for t in (q, k, v, dout))
+        models.append(low_precision(*given, torch.zeros(1, 2, SEQLEN), seen, scale=0.25, keep=keep))
+
+    rows = plan.shard(q, 1)
+    run = local.Run(dense_args(rows, rows, rows, **dropout), "triton", True)
+    whole = _whole(plan, band.get("mask"), band.get("causal", False), None)
+    pieces = _sharded(plan, whole, torch.device("cpu")).gathered(dropout["dropout_p"] > 0.0)
+    out, lse = torch.zeros_like(rows), torch.full((1, 2, rows.shape[1]), float("-inf"))
+    for some, part, part_lse in local.forward(run, rows, k, v, None, pieces):
+        out[:, some], lse[:, :, some] = part, part_lse
+    dq, dk, dv = local.backward(run, rows, k, v, plan.shard(dout, 1), None, out, lse, pieces)
+    for what, found in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        exact, lowp = (getattr(model, what) for model in models)
+        if what in ("out", "dq"):
+            exact, lowp = plan.shard(exact, 1), plan.shard(lowp, 1)
+        verdict = judge(what, found, exact, lowp, torch.float32)
+        assert verdict.passed, verdict

@@ -1,0 +1,41 @@
+"""Worlds of two, three and four processes over gloo: every case runs once in each, all of them in one start of processes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import cases, faults, usage  # noqa: F401  (they fill CASES)
+from tests.distributed.registry import of_world
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def results(world: int, folder: Path) -> tuple[list[dict[str, str | None]], str]:
+    """What failed, by rank and case, and what the processes wrote."""
+    seed = secrets.randbelow(2**31)
+    command = [sys.executable, "-m", "tests.distributed.worker", str(world), str(seed), str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = [folder / f"{rank}.json" for rank in range(world)]
+    words = f"seed {seed}, status {ended.returncode}\n{ended.stderr[-4000:]}"
+    return [json.loads(path.read_text()) if path.exists() else {} for path in found], words
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return {world: tmp_path_factory.mktemp(f"world{world}") for world in (2, 3, 4)}
+
+
+@pytest.mark.parametrize(("world", "name"), [(n, name) for n in (2, 3, 4) for name in [*of_world(n), "a rank that dies"]])
+def test_case(world: int, name: str, folders: dict[int, Path]) -> None:
+    failures, words = results(world, folders[world])
+    told = [failures[rank].get(name, "did not run") for rank in range(world - (name == "a rank that dies"))]
+    for rank, failure in enumerate(told):
+        assert failure is None, f"rank {rank} of {world}: {failure}\n{words}"

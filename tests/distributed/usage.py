@@ -1,0 +1,206 @@
+"""What else a training step asks for: meshes, subgroups, checkpoints, compilation, seeds, equal bits."""
+
+from __future__ import annotations
+
+import runpy
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import warploom
+from tests.distributed.harness import Sharded
+from tests.distributed.registry import case
+from warploom import distributed, masks
+from warploom.distributed import groups
+from warploom.distributed.choice import METHODS
+
+
+def seeded(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@case("shard and unshard")
+def there_and_back(rank: int, world: int, seed: int) -> None:
+    plan = distributed.shard_plan(37, None, causal=True)
+    for t, dim in (
+        (torch.arange(37), 0),
+        (seeded(seed, 2, 37, 3), 1),
+        (seeded(seed, 2, 37), -1),
+        (seeded(seed, 37, 2).bfloat16(), 0),
+        (seeded(seed, 2, 37) > 0, 1),
+    ):
+        part = plan.shard(t, dim)
+        assert torch.equal(part, t.index_select(dim, plan.positions()))
+        assert torch.equal(plan.unshard(part, dim), t)
+    every = torch.cat([plan.positions(each) for each in range(world)])
+    assert torch.equal(every.sort().values, torch.arange(37))
+    leaf = seeded(seed, 1, 37).requires_grad_()
+    factors = torch.arange(37.0)
+    (plan.unshard(plan.shard(leaf, 1), 1) * factors * (rank + 1)).sum().backward()
+    held = torch.zeros(37).index_fill_(0, plan.positions(), 1.0)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad[0], factors * held * world * (world + 1) / 2)
+
+
+@case("a dimension of a mesh")
+def mesh_dimension(rank: int, world: int, seed: int) -> None:
+    """Each row of the mesh is a sequence of its own."""
+    shape = (2, world // 2) if world % 2 == 0 else (1, world)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
+    with pytest.raises(ValueError, match=r"DeviceMesh of 2 dimensions .*mesh\['context'\]"):
+        distributed.shard_plan(40, mesh)
+    plan = distributed.shard_plan(40, mesh["context"], causal=True)
+    assert (plan.ranks, plan.rank) == (shape[1], rank % shape[1])
+    whole = seeded(seed + rank // shape[1], 1, 40, 2, 8)
+    part = plan.shard(whole, 1)
+    out = plan.unshard(distributed.attention(part, part, part, plan=plan, causal=True), 1)
+    torch.testing.assert_close(out, warploom.attention(whole, whole, whole, causal=True))
+
+
+@case("some ranks of the world")
+def subgroup(rank: int, world: int, seed: int) -> None:
+    group = dist.new_group([world - 2, world - 1])
+    if rank < world - 2:
+        with pytest.raises(ValueError, match="no member of"):
+            distributed.shard_plan(40, group)
+        return
+    Sharded(seed, 40, group=group, keywords={"causal": True}, sink=True).check()
+    Sharded(seed, 40, group=group, keywords={"causal": True}, method="ring").check()
+
+
+@case("collectives have a group of their own")
+def own_group(rank: int, world: int, seed: int) -> None:
+    plan = distributed.shard_plan(40, None)
+    assert plan.group is not dist.group.WORLD and plan.group is distributed.shard_plan(30, None).group
+    limits = [group._get_backend(torch.device("cpu")).options._timeout for group in (plan.group, groups.of(None))]
+    assert limits[0] == limits[1]
+
+
+@case("activation checkpoints")
+def checkpointed(rank: int, world: int, seed: int) -> None:
+    plan = distributed.shard_plan(40, None, causal=True)
+    part = plan.shard(seeded(seed, 1, 40, 2, 8), 1).requires_grad_()
+
+    def layer(t: Tensor) -> Tensor:
+        return distributed.attention(t, t, t, plan=plan, causal=True, dropout_p=0.2)
+
+    gradients = []
+    for run in (layer, lambda t: checkpoint(layer, t, use_reentrant=False)):
+        torch.manual_seed(seed)
+        gradients.append(torch.autograd.grad(run(part).square().sum(), part)[0])
+    assert torch.equal(*gradients)
+
+
+@case("torch.compile around a call", 2)
+def compiled(rank: int, world: int, seed: int) -> None:
+    plan = distributed.shard_plan(40, None, causal=True)
+    part = plan.shard(seeded(seed, 1, 40, 2, 8), 1).requires_grad_()
+
+    def block(t: Tensor) -> Tensor:
+        return distributed.attention(t * 2, t, t + 1, plan=plan, causal=True) * 3
+
+    found = [torch.autograd.grad(run(part).square().sum(), part)[0] for run in (block, torch.compile(block, backend="eager"))]
+    torch.testing.assert_close(*found)
+
+
+@case("a seed that nobody gave")
+def drawn_seed(rank: int, world: int, seed: int) -> None:
+    """Ranks draw together whatever their generators hold, and anew at every call."""
+    plan = distributed.shard_plan(64, None)
+    whole = seeded(seed, 1, 64, 2, 8)
+    part, ones = plan.shard(whole, 1), plan.shard(torch.ones(1, 64, 2, 8), 1)
+    torch.manual_seed(rank)
+    outs = [plan.unshard(distributed.attention(part, part, ones, plan=plan, dropout_p=0.5), 1) for _ in range(2)]
+    assert not torch.equal(*outs)
+    torch.manual_seed(0)
+    drawn = torch.randint(0, 2**63 - 1, (1,))
+    expected = warploom.attention(whole, whole, torch.ones_like(whole), dropout_p=0.5, dropout_seed=drawn)
+    torch.testing.assert_close(outs[0], expected)
+
+
+@case("equal bits in every run")
+def equal_bits(rank: int, world: int, seed: int) -> None:
+    document = masks.Document([30, 20, 14])
+    for method in METHODS:
+        plan = distributed.shard_plan(64, None, mask=document, method=method)
+        part = plan.shard(seeded(seed, 1, 64, world, 8), 1).requires_grad_()
+        runs = []
+        for _ in range(2):
+            out = distributed.attention(part, part, part, plan=plan, mask=document)
+            runs.append((out, *torch.autograd.grad(out.square().sum(), part)))
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@case("a mask changed in place")
+def changed_mask(rank: int, world: int, seed: int) -> None:
+    """The next call sees the new values, as on one device."""
+    plan = distributed.shard_plan(40, None)
+    vector = torch.full((1, 1, 40), 30, dtype=torch.int32)
+    mask, whole = masks.ColumnMask(vector), seeded(seed, 1, 40, 2, 8)
+    part = plan.shard(whole, 1)
+    for end in (30, 10):
+        vector.fill_(end)
+        out = plan.unshard(distributed.attention(part, part, part, plan=plan, mask=mask), 1)
+        torch.testing.assert_close(out, warploom.attention(whole, whole, whole, mask=mask))
+
+
+@case("explain")
+def explained(rank: int, world: int, seed: int) -> None:
+    plan = distributed.shard_plan(4096, None, causal=True)
+    part = torch.empty(1, plan.tokens[rank], 8, 64)
+    choice = distributed.explain(part, part, part, plan=plan, causal=True)
+    text = str(choice)
+    assert choice.method in METHODS and f"method    {choice.method}: leaves least to wait for" in text
+    assert sum(queries for queries, *_ in choice.calls) == plan.tokens[rank] or choice.method != "gather"
+    one = torch.empty(1, plan.tokens[rank], 1, 64)
+    assert dict(distributed.explain(one, one, one, plan=plan, causal=True).refused)["heads"].startswith("needs heads in")
+    assert dict(distributed.explain(part, part, part, plan=plan, dropout_p=0.1).refused).keys() == {"heads", "ring"}
+    # It takes what a call takes: neither a bias, nor what the call behind it takes beside.
+    for other in ({"bias": torch.zeros(1, 1, 1, 1)}, {"resolved": None}):
+        with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument"):
+            distributed.explain(part, part, part, plan=plan, **other)
+    with pytest.raises(TypeError, match="return_lse must be True or False"):
+        distributed.explain(part, part, part, plan=plan, return_lse=1)  # type: ignore[arg-type]
+
+
+@case("a ring sends only what is seen")
+def ring_skips(rank: int, world: int, seed: int) -> None:
+    """Of a short window neighbours need an edge of each other, and ranks farther apart nothing."""
+    from warploom.distributed.api import _sharded, _whole
+
+    plan = distributed.shard_plan(1024, None, window=(16, 0), chunk=16, method="ring")
+    sharded = _sharded(plan, _whole(plan, None, False, (16, 0)), torch.device("cpu"))
+    seen = masks.SlidingWindow(16, 0).dense(1024, 1024)[0, 0]
+    for reader in range(world):
+        keys = seen[plan.positions(reader)].any(0)
+        for source in range(world):
+            needed = torch.zeros(1024, dtype=torch.bool)
+            for a, b in sharded.needed(reader, source):
+                needed[a:b] = True
+            held = torch.zeros(1024, dtype=torch.bool).index_fill_(0, plan.positions(source), True)
+            assert not (needed & ~held).any()
+            assert not (keys & held & ~needed).any()
+            assert int(needed.sum()) <= int((keys & held).sum()) + 16 * (len(sharded.needed(reader, source)) + 1)
+
+
+@case("the example's losses and resuming with other processes", 2, 4)
+def example(rank: int, world: int, seed: int) -> None:
+    """Sharded rows and whole ones, one after the other and through a checkpoint, teach the same."""
+    train = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_long.py"))["train"]
+    with tempfile.TemporaryDirectory() as folder:
+        saved = [str(Path(folder) / "state.pt")]
+        dist.broadcast_object_list(saved)
+        call = {"seqlen": 160, "rows": 4, "seed": seed % 1000, "device": "cpu"}
+        whole = train(1, 4, **call)
+        for context in {2, world}:
+            assert train(context, 4, **call) == pytest.approx(whole, rel=1e-4)
+        first = train(world, 2, save=saved[0], **call)
+        second = train(world // 2, 4, resume=saved[0], **call)
+        assert [*first, *second] == pytest.approx(whole, rel=1e-4)
+        dist.barrier()

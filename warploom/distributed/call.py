@@ -1,0 +1,62 @@
+"""One call of attention() on one rank, as the three methods receive it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warploom.distributed import local
+from warploom.distributed.layout import Layout
+from warploom.distributed.pieces import Sharded
+
+
+@dataclass(frozen=True)
+class Call:
+    """What does not depend on the tensors' values.
+
+    Attributes:
+        run: how pieces run here.
+        sharded: the mask, as this rank needs it.
+        group: ours; None for one rank.
+        rank: this one's number in the group.
+        places: of keys and of queries, `Layout.places` on the tensors' device.
+        tail: rows at the end of this rank's that are in no packed sequence.
+        last: the whole's position that the tail begins at.
+    """
+
+    run: local.Run
+    sharded: Sharded
+    group: Any
+    rank: int
+    key_places: Tensor
+    query_places: Tensor
+    tail: int
+    last: int
+
+    @property
+    def queries(self) -> Layout:
+        return self.sharded.queries
+
+    @property
+    def keys(self) -> Layout:
+        return self.sharded.keys
+
+    @property
+    def ranks(self) -> int:
+        return len(self.queries.counts)
+
+    @property
+    def dropout(self) -> bool:
+        return self.run.args.dropout_p > 0.0
+
+    def blank(self, q: Tensor, head_dim_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Out and lse of queries that see nothing."""
+        batch, rows, heads, _ = q.shape
+        out = q.new_zeros((batch, rows, heads, head_dim_v))
+        lse = torch.full((batch, heads, rows), float("-inf"), dtype=local.wide(q), device=q.device)
+        if sink is not None:
+            lse.copy_(sink[:, None].expand(lse.shape))
+        return out, lse

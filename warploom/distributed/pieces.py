@@ -1,0 +1,192 @@
+"""What one rank computes against a block of keys: few dense calls, each of rows and keys that lie together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from warploom.distributed.layout import Layout, Run, joined
+from warploom.distributed.layout import whole as whole_layout
+from warploom.distributed.whole import Whole
+from warploom.masks.intervals import ResolvedMask, finish, visible_per_column
+
+# Up to so many runs of queries are calls of their own, under their band: kernels know a band better than its columns.
+MOST_RUNS = 2
+_FEW = 16  # pairs of runs that are worth looking at for that
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One dense call: these rows of a rank's queries, these keys of a block, under this mask.
+
+    ``offset``, if there is one, is the number of the first row in the whole; rows of the mask count from the whole's first
+    then, and so do the elements of dropout (`AttentionArgs.q_offset`).
+    """
+
+    rows: Run
+    keys: Run
+    mask: ResolvedMask
+    offset: int | None = None
+
+    def heads(self, kv: Run, q: Run, heads_kv: int) -> Piece:
+        """Of some heads: of vectors that tell them apart theirs."""
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            if t is None or t.shape[1] == 1:
+                return t
+            return t[:, slice(*kv) if t.shape[1] == heads_kv else slice(*q)].contiguous()
+
+        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *[cut(t) for t in self.mask.vectors]))
+
+    def to(self, device: torch.device) -> Piece:
+        """With the vectors on a device."""
+        vectors = [None if t is None else t.to(device) for t in self.mask.vectors]
+        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *vectors))
+
+
+def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list[Piece]:
+    """Of a rank's queries against keys.
+
+    Together they hold each visible element once. Where keys are one run, no row is in two of them; rows that are in none see
+    nothing.
+
+    Args:
+        layout: of the queries.
+        keys: runs of the whole's keys, ascending, which the block holds in this order.
+    """
+    if not keys:
+        return []
+    if whole.starts is None and len(layout.runs[rank]) * len(keys) <= _FEW:
+        runs = _by_runs(whole, layout, rank, keys)
+        if len(runs) <= MOST_RUNS:
+            return runs
+    mask = whole.of_rows(layout, rank)
+    if mask is None:
+        return _by_runs(whole, layout, rank, keys)
+    count = layout.counts[rank]
+    columns = torch.cat([torch.arange(a, b) for a, b in keys])
+    vectors = [None if t is None else t[..., columns].contiguous() for t in mask.vectors]
+    return [Piece((0, count), (0, len(columns)), ResolvedMask(None, None, *vectors))]
+
+
+def offset_pieces(whole: Whole, layout: Layout, rank: int) -> list[Piece]:
+    """Of a rank's queries against all keys from the first on, with what dropout's elements are counted by."""
+    shift = whole.seqlen_k - whole.seqlen_q
+    left, right, *vectors = whole.mask
+    left, right = None if left is None else left - shift, None if right is None else right + shift
+    found, row = [], 0
+    for a, b in layout.runs[rank]:
+        _, end = _within_band(whole, (a, b), (0, whole.seqlen_k))
+        if end > 0:
+            cut = [None if t is None else t[..., :end].contiguous() for t in vectors]
+            found.append(Piece((row, row + b - a), (0, end), ResolvedMask(left, right, *cut), a))
+        row += b - a
+    return found
+
+
+def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list[Piece]:
+    """Each run of queries with each run of keys, cut where packed sequences begin; without those that show nothing."""
+    found, row = [], 0
+    sequences: Sequence[Run | None] = [None]
+    if whole.starts is not None:
+        sequences = list(pairwise(whole.starts))
+    for a, b in layout.runs[rank]:
+        for sequence in sequences:
+            first, end = (a, b) if sequence is None else (max(a, sequence[0]), min(b, sequence[1]))
+            if first >= end:
+                continue
+            at = 0
+            for c, d in keys:
+                low, high = (c, d) if sequence is None else (max(c, sequence[0]), min(d, sequence[1]))
+                low, high = _within_band(whole, (first, end), (low, high))
+                mask = _cut(whole, (first, end), (low, high)) if low < high else None
+                if mask is not None:
+                    found.append(Piece((row + first - a, row + end - a), (at + low - c, at + high - c), mask))
+                at += d - c
+        row += b - a
+    return found
+
+
+def _within_band(whole: Whole, rows: Run, keys: Run) -> Run:
+    """Of the keys those that the band shows to some row."""
+    shift, (low, high) = whole.seqlen_k - whole.seqlen_q, keys
+    if whole.mask.left is not None:
+        low = max(low, rows[0] + shift - whole.mask.left)
+    if whole.mask.right is not None:
+        high = min(high, rows[1] + shift + whole.mask.right)
+    return low, high
+
+
+def _cut(whole: Whole, rows: Run, keys: Run) -> ResolvedMask | None:
+    """The mask of rows [a, b) and keys [c, d) as a call of their own has it; None where it shows nothing."""
+    (a, b), (c, d) = rows, keys
+    # A call aligns its last row with its last key.
+    off = b + whole.seqlen_k - whole.seqlen_q - d
+    left, right, *vectors = whole.mask
+    left, right = None if left is None else left - off, None if right is None else right + off
+    # A side of the band that the corners of this call do not reach hides nothing: its kernel need not know of it.
+    left = None if left is not None and left >= d - c - 1 else left
+    right = None if right is not None and right >= b - a - 1 else right
+    cut = [None if t is None else t[..., c:d].clamp(a, b) - a for t in vectors]
+    mask = finish(ResolvedMask(left, right, *cut))
+    if any([t is not None for t in mask.vectors]) and not bool(visible_per_column(mask, b - a, d - c, "cpu").any()):
+        return None
+    return mask
+
+
+class Sharded:
+    """A mask as one rank of a plan needs it, each part worked out once: pieces on one device, what ranks need of each other."""
+
+    def __init__(self, whole: Whole, queries: Layout, keys: Layout, rank: int, chunk: int, device: torch.device) -> None:
+        self.whole, self.queries, self.keys, self.rank, self.device = whole, queries, keys, rank, device
+        self._chunk = chunk
+        self._all: tuple[Run, ...] = ((0, whole.seqlen_k),) if whole.seqlen_k else ()
+        self._made: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+        self._seen: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
+
+    def gathered(self, dropout: bool) -> tuple[Piece, ...]:
+        """This rank's queries against all keys in order."""
+        make = offset_pieces if dropout else partial(pieces, keys=self._all)
+        return self._placed(("gathered", dropout), lambda: make(self.whole, self.queries, self.rank))
+
+    def of_all(self) -> tuple[Piece, ...]:
+        """All queries against all keys."""
+        return self._placed(("all",), lambda: pieces(self.whole, whole_layout(self.whole.seqlen_q), 0, self._all))
+
+    def against(self, source: int) -> tuple[Piece, ...]:
+        """This rank's queries against what it needs of another's keys, or of its own."""
+        needed = self.needed(self.rank, source)
+        return self._placed(("against", source), lambda: pieces(self.whole, self.queries, self.rank, needed))
+
+    def needed(self, rank: int, source: int) -> tuple[Run, ...]:
+        """The keys of ``source`` that ``rank`` sees something of: runs of the whole, in steps of a chunk."""
+        if rank not in self._seen:
+            self._seen[rank] = torch.nn.functional.pad(self.whole.seen_by(self.queries, rank).cumsum(0), (1, 0))
+        steps = [(at, min(at + self._chunk, b)) for a, b in self.keys.runs[source] for at in range(a, b, self._chunk)]
+        edges = torch.tensor(steps, dtype=torch.int64).view(-1, 2)
+        some = (self._seen[rank][edges[:, 1]] > self._seen[rank][edges[:, 0]]).tolist()
+        return joined([step for step, wanted in zip(steps, some, strict=True) if wanted])
+
+    def rows(self, reader: int) -> Tensor:
+        """Where among this rank's keys those lie that ``reader`` sees something of: int64, on the device."""
+        if reader not in self._rows:
+            before = self.keys.before(self.rank)
+            runs = [torch.arange(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]
+            self._rows[reader] = torch.cat(runs or [torch.arange(0)]).to(self.device)
+        return self._rows[reader]
+
+    def heads(self, found: Sequence[Piece], kv: Run, q: Run, heads_kv: int) -> tuple[Piece, ...]:
+        """Pieces of some heads; the same tensors again, so that what kernels prepare of a mask is prepared once."""
+        key = (*map(id, found), kv, q)  # of pieces that are kept here
+        return self._placed(key, lambda: [piece.heads(kv, q, heads_kv) for piece in found])
+
+    def _placed(self, key: tuple[object, ...], make: Callable[[], Sequence[Piece]]) -> tuple[Piece, ...]:
+        if key not in self._made:
+            self._made[key] = tuple([piece.to(self.device) for piece in make()])
+        return self._made[key]

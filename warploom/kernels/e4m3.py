@@ -1,0 +1,73 @@
+"""The FP8 format of caches: e4m3 numbers, fp32 scales, and a rotation of queries and keys that spreads outliers.
+
+A number x is kept as e4m3(x / scale) · scale. Queries and keys may first be multiplied by one orthogonal matrix along
+head_dim, which leaves their products as they are: random signs, then a Hadamard matrix (FlashAttention-3's "incoherent
+processing", arXiv 2407.08608, section 3.3). A head_dim of 2^a · m, m odd, takes the Hadamard matrix of 2^a and the orthonormal
+DCT-II of m: a Hadamard matrix of 8 alone would hardly mix 72 numbers.
+
+Everything is computed element by element in one order, so that no number's bits depend on how many stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+
+
+def signs(head_dim: int, seed: int, device: torch.device | None = None) -> Tensor:
+    """int64 1 or -1 of a head's numbers: -1 where the i-th output of SplitMix64, started at ``seed``, has its top bit set."""
+    z = torch.arange(1, head_dim + 1, device=device) * _signed(0x9E3779B97F4A7C15) + seed
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    # What SplitMix64 adds in the end leaves the top bit alone.
+    return torch.where(z < 0, -1, 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >> 63 else word
+
+
+def rotate(x: Tensor, seed: int) -> Tensor:
+    """x (..., head_dim) times the signs and the orthogonal matrix of ``seed``, in fp32."""
+    head_dim = x.shape[-1]
+    if head_dim == 0:
+        return x.float()
+    power = head_dim & -head_dim
+    odd = head_dim // power
+    y = (x.float() * signs(head_dim, seed, x.device)).unflatten(-1, (power, odd))
+    if odd > 1:
+        waves = _dct(odd, x.device)
+        mixed = torch.zeros_like(y)
+        for j in range(odd):
+            mixed = mixed + y[..., j : j + 1] * waves[:, j]
+        y = mixed
+    step = 1
+    while step < power:
+        a, b = y.unflatten(-2, (-1, 2, step)).unbind(-3)
+        y = torch.stack((a + b, a - b), -3).flatten(-4, -2)
+        step *= 2
+    return (y * power**-0.5).flatten(-2)
+
+
+def _dct(n: int, device: torch.device) -> Tensor:
+    """The orthonormal DCT-II of n numbers, a row a wave."""
+    k = torch.arange(n, dtype=torch.float64, device=device)[:, None]
+    waves = torch.cos(math.pi / (2 * n) * k * (2 * k.T + 1)) * (2 / n) ** 0.5
+    return torch.where(k == 0, n**-0.5, waves).float()
+
+
+def scales_of(x: Tensor) -> Tensor:
+    """fp32 scale of each row of x (..., head_dim): its largest number becomes e4m3's. A row of zeros has 1."""
+    top = x.float().abs().amax(-1) / LARGEST
+    return torch.where(top == 0, 1.0, top)
+
+
+def quantized(x: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 of x (..., heads, head_dim) by ``scale``, broadcast over (..., heads): saturated, and NaN where x is not finite."""
+    y = x.float() / scale[..., None]
+    return torch.where(x.isfinite(), y.clamp(-LARGEST, LARGEST), float("nan")).to(E4M3)
