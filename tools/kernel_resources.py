@@ -149,7 +149,7 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, kind: str, dtype: torch.dtype | Non
 
 
 _DROPPED = {"dropout_p": 0.1, "dropout_seed": 1, "softcap": 5.0}
-FEATURES |= {
+BIASES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "bias matrix": (_biased, {"kind": "matrix"}),
     "bias matrix, fp32, causal": (_biased, {"kind": "matrix", "dtype": torch.float32, "causal": True}),
     "bias matrix, fp32, columns, dropout": (
@@ -159,7 +159,6 @@ FEATURES |= {
     "bias of all heads, columns, dropout": (_biased, {"kind": "heads", "mask": masks.Document([100, 156]), **_DROPPED}),
     "bias of keys": (_biased, {"kind": "keys"}),
     "alibi": (_biased, {"kind": "alibi", "causal": True}),
-    "alibi, packed": (_biased, {"kind": "alibi", "causal": True, "packed": True}),
     "distance": (_biased, {"kind": "distance"}),
     "distance, columns, dropout": (_biased, {"kind": "distance", "mask": masks.Document([100, 156]), **_DROPPED}),
     "distance, packed": (_biased, {"kind": "distance", "packed": True}),
@@ -179,7 +178,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, or decode: one of DECODE, TREES, TREE_WINDOWS or FP8
+    feature: str  # of FEATURES or BIASES, or decode: one of DECODE, TREES, TREE_WINDOWS or FP8
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -194,6 +193,9 @@ def cases() -> list[Case]:
     rest = [f for f in FEATURES if f not in ("causal", "columns")]
     found += [Case(90, "bf16", d, d, f) for d in widths for f in rest]
     found += [Case(90, "bf16", *dims, "causal") for dims in ((72, 72), (192, 128))]
+    found += [Case(90, "bf16", d, d, f) for d in (64, 128) for f in BIASES]
+    others = ((90, "bf16", 256), (90, "fp32", 128), (80, "fp16", 128), (80, "fp32", 256))
+    found += [Case(a, t, d, d, f) for a, t, d in others for f in ("bias of all heads", "distance")]
     # Tiles of unequal widths, by turns in one place of shared memory.
     unequal = ((64, 16), (40, 24), (24, 16), (72, 32), (96, 16), (256, 32), (16, 64), (32, 128), (64, 128), (192, 128))
     found += [Case(90, "fp16", *dims, f) for dims in unequal for f in ("odd strides", "columns", "packed")]
@@ -213,7 +215,7 @@ def recorded(case: Case) -> dict[str, Recorded]:
         if "decode" in case.feature:
             _decode(case, dtype)
         else:
-            build, options = FEATURES[case.feature]
+            build, options = (FEATURES | BIASES)[case.feature]
             heads, dims = (2, 1, 1), (case.head_dim, case.head_dim, case.head_dim_v)
             q, k, v = (torch.zeros(1, _SEQLEN, h, d, dtype=dtype) for h, d in zip(heads, dims, strict=True))
             args = build(q, k, v, **options)

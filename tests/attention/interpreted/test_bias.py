@@ -15,13 +15,13 @@ from tests.attention.biased import KINDS, check, leaf_of
 from tests.attention.harness import Call
 from tests.attention.interpreted.test_edges import TILINGS, Guards, guards, surrounded
 from warploom import masks
+from warploom.attention.arguments import varlen_args
 from warploom.attention.chunks import attention_chunks
-from warploom.attention.triton import bias_sums, call
+from warploom.attention.triton import BACKEND, bias_sums, call
 
 HALF = torch.float16  # the interpreter multiplies bfloat16 as integers
 INF, NAN = float("inf"), float("nan")
-SHAPE = (2, 4, 40, 70)  # batch, heads_q, seqlen_q, seqlen_k of `inputs`
-SOME = ("full", "of heads", "of rows", "keys of all heads", "alibi of batches", "relative")
+SHAPE = (2, 2, 40, 70)  # batch, heads_q, seqlen_q, seqlen_k of `inputs`
 
 __all__ = ["guards"]
 
@@ -35,7 +35,7 @@ def seed() -> int:
 
 def inputs(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     batch, heads, seqlen_q, seqlen_k = SHAPE
-    return [t.detach() for t in Call(seed, batch, seqlen_q, seqlen_k, heads, 2, 16, dtype=dtype).tensors()[:3] if t is not None]
+    return [t.detach() for t in Call(seed, batch, seqlen_q, seqlen_k, heads, 1, 16, dtype=dtype).tensors()[:3] if t is not None]
 
 
 def passes(function: Callable[..., Any], tensors: list[Tensor], upstream: int = 1) -> list[Tensor]:
@@ -74,22 +74,31 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("kind", SOME)
+FEATURED = [
+    ("of heads", "causal, group of 7"), ("relative", "causal, group of 7"), ("keys", "causal, group of 7"),
+    ("full", "window, softcap, sink, lse"), ("alibi of batches", "window, softcap, sink, lse"),
+    ("t5", "window, softcap, sink, lse"), ("keys of all heads", "columns, strided, unequal dims"),
+    ("of batches", "columns, strided, unequal dims"), ("relative", "columns, strided, unequal dims"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind,feature", FEATURED)
 def test_features(kind: str, feature: str, seed: int) -> None:
     check(Call(seed, dtype=HALF, **FEATURES[feature]), kind, "triton", torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["full", "of heads", "alibi of batches", "relative"])
+@pytest.mark.parametrize("kind", ["full", "of heads", "keys", "alibi", "relative"])
 def test_everything_at_once_in_small_tiles(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout, column vectors, a band, a softcap and a sink, in fp32 against the reference."""
     monkeypatch.setattr(call, "config", lambda *_: TILINGS["small" if seed % 2 else "wide"])
-    vectors = torch.randint(0, 40, (2, 2, 4, 70), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    shape = (1, 2, 24, 40)
+    vectors = torch.randint(0, 24, (2, 1, 2, 40), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     options = {
-        "mask": masks.ColumnMask(vectors[0], vectors[1]), "window": (60, 9), "softcap": 3.0, "dropout_p": 0.3,
-        "dropout_seed": seed, "sink": torch.randn(4), "scale": -0.4 if seed % 3 == 0 else 0.3,
+        "mask": masks.ColumnMask(vectors[0], vectors[1]), "window": (30, 9), "softcap": 3.0, "dropout_p": 0.3,
+        "dropout_seed": seed, "sink": torch.randn(2), "scale": -0.4 if seed % 3 == 0 else 0.3,
     }  # fmt: skip
-    tensors = [*inputs(seed), leaf_of(kind, SHAPE, seed, torch.float32)]
+    tensors = [t.detach() for t in Call(seed, 1, 24, 40, 2, 1, 16).tensors()[:3] if t is not None]
+    tensors.append(leaf_of(kind, shape, seed, torch.float32))
     same(passes(dense("triton", kind, **options), tensors), passes(dense("reference", kind, **options), tensors))
 
 
@@ -145,7 +154,7 @@ def test_minus_infinity_hides_as_a_mask_does(causal: bool, seed: int) -> None:
 
 def test_a_distance_of_minus_infinity_is_a_window(seed: int) -> None:
     tensors = inputs(seed)
-    table = torch.tensor([[-INF, *[0.0] * 11, -INF]]).expand(4, -1)  # 5 to either side
+    table = torch.tensor([[-INF, *[0.0] * 11, -INF]]).expand(2, -1)  # 5 to either side
 
     def windowed(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return warploom.attention(q, k, v, window=(5, 5), return_lse=True, backend="triton")
@@ -155,7 +164,7 @@ def test_a_distance_of_minus_infinity_is_a_window(seed: int) -> None:
     assert not found[5][:, [0, -1]].any() and found[5][:, 1:-1].any()
 
 
-@pytest.mark.parametrize("fill", [NAN, INF, -INF])
+@pytest.mark.parametrize("fill", [NAN, -INF])
 def test_what_a_hidden_element_of_the_bias_holds_changes_nothing(fill: float, seed: int) -> None:
     tensors, plain = inputs(seed), leaf_of("full", SHAPE, seed, torch.float32)
     hidden = torch.arange(70) > torch.arange(40)[:, None] + 30
@@ -193,13 +202,16 @@ def test_the_lowest_number_hides_nothing(seed: int) -> None:
 STARTS_Q, STARTS_K = [0, 5, 5, 44, 60], [0, 9, 13, 13, 93]  # no queries, no keys, and tokens past the last sequence
 
 
-@pytest.mark.parametrize("used", [None, [7, 0, 0, 58]], ids=["all keys", "seqused_k"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed(kind: str, used: list[int] | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+PACKED = ["full", "of heads", "of rows", "keys", "keys of all heads", "alibi of batches", "relative", "t5"]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [7, 0, 0, 58] if seed % 5 < 3 else None
     if seed % 2:
-        monkeypatch.setattr(call, "config", lambda *_: TILINGS["small"])
-    tensors = [t[0] for t in Call(seed, 1, 63, 95, 4, 2, 16).tensors()[:3] if t is not None]
-    leaf = leaf_of(kind, (4, 4, 39, 80), seed, torch.float32)
+        monkeypatch.setattr(call, "config", lambda *_: TILINGS["tall"])
+    tensors = [t[0] for t in Call(seed, 1, 63, 95, 2, 1, 16).tensors()[:3] if t is not None]
+    leaf = leaf_of(kind, (4, 2, 39, 80), seed, torch.float32)
     cu_q, cu_k = (torch.tensor(starts, dtype=torch.int32) for starts in (STARTS_Q, STARTS_K))
     lengths = None if used is None else torch.tensor(used, dtype=torch.int32)
 
@@ -226,10 +238,10 @@ def test_pages(kind: str, seed: int) -> None:
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "of rows", "a matrix", "keys", "alibi", "relative"])
 def test_chunks_read_the_rows_of_the_whole(kind: str, seed: int) -> None:
-    tensors = [t.detach() for t in Call(seed, 1, 36, 57, 4, 2, 16).tensors()[:3] if t is not None]
-    leaf = leaf_of(kind, (1, 4, 36, 57), seed, torch.float32)
+    tensors = [t.detach() for t in Call(seed, 1, 36, 57, 2, 1, 16).tensors()[:3] if t is not None]
+    leaf = leaf_of(kind, (1, 2, 36, 57), seed, torch.float32)
     at = (24, 0, 12)
 
     def chunks(q: Tensor, k: Tensor, v: Tensor, leaf: Tensor) -> Any:
@@ -238,7 +250,7 @@ def test_chunks_read_the_rows_of_the_whole(kind: str, seed: int) -> None:
         options: dict[str, Any] = {"causal": True, "bias": KINDS[kind].build(leaf), "backend": "triton"}
         out, lse = attention_chunks(parts, *keys, torch.tensor(at, dtype=torch.int32), seqlen_q=36, **options)
         order = [1, 2, 0]
-        return out[order].reshape(1, 36, 4, 16), lse[order].transpose(0, 1).reshape(1, 4, 36)
+        return out[order].reshape(1, 36, 2, 16), lse[order].transpose(0, 1).reshape(1, 2, 36)
 
     same(passes(chunks, [*tensors, leaf]), passes(dense("triton", kind, causal=True), [*tensors, leaf]))
 
@@ -246,15 +258,15 @@ def test_chunks_read_the_rows_of_the_whole(kind: str, seed: int) -> None:
 def test_one_query_and_one_key(seed: int) -> None:
     for seqlen_q, seqlen_k in ((1, 70), (40, 1), (1, 1)):
         for kind in ("of heads", "of rows", "keys", "relative"):
-            tensors = [t.detach() for t in Call(seed, 2, seqlen_q, seqlen_k, 4, 2, 16).tensors()[:3] if t is not None]
-            leaf = leaf_of(kind, (2, 4, seqlen_q, seqlen_k), seed, torch.float32)
+            tensors = [t.detach() for t in Call(seed, 1, seqlen_q, seqlen_k, 2, 1, 16).tensors()[:3] if t is not None]
+            leaf = leaf_of(kind, (1, 2, seqlen_q, seqlen_k), seed, torch.float32)
             same(passes(dense("triton", kind), [*tensors, leaf]), passes(dense("reference", kind), [*tensors, leaf]))
 
 
 @pytest.mark.parametrize("kind", ["full", "of heads", "keys", "alibi of batches", "relative"])
 def test_nothing_outside_of_a_buffer_is_read_or_written(kind: str, guards: Guards, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [*inputs(1), leaf_of(kind, SHAPE, 1, torch.float32)]
-    dout = torch.randn(2, 40, 4, 16, generator=torch.Generator().manual_seed(2))
+    dout = torch.randn(2, 40, 2, 16, generator=torch.Generator().manual_seed(2))
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -272,9 +284,6 @@ def test_lengths_beyond_a_packed_bias_read_and_write_nothing_else(seed: int) -> 
     """On a device nobody looks at the contents of cu_seqlens: what they say beyond the bias counts as 0 there."""
     tensors = [t[0] for t in Call(seed, 1, 60, 60, 4, 2, 16).tensors()[:3] if t is not None]
     cu = torch.tensor([0, 20, 60], dtype=torch.int32)
-    from warploom.attention.arguments import varlen_args
-    from warploom.attention.triton import BACKEND
-
     memory = torch.full((3 * 2 * 4 * 20 * 20,), NAN)
     bias = memory[2 * 4 * 400 : 4 * 4 * 400].view(2, 4, 20, 20).copy_(torch.zeros(2, 4, 20, 20))
     args = varlen_args(*tensors, cu, cu)._replace(bias=bias, bias_kind="tensor", bias_grad=True)
