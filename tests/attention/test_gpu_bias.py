@@ -1,4 +1,4 @@
-"""Triton attention with a bias on a CUDA device: every kind, many tiles, what -inf hides, bits, graphs, offsets past 32 bits."""
+"""Triton attention with a bias on a CUDA device: all kinds, many tiles, what -inf hides, bits, graphs, offsets past 32 bits."""
 
 from __future__ import annotations
 

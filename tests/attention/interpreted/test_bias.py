@@ -75,10 +75,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 FEATURED = [
-    ("of heads", "causal, group of 7"), ("relative", "causal, group of 7"), ("keys", "causal, group of 7"),
-    ("full", "window, softcap, sink, lse"), ("alibi of batches", "window, softcap, sink, lse"),
-    ("t5", "window, softcap, sink, lse"), ("keys of all heads", "columns, strided, unequal dims"),
-    ("of batches", "columns, strided, unequal dims"), ("relative", "columns, strided, unequal dims"),
+    ("of heads", "causal, group of 7"), ("keys", "causal, group of 7"), ("full", "window, softcap, sink, lse"),
+    ("alibi of batches", "window, softcap, sink, lse"), ("of batches", "columns, strided, unequal dims"),
+    ("relative", "columns, strided, unequal dims"),
 ]  # fmt: skip
 
 
@@ -152,6 +151,22 @@ def test_minus_infinity_hides_as_a_mask_does(causal: bool, seed: int) -> None:
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
+def test_nan_in_a_key_that_mask_and_bias_hide_together_reached_dk(seed: int) -> None:
+    """Found by the fuzzer: the mask's zero probabilities were multiplied by NaN, of a value that no query saw."""
+    clean = inputs(seed, HALF)
+    bias = leaf_of("full", SHAPE, seed, torch.float32)
+    bias[:, :, :20, 33:47] = -INF
+    vectors = torch.full((1, 1, 70), 40, dtype=torch.int32)
+    vectors[..., 33:47] = 20
+    options = {"mask": masks.ColumnMask(vectors)}
+    poisoned = [clean[0], *[t.clone() for t in clean[1:]]]
+    for t in poisoned[1:]:
+        t[:, 33:47] = NAN
+    want = passes(dense("triton", **options), [*clean, bias])
+    for a, b in zip(passes(dense("triton", **options), [*poisoned, bias]), want, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_distance_of_minus_infinity_is_a_window(seed: int) -> None:
     tensors = inputs(seed)
     table = torch.tensor([[-INF, *[0.0] * 11, -INF]]).expand(2, -1)  # 5 to either side
@@ -202,7 +217,7 @@ def test_the_lowest_number_hides_nothing(seed: int) -> None:
 STARTS_Q, STARTS_K = [0, 5, 5, 44, 60], [0, 9, 13, 13, 93]  # no queries, no keys, and tokens past the last sequence
 
 
-PACKED = ["full", "of heads", "of rows", "keys", "keys of all heads", "alibi of batches", "relative", "t5"]
+PACKED = ["full", "of heads", "of rows", "keys of all heads", "alibi of batches", "relative"]
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -238,7 +253,7 @@ def test_pages(kind: str, seed: int) -> None:
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["full", "of rows", "a matrix", "keys", "alibi", "relative"])
+@pytest.mark.parametrize("kind", ["full", "of rows", "a matrix", "alibi", "relative"])
 def test_chunks_read_the_rows_of_the_whole(kind: str, seed: int) -> None:
     tensors = [t.detach() for t in Call(seed, 1, 36, 57, 2, 1, 16).tensors()[:3] if t is not None]
     leaf = leaf_of(kind, (1, 2, 36, 57), seed, torch.float32)

@@ -308,9 +308,12 @@ def _dkdv_step(
         rows = m0 + tl.arange(0, m.shape[0])
         shift = shift_of(lengths, block.offset)
         seen = visible(rows[None, :], block.cols[:, None], block.vectors, block.columns, block.band, shift, lengths.k)
-        p = tl.where(seen, p, 0.0)
+        if block.bias.hides is None:
+            p = tl.where(seen, p, 0.0)
+        else:
+            s = tl.where(seen, s, float("-inf"))
     if block.bias.hides is not None:
-        # NaN included, of keys that it hides.
+        # NaN included: a key that the mask hides from some rows and the bias from all others is read.
         p = tl.where(s == float("-inf"), 0.0, p)
     if dropout.seed is not None:
         keep = kept(dropout, batch, block.offset, m0, block.n0, p.shape[1], p.shape[0], True)

@@ -20,8 +20,8 @@ _SLOTS = 16  # histograms that it reads at once
 class BiasGradient:
     """The gradient of one backward pass: what kernels write to, and the launches behind them.
 
-    Workspace in fp32, at most: 8 (batch · heads · (seqlen_q + seqlen_k + a tile)) bytes, of packed calls tokens in place of
-    batch · seqlen and a tile a sequence; and what the gradient itself takes.
+    Workspace in fp32: about 8 · batch · heads · (seqlen_q + seqlen_k + a tile) bytes for a table, of packed calls tokens in
+    place of batch · seqlen and a tile a sequence; 4 · batch · heads · seqlen for sums of rows or columns; else none.
 
     Attributes:
         result: the gradient once the pass has run; None where none is asked for.

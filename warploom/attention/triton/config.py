@@ -113,7 +113,9 @@ def config(features: Features, capability: int, boxes: bool) -> Config:
     if features.bias in ("tensor", "distance"):
         if features.dtype != torch.float32 and 90 <= capability < 120:
             return _BIASED[width]
-        return _unstaged((_FLOAT32 if features.dtype == torch.float32 else _AMPERE)[width])
+        if features.dtype == torch.float32:
+            return replace(_unstaged(_FLOAT32[width]), dbias=Tiling(16, 16, 4, 1))
+        return _unstaged(_AMPERE[width])
     if features.dtype == torch.float32:
         return _FLOAT32[width]
     # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
