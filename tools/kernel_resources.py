@@ -38,7 +38,7 @@ from warploom import masks  # noqa: E402
 from warploom.attention.arguments import dense_args, varlen_args  # noqa: E402
 from warploom.attention.chunks import chunk_args  # noqa: E402
 from warploom.attention.problem import AttentionArgs  # noqa: E402
-from warploom.attention.triton import call, run  # noqa: E402
+from warploom.attention.triton import bias_sums, call, run  # noqa: E402
 from warploom.decode.problem import DecodeArgs  # noqa: E402
 from warploom.decode.triton import launch as decode_launch  # noqa: E402
 from warploom.decode.triton import plan as decode_plan  # noqa: E402
@@ -138,6 +138,32 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
 }
 
 
+def _biased(q: Tensor, k: Tensor, v: Tensor, kind: str, dtype: torch.dtype | None = None, **options: Any) -> AttentionArgs:
+    """A call whose bias asks for a gradient: a kind of problem.AttentionArgs, or how a tensor's elements are shared."""
+    dtype = q.dtype if dtype is None else dtype
+    shapes = {"matrix": (1, 2, _SEQLEN, _SEQLEN), "heads": (1, 1, _SEQLEN, _SEQLEN), "keys": (1, 2, 1, _SEQLEN)}
+    shape = shapes.get(kind) or {"alibi": (1, 2), "distance": (2, 511)}[kind]
+    bias = torch.zeros(shape, dtype=dtype if kind in shapes else torch.float32)
+    args = (_packed if options.pop("packed", False) else _dense)(q, k, v, **options)
+    return args._replace(bias=bias, bias_kind="tensor" if kind in shapes else kind, bias_origin=255, bias_grad=True)
+
+
+_DROPPED = {"dropout_p": 0.1, "dropout_seed": 1, "softcap": 5.0}
+BIASES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
+    "bias matrix": (_biased, {"kind": "matrix"}),
+    "bias matrix, fp32, causal": (_biased, {"kind": "matrix", "dtype": torch.float32, "causal": True}),
+    "bias matrix, fp32, columns, dropout": (
+        _biased, {"kind": "matrix", "dtype": torch.float32, "mask": masks.Document([100, 156]), **_DROPPED},
+    ),
+    "bias of all heads": (_biased, {"kind": "heads"}),
+    "bias of all heads, columns, dropout": (_biased, {"kind": "heads", "mask": masks.Document([100, 156]), **_DROPPED}),
+    "bias of keys": (_biased, {"kind": "keys"}),
+    "alibi": (_biased, {"kind": "alibi", "causal": True}),
+    "distance": (_biased, {"kind": "distance"}),
+    "distance, columns, dropout": (_biased, {"kind": "distance", "mask": masks.Document([100, 156]), **_DROPPED}),
+    "distance, packed": (_biased, {"kind": "distance", "packed": True}),
+}  # fmt: skip
+
 DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
 TREES = ("decode, tree", "paged decode, tree")
 TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
@@ -152,7 +178,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, or decode: one of DECODE, TREES, TREE_WINDOWS or FP8
+    feature: str  # of FEATURES or BIASES, or decode: one of DECODE, TREES, TREE_WINDOWS or FP8
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -167,6 +193,9 @@ def cases() -> list[Case]:
     rest = [f for f in FEATURES if f not in ("causal", "columns")]
     found += [Case(90, "bf16", d, d, f) for d in widths for f in rest]
     found += [Case(90, "bf16", *dims, "causal") for dims in ((72, 72), (192, 128))]
+    found += [Case(90, "bf16", d, d, f) for d in (64, 128) for f in BIASES]
+    others = ((90, "bf16", 256), (90, "fp32", 128), (80, "fp16", 128), (80, "fp32", 256))
+    found += [Case(a, t, d, d, f) for a, t, d in others for f in ("bias of all heads", "distance")]
     # Tiles of unequal widths, by turns in one place of shared memory.
     unequal = ((64, 16), (40, 24), (24, 16), (72, 32), (96, 16), (256, 32), (16, 64), (32, 128), (64, 128), (192, 128))
     found += [Case(90, "fp16", *dims, f) for dims in unequal for f in ("odd strides", "columns", "packed")]
@@ -186,7 +215,7 @@ def recorded(case: Case) -> dict[str, Recorded]:
         if "decode" in case.feature:
             _decode(case, dtype)
         else:
-            build, options = FEATURES[case.feature]
+            build, options = (FEATURES | BIASES)[case.feature]
             heads, dims = (2, 1, 1), (case.head_dim, case.head_dim, case.head_dim_v)
             q, k, v = (torch.zeros(1, _SEQLEN, h, d, dtype=dtype) for h, d in zip(heads, dims, strict=True))
             args = build(q, k, v, **options)
@@ -242,11 +271,13 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
         return decode_plan.plan.__wrapped__(shape._replace(device=0))
 
     caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch, decode_tree._launch)
+    caches += (bias_sums._gradient_launch, bias_sums._sums_launch, bias_sums._distance_launch)
     for cached in caches:
         cached.cache_clear()
     try:
         with (
             patch.object(run, "Launch", Recorder),
+            patch.object(bias_sums, "Launch", Recorder),
             patch.object(decode_plan, "Launch", Recorder),
             patch.object(decode_tree, "Launch", Recorder),
             patch.object(decode_launch, "plan", planned),

@@ -9,7 +9,10 @@ from tests.interpreter import run_interpreted
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-FILES = ["test_cases.py", "test_behaviour.py", "test_chunks.py", "test_edges.py", "test_explain.py", "test_packed_bounds.py"]
+FILES = [
+    "test_bias.py", "test_cases.py", "test_behaviour.py", "test_chunks.py", "test_edges.py", "test_explain.py",
+    "test_packed_bounds.py",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -51,7 +51,8 @@ class AttentionArgs(NamedTuple):
 
     - "tensor": any float dtype and any strides, (batch|1, heads_q|1, rows|1, keys|1). Of dense calls rows are seqlen_q and keys
       seqlen_k; of packed ones at least max_seqlen_q and max_seqlen_k; with ``q_offset`` those of the whole, read at r. A
-      dimension of 1 is read with a stride of 0; an index beyond rows or keys, which wrong contents alone can bring, is clamped.
+      dimension of 1 is read with a stride of 0; an index beyond rows or keys, which wrong contents alone can bring, is clamped
+      or reads 0.
     - "alibi": slopes, contiguous fp32 (batch|1, heads_q): the bias is -slope · |d|.
     - "distance": a table, contiguous fp32 (heads_q, entries), read at clamp(d, 0, entries - 1); entries is at least 1.
 

@@ -13,7 +13,7 @@ from tests.fuzz.draw import Draw
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.problem import DTYPES, Expected
 
-TAKE_BIASES = ("cpu", "reference")
+TAKE_BIASES = ("cpu", "triton", "reference")
 DRAWN = tuple(kind for kind in KINDS if not kind.startswith("t5"))  # whose buckets are counted one by one
 DENSE = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")  # which may hold -inf
 # Whose every element sums few enough terms for the model's own error to say what is expected.

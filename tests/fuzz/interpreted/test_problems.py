@@ -20,7 +20,8 @@ def test_small_problems_agree_with_the_oracle(family: str) -> None:
     for number in range(10_000):
         job, problem = plan.problem(options, number)
         queries, keys = (problem.shapes[n][0] * problem.shapes[n][-3] * problem.heads_q for n in ("q", "k"))
-        if problem.dtype == "bfloat16" or not 100 < queries * keys < CELLS:
+        rounded = getattr(problem, "bias_gradient", False) and problem.bias_dtype == "bfloat16"  # towards zero there
+        if rounded or problem.dtype == "bfloat16" or not 100 < queries * keys < CELLS:
             continue
         outcome = check(job.family, problem, job.backend, torch.device("cpu"))
         assert not outcome.failed, f"{outcome.words}\n{options.words()} --only {number}\n{problem}"

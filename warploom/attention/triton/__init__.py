@@ -32,8 +32,6 @@ class Triton(TritonBackend):
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if not 16 <= dim <= 256 or dim % 8:
                 return f"takes {name} from 16 to 256 in steps of 8, not {dim}"
-        if problem.bias:
-            return "has no bias yet"
         if problem.backward and problem.layout == "paged":
             return "has no gradients for a paged cache, whose pages several sequences may share"
         return None
@@ -86,8 +84,8 @@ class Triton(TritonBackend):
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; dbias where it is asked for."""
         from warploom.attention.triton.run import backward as run
 
         return run(args, dout, dlse, out, lse)

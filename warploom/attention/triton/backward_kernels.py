@@ -12,6 +12,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from warploom.attention.triton.bias import (
+    Bias,
+    bias_values,
+    biased,
+    column_stride,
+    far,
+    holds_nan,
+    in_elements,
+    probabilities,
+    shown_only,
+    store_gradient,
+)
 from warploom.attention.triton.device import (
     EDGE,
     OUT_UNIT,
@@ -218,6 +230,7 @@ class Block(NamedTuple):
     columns: Any
     band: Any
     offset: Any  # of the rows in the whole sequence; None where the call has no offsets
+    bias: Any
 
 
 @triton.jit
@@ -251,7 +264,7 @@ def _dkdv_step(
     WITH_DV: tl.constexpr,
 ):
     """One tile of rows for a block of keys; everything transposed, (N, M), so that P and dS stay in registers."""
-    dk, dv = sums
+    dk, dv = sums[0], sums[1]
     k, v = block.k, block.v
     batch = lengths.batch
     MASKED: tl.constexpr = KIND == EDGE or TAIL
@@ -276,7 +289,18 @@ def _dkdv_step(
             dp = dot(v, tl.trans(dout), tl.broadcast_to(-tl.load(delta_ptrs)[None, :], (k.shape[0], m.shape[0])))
         else:
             dp = dot(v, tl.trans(dout), None)
-    if FOLD:
+    if block.bias.given is not None:
+        shift = shift_of(lengths, block.offset)
+        at, n = m[None, :], tl.arange(0, k.shape[0]).to(m.dtype)[:, None]
+        s = biased(s * score_factor(softmax), block.bias, m0, block.n0, at, n, shift, block.offset)
+        if block.bias.hides is not None:
+            # Rows that see nothing, or past the end: the bias need not hide from them what it hides from all others.
+            s = tl.where((lse2 == float("inf"))[None, :], float("-inf"), s)
+        if FOLD:
+            p = probabilities(s, 0.0, block.bias)
+        else:
+            p = probabilities(s, lse2[None, :], block.bias)
+    elif FOLD:
         p = tl.exp2(s * score_factor(softmax))
     else:
         p = tl.exp2(s * score_factor(softmax) - lse2[None, :])
@@ -284,7 +308,13 @@ def _dkdv_step(
         rows = m0 + tl.arange(0, m.shape[0])
         shift = shift_of(lengths, block.offset)
         seen = visible(rows[None, :], block.cols[:, None], block.vectors, block.columns, block.band, shift, lengths.k)
-        p = tl.where(seen, p, 0.0)
+        if block.bias.hides is None:
+            p = tl.where(seen, p, 0.0)
+        else:
+            s = tl.where(seen, s, float("-inf"))
+    if block.bias.hides is not None:
+        # NaN included: a key that the mask hides from some rows and the bias from all others is read.
+        p = tl.where(s == float("-inf"), 0.0, p)
     if dropout.seed is not None:
         keep = kept(dropout, batch, block.offset, m0, block.n0, p.shape[1], p.shape[0], True)
     if WITH_DV:
@@ -299,10 +329,19 @@ def _dkdv_step(
             # Loaded late: sixteen registers a thread that the products above need.
             dp -= tl.load(delta_ptrs)[None, :]
         ds = p * dp
+        if block.bias.hides is not None:
+            ds = tl.where(s == float("-inf"), 0.0, ds)
+        if block.bias.sums is not None:
+            found = sums[2] + tl.sum(ds, 1)
         if softmax.softcap is not None:
             ds = ds * (1.0 - bent * bent)
+            if block.bias.hides is not None:
+                ds = tl.where(s == float("-inf"), 0.0, ds)
         dk = dot(ds.to(q.dtype), q, dk)
-    return dk, dv
+    if block.bias.sums is not None and WITH_DK:
+        return dk, dv, found
+    else:
+        return dk, dv
 
 
 _DKDV_PLAIN = [
@@ -310,7 +349,8 @@ _DKDV_PLAIN = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dkb", "stride_dks", "stride_dkh", "stride_dvb", "stride_dvs",
     "stride_dvh", "stride_mb", "stride_mh", "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q",
-    "seqlen_k", "heads", "group", "mask_group", "left", "right", "threshold", "offset_ptr", "chunks",
+    "seqlen_k", "heads", "group", "mask_group", "left", "right", "threshold", "offset_ptr", "chunks", "bias_ptr", "sums_ptr",
+    "stride_ab", "stride_ah", "stride_aq", "stride_ak", "bias_rows", "bias_columns", "bias_origin",
 ]  # fmt: skip
 
 
@@ -334,6 +374,8 @@ def dkdv_kernel(
     cu_k_ptr,
     used_ptr,
     offset_ptr,
+    bias_ptr,
+    sums_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -371,6 +413,13 @@ def dkdv_kernel(
     threshold,
     keep_scale,
     chunks,
+    stride_ab,
+    stride_ah,
+    stride_aq,
+    stride_ak,
+    bias_rows,
+    bias_columns,
+    bias_origin,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -386,12 +435,15 @@ def dkdv_kernel(
     SCAN: tl.constexpr,
     WITH_DK: tl.constexpr,
     WITH_DV: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_UNIT: tl.constexpr,
 ):
     """dK, dV or both of one block of N keys of one kv head, over all query heads of its group in order.
 
     EDGES: some tile of rows may be an edge, and has a loop of its own, which costs the other one registers. With SCAN a
     launch leaves to another, of the other EDGES, the heads that are not of its kind. TAIL: the last tile may be short.
     BOXES: q_ptr and dout_ptr are descriptors of the (batch, seqlen, heads, head_dim) tensors, read in boxes of M rows.
+    sums_ptr: where sums of dscores over rows go, fp32 (batch, heads, seqlen_k) or (heads, total_k), of a bias for all rows.
     """
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -464,6 +516,7 @@ def dkdv_kernel(
     HAS_COLUMNS: tl.constexpr = lts_ptr is not None or ute_ptr is not None
     RUNS: tl.constexpr = 3 if HAS_COLUMNS else 1
     PARTS: tl.constexpr = 2 * RUNS if EDGES else RUNS
+    SUMS: tl.constexpr = sums_ptr is not None
     for g in range(group):
         head = head_kv * group + g
         head64 = tl.cast(head, tl.int64)
@@ -503,7 +556,16 @@ def dkdv_kernel(
         edges_at = tile_at + g * row_tiles
         rows_base = rows_ptr + edges_at * (2 * M)
         dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
-        block = Block(k, v, n0, cols, vectors, columns, band, offset)
+        bias = Bias(
+            1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
+            bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, sequence < batches, BIAS, BIAS_UNIT),
+            in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
+            in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, 1 if SUMS else None,
+        )  # fmt: skip
+        block = Block(k, v, n0, cols, vectors, columns, band, offset, bias)
+        sums = (dk, dv)
+        if SUMS:
+            sums = (dk, dv, tl.zeros([N], tl.float32))  # type: ignore[assignment]
         if EDGES:
             first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
         for part in range(PARTS):
@@ -518,8 +580,8 @@ def dkdv_kernel(
                     a = edge_b
                     edge_a = edge_b
                 for m0 in tl.range(edge_a * M, edge_b * M, M):
-                    dk, dv = _dkdv_step(
-                        (dk, dv), block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
+                    sums = _dkdv_step(
+                        sums, block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
                         True, EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
             else:
@@ -538,10 +600,15 @@ def dkdv_kernel(
                         test = test | ((m0 < extrema.lte_max) & (m0 + M > extrema.lts_min))
                     if ute_ptr is not None or lts_ptr is not None:
                         test = test | ((m0 < extrema.ute_max) & (m0 + M > extrema.uts_min))
-                    dk, dv = _dkdv_step(
-                        (dk, dv), block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
+                    sums = _dkdv_step(
+                        sums, block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
                         test, MIXED, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
+
+        dk, dv = sums[0], sums[1]
+        if SUMS:
+            to = sums_ptr + ((batch if cu_q_ptr is None else 0) * heads + head64) * seqlen_k + row
+            tl.store(to, tl.where(cols < len_k, sums[2], 0.0), mask=cols < stored)  # type: ignore[misc]
 
     if seed_ptr is not None:
         dv *= keep_scale
@@ -575,7 +642,7 @@ def _edge_tiles(edges_ptr, begin, end):
 @triton.jit
 def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     """One tile of keys for a tile of rows."""
-    (dq,) = state
+    dq = state[0]
     queries = tile.queries
     cols = n0 + tl.arange(0, tile.n.shape[0])
     readable = readable_columns(tile, cols, KIND)
@@ -584,16 +651,41 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     s, bent = scores(dot(queries.q, tl.trans(k), None), tile.softmax)
     v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
     dp = dot(queries.dout, tl.trans(v), None)
-    p = tl.exp2(s * score_factor(tile.softmax) - queries.lse[:, None])
+    if tile.bias.given is not None:
+        shift = shift_of(tile.lengths, queries.offset)
+        m, n = tl.arange(0, s.shape[0]).to(tile.n.dtype)[:, None], tile.n[None, :]
+        s = biased(s * score_factor(tile.softmax), tile.bias, queries.m0, n0, m, n, shift, queries.offset)
+        if test:
+            s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
+        p = probabilities(s, queries.lse[:, None], tile.bias)
+    else:
+        p = tl.exp2(s * score_factor(tile.softmax) - queries.lse[:, None])
     if tile.dropout.seed is not None:
         keep = kept(tile.dropout, tile.lengths.batch, queries.offset, queries.m0, n0, p.shape[0], p.shape[1], False)
         dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
     ds = p * (dp - queries.delta[:, None])
-    if tile.softmax.softcap is not None:
-        ds = ds * (1.0 - bent * bent)
-    if test:
-        ds = tl.where(tile_visible(tile, cols, KIND), ds, 0.0)
-    return (dot(ds.to(k.dtype), k, dq),)
+    if tile.bias.given is not None:
+        ds = tl.where(s == float("-inf"), 0.0, ds)
+        if tile.bias.gradient is not None:
+            store_gradient(ds, tile.bias, queries.m0, n0, m, n, queries.offset)
+        if tile.bias.sums is not None:
+            slopes = ds
+            if tile.bias.hides is None:
+                slopes = -ds * far(tile.bias, queries.m0, n0, m, n, shift)
+            found = state[1] + tl.sum(slopes, 1)
+        if tile.softmax.softcap is not None:
+            ds = tl.where(s == float("-inf"), 0.0, ds * (1.0 - bent * bent))
+        dq = dot(ds.to(k.dtype), shown_only(k, s, tile), dq)
+        if tile.bias.sums is not None:
+            return dq, found
+        else:
+            return (dq,)
+    else:
+        if tile.softmax.softcap is not None:
+            ds = ds * (1.0 - bent * bent)
+        if test:
+            ds = tl.where(tile_visible(tile, cols, KIND), ds, 0.0)
+        return (dot(ds.to(k.dtype), k, dq),)
 
 
 _DQ_PLAIN = [
@@ -601,7 +693,8 @@ _DQ_PLAIN = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_gb", "stride_gs", "stride_gh", "stride_dqb", "stride_dqs", "stride_dqh", "stride_mb", "stride_mh",
     "stride_bb", "stride_bh", "batches", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group",
-    "left", "right", "threshold", "offset_ptr", "chunks",
+    "left", "right", "threshold", "offset_ptr", "chunks", "bias_ptr", "dbias_ptr", "stride_ab", "stride_ah", "stride_aq",
+    "stride_ak", "bias_rows", "bias_columns", "bias_origin",
 ]  # fmt: skip
 
 
@@ -625,6 +718,8 @@ def dq_kernel(
     offset_ptr,
     k_boxes,
     v_boxes,
+    bias_ptr,
+    dbias_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -659,6 +754,13 @@ def dq_kernel(
     threshold,
     keep_scale,
     chunks,
+    stride_ab,
+    stride_ah,
+    stride_aq,
+    stride_ak,
+    bias_rows,
+    bias_columns,
+    bias_origin,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -669,8 +771,15 @@ def dq_kernel(
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
     ROW_TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_UNIT: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """dQ of one tile of M queries of one head."""
+    """dQ of one tile of M queries of one head.
+
+    dbias_ptr: where dscores go, in the bias's dtype and of its shape, (batch, heads, rows, keys); with SUMS their sums over
+    keys, of a bias for all keys, or times -|p - j| of slopes: fp32 (batch, heads, seqlen_q) or (heads, total_q).
+    """
     pid = tl.program_id(0)
     tile_index = tiles - 1 - pid % tiles
     pid = pid // tiles
@@ -702,22 +811,34 @@ def dq_kernel(
     state = (tl.zeros([M, D], tl.float32),)
     band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
     mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
-    (dq,) = attend(
-        _dq_step,
-        state,
-        Queries(q, dout, lse2, delta, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches)),
-        lengths,
-        Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
-        Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
-        mask,
-        Pages(None, 0, 1, 1, None),
-        Softmax(scale, softcap, 1 if DESCENDING else None),
-        Dropout(seed_ptr, threshold, head, keep_scale, chunks),
-        group,
-        N,
-        UNIT,
-        WIDE,
-        False,
+    queries = Queries(q, dout, lse2, delta, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches))
+    k = Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live)
+    v = Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v)
+    pages = Pages(None, 0, 1, 1, None)
+    softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
+    dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
+    STORED: tl.constexpr = dbias_ptr is not None and not SUMS
+    gradient_row = in_elements(bias_columns, BIAS_UNIT)
+    gradient = shifted(dbias_ptr, (batch * heads + head64) * bias_rows * gradient_row) if STORED else None
+    bias = Bias(
+        1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
+        bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, lengths.batch < batches, BIAS, BIAS_UNIT),
+        in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
+        in_elements(bias_columns, BIAS_UNIT), bias_origin, gradient, gradient_row, 1 if SUMS else None,
+    )  # fmt: skip
+    if SUMS:
+        state = (tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32))  # type: ignore[assignment]
+    found = attend(
+        _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, False
     )
+    if bias.hides is not None:  # noqa: SIM102 - known when compiling
+        if holds_nan(found[0]):
+            found = attend(
+                _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, True
+            )
+    dq = found[0]
+    if SUMS:
+        to = dbias_ptr + ((batch if cu_q_ptr is None else 0) * heads + head64) * seqlen_q + row
+        tl.store(to, found[1], mask=inside)
     dq_base = dq_ptr + (batch * stride_dqb + head64 * stride_dqh) * OUT_UNIT
     store_rows(dq_base + (row * (stride_dqs * OUT_UNIT))[:, None] + dims[None, :], dq * scale, inside, live)

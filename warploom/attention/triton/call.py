@@ -22,6 +22,19 @@ from warploom.runtime.device import capability
 UNIT = 8
 # Beyond it a limit changes nothing, and 32-bit arithmetic on positions stays in range.
 _FAR = 2**30
+# Kinds of bias with values that may be -inf.
+_HIDING = ("tensor", "distance")
+
+
+class BiasVariant(NamedTuple):
+    """What a binary depends on of a bias."""
+
+    kind: str
+    dtype: torch.dtype
+    unit: int  # `warploom.attention.triton.bias.bias_of`
+    rows: bool  # differ from each other
+    columns: bool
+    gradient: str  # "" (none), "tiles" or "rows" of dQ's kernel, "columns" of dK/dV's; "tensor", "distance": of its own
 
 
 class Variant(NamedTuple):
@@ -38,6 +51,7 @@ class Variant(NamedTuple):
     present: tuple[bool, ...]  # which of the mask's vectors, of their bounds and of cu_seqlens_k there are
     sink: torch.dtype | None
     device: int | None  # None: the interpreter
+    bias: BiasVariant | None = None
 
 
 def read_bounds(args: AttentionArgs) -> Tensor | None:
@@ -64,6 +78,7 @@ class Call:
     bounds_strides: tuple[int, int]
     lengths: tuple[int, ...]  # seqlen_q, seqlen_k, heads, group, mask_group
     mask: tuple[Any, ...]  # left, right, scale, softcap, threshold, keep_scale, chunks
+    bias: tuple[int | None, ...] = (None,) * 7  # strides of batch, heads, rows and columns, rows, columns, origin
 
     @classmethod
     def of(cls, args: AttentionArgs, dout: Tensor | None = None, out: Tensor | None = None, dlse: bool = False) -> Call:
@@ -89,6 +104,7 @@ class Call:
             bounds_strides = (b if bounds.shape[0] > 1 else 0, h if mask_heads > 1 else 0)
         strides = [s for t in inputs for s in _strides(t)]
         unit, limit, aligned = UNIT, 2**31, True
+        bias, bias_numbers = _bias(args, batches)
         for stride in strides:
             if stride % UNIT:
                 unit = 1
@@ -106,7 +122,11 @@ class Call:
         tiling = config(features, capability(q.device), boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = any([t.stride(-3) * longest >= limit for t in inputs])
+        if args.bias is not None and args.bias_kind == "tensor":
+            # The gradient's rows are as many elements apart as there are columns.
+            wide = wide or longest * (sum(args.bias.stride()[2:]) + args.bias.shape[3]) >= limit
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
+        small = small and all([n is None or n < limit for n in bias_numbers])
         all_see = left is None or (left >= 0 and args.q_offset is None)
         if right is not None:
             first = seqlen_k - seqlen_q if args.q_offset is None else 0
@@ -120,10 +140,11 @@ class Call:
                 descending=args.scale <= 0.0,
                 scattered=table is not None and k.shape[1] % tiling.forward.n != 0,
                 tail=cu_q is not None or seqlen_q % tiling.dkdv.m != 0,
-                edges=features.columns or cu_q is not None or not (all_see and seqlen_k),
+                edges=features.columns or cu_q is not None or not (all_see and seqlen_k) or args.bias_kind in _HIDING,
                 present=tuple([t is not None for t in (*vectors, bounds, args.cu_seqlens_k)]),
                 sink=None if args.sink is None else args.sink.dtype,
                 device=q.device.index,
+                bias=bias,
             ),
             config=tiling,
             packed=cu_q is not None,
@@ -150,6 +171,7 @@ class Call:
                 1.0 / (1.0 - args.dropout_p),
                 None if args.q_offset is None else args.q_chunks,
             ),
+            bias=bias_numbers,
         )
 
     def tiles(self, seqlen: int, rows: int) -> tuple[int, int]:
@@ -184,6 +206,36 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
 def lse_strides(shape: Sequence[int]) -> tuple[int, int]:
     """Batch and head strides of a contiguous tensor of shape (batch, heads, seqlen) or (heads, tokens)."""
     return (shape[1] * shape[2], shape[2]) if len(shape) == 3 else (0, shape[1])
+
+
+def _bias(args: AttentionArgs, batches: int) -> tuple[BiasVariant | None, tuple[int | None, ...]]:
+    """What kernels take of a bias; a dimension that all of a call share has a stride of 0, of rows and columns None."""
+    bias, kind, origin = args.bias, args.bias_kind, max(min(args.bias_origin, _FAR), -_FAR)
+    if bias is None:
+        return None, (None,) * 7
+    gradient = kind if args.bias_grad else ""
+    if kind == "alibi":
+        found = BiasVariant(kind, bias.dtype, 0, False, False, "rows" if gradient else "")
+        return found, (bias.stride(0) if bias.shape[0] > 1 else 0, 1, None, None, None, None, origin)
+    if kind == "distance":
+        entries = bias.shape[1]
+        return BiasVariant(kind, bias.dtype, 0, False, False, gradient), (0, entries, None, None, None, entries, origin)
+    batch, head, row, column = [0 if n == 1 else stride for n, stride in zip(bias.shape, bias.stride(), strict=True)]
+    rows, columns = bias.shape[2:]
+    unit = 0
+    if column == 1:
+        unit = 1
+        if not any([n % UNIT for n in (batch, head, row, columns)]) and bias.data_ptr() % 16 == 0:
+            unit = UNIT
+    if gradient and columns == 1:
+        gradient = "rows"
+    elif gradient and rows == 1:
+        gradient = "columns"
+    elif gradient and bias.shape[:2] == (batches, args.q.shape[-2]):
+        gradient = "tiles"
+    step = max(unit, 1)
+    numbers = (batch // step, head // step, row // step if row else None, column or None, rows, columns // step, None)
+    return BiasVariant(kind, bias.dtype, unit, row != 0, column != 0, gradient), numbers
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ class Config:
     dq: Tiling
     # Which of dK and dV a launch computes: both where the accumulators fit in registers, else one after the other.
     dkdv_parts: tuple[str, ...] = ("kv",)
+    # Sums dscores of a bias that the others do not: square, as tiles of one diagonal are added. Compiled, not timed.
+    dbias: Tiling = Tiling(32, 32, 4, 1)
 
 
 # Measured on an H200, bf16, 2 × 8k tokens, 2048 channels, causal, ms; the runner-up follows each.
@@ -92,6 +94,15 @@ _BOXES_COLUMNS = {
 }
 
 
+# With a bias that is read from memory, whose addresses and values want as many registers as scores do. Compiled, not timed: of
+# the tiles tried, those that leave the fewest registers on the stack (full and causal, bf16 and fp32 biases of bf16 calls).
+_BIASED = {
+    64: Config(Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2), dbias=Tiling(64, 64, 8, 2)),
+    128: Config(Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2), dbias=Tiling(64, 64, 8, 2)),
+    256: Config(Tiling(64, 32, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2), ("v", "k"), Tiling(32, 32, 8, 2)),
+}
+
+
 @cache
 def config(features: Features, capability: int, boxes: bool) -> Config:
     """The variant for a call's dtype, the wider of its head dims, its mask and a compute capability (90 for Hopper).
@@ -99,6 +110,12 @@ def config(features: Features, capability: int, boxes: bool) -> Config:
     `boxes`: tensor descriptors can say all that the kernels read.
     """
     width = next(w for w in (64, 128, 256) if max(features.head_dim, features.head_dim_v) <= w)
+    if features.bias in ("tensor", "distance"):
+        if features.dtype != torch.float32 and 90 <= capability < 120:
+            return _BIASED[width]
+        if features.dtype == torch.float32:
+            return replace(_unstaged(_FLOAT32[width]), dbias=Tiling(16, 16, 4, 1))
+        return _unstaged(_AMPERE[width])
     if features.dtype == torch.float32:
         return _FLOAT32[width]
     # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
@@ -112,3 +129,9 @@ def config(features: Features, capability: int, boxes: bool) -> Config:
         # Random words change their layout through shared memory: with three stages dK asks for 228.5 of 227 KiB.
         found = replace(found, dkdv=replace(found.dkdv, stages=2))
     return found
+
+
+def _unstaged(found: Config) -> Config:
+    """The same tiles one at a time: stages of a bias in fp32 take more shared memory than those of keys."""
+    names = ("forward", "dkdv", "dq")
+    return replace(found, **{name: replace(getattr(found, name), stages=1) for name in names})

@@ -152,6 +152,8 @@ class Tile(NamedTuple):
     band: Any
     softmax: Any
     dropout: Any
+    bias: Any
+    careful: Any  # not None: what hides from all of the tile's rows must not be multiplied, not even by zero
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.attention.triton.bias import Bias, bias_values, biased, column_stride, holds_nan, in_elements, shown_only
 from warploom.attention.triton.device import (
     EDGE,
     FULL,
@@ -27,10 +28,11 @@ from warploom.attention.triton.device import (
     readable_columns,
     score_factor,
     scores,
+    shift_of,
     store_rows,
     tile_visible,
 )
-from warploom.attention.triton.walk import attend
+from warploom.attention.triton.walk import MIXED, attend
 from warploom.kernels.triton.columns import Band, Columns, load_offset
 from warploom.kernels.triton.numerics import LN2, LOG2E, dot
 from warploom.kernels.triton.softmax import add_sink, divisor, finite, log_sum
@@ -43,13 +45,21 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     cols = n0 + tl.arange(0, tile.n.shape[0])
     readable = readable_columns(tile, cols, KIND)
     # Only a column mask's edges are tiles of their own; a band's lie among the partial ones.
-    MASKED: tl.constexpr = KIND == EDGE or (KIND == PARTIAL and tile.has_columns is None)
+    MASKED: tl.constexpr = KIND == EDGE or ((KIND == PARTIAL or KIND == MIXED) and tile.has_columns is None)
     k = load_keys(tile.k, tile, n0, readable, KIND == EDGE, MASKED)
     s, _ = scores(dot(tile.queries.q, tl.trans(k), None), tile.softmax)
     factor = score_factor(tile.softmax)
-    if KIND == FULL:
+    if tile.bias.given is not None:
+        queries, shift = tile.queries, shift_of(tile.lengths, tile.queries.offset)
+        m, n = tl.arange(0, s.shape[0]).to(tile.n.dtype)[:, None], tile.n[None, :]
+        s = biased(s * factor, tile.bias, queries.m0, n0, m, n, shift, queries.offset)
+        factor = 1.0
+    if KIND == FULL and tile.bias.hides is None:
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
         safe = new_top
+    elif KIND == FULL:
+        new_top = tl.maximum(top, tl.max(s, 1))
+        safe = finite(new_top)
     else:
         s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
@@ -62,7 +72,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
     v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
-    acc = dot(p.to(v.dtype), v, acc)
+    acc = dot(p.to(v.dtype), shown_only(v, s, tile), acc)
     return acc, total, new_top
 
 
@@ -72,7 +82,8 @@ _PLAIN = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_bb", "stride_bh",
     "stride_table", "batches", "tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group", "pages", "page_size",
-    "left", "right", "threshold", "chunks",
+    "left", "right", "threshold", "chunks", "bias_ptr", "stride_ab", "stride_ah", "stride_aq", "stride_ak", "bias_rows",
+    "bias_columns", "bias_origin",
 ]  # fmt: skip
 
 
@@ -99,6 +110,7 @@ def forward_kernel(
     table_ptr,
     k_boxes,
     v_boxes,
+    bias_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -134,6 +146,13 @@ def forward_kernel(
     threshold,
     keep_scale,
     chunks,
+    stride_ab,
+    stride_ah,
+    stride_aq,
+    stride_ak,
+    bias_rows,
+    bias_columns,
+    bias_origin,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -144,6 +163,8 @@ def forward_kernel(
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
     SCATTERED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_UNIT: tl.constexpr,
 ):
     """out and lse of one tile of M queries. seqlen_q and seqlen_k are totals where the call is packed.
 
@@ -176,23 +197,26 @@ def forward_kernel(
     live_v = None if DIM_V == DV else dims_v < DIM_V
     band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
     mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
+    queries = Queries(q, None, None, None, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches))
+    k = Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live)
+    v = Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v)
+    held = Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None)
+    softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
+    dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
+    bias = Bias(
+        1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
+        bias_values(bias_ptr, stride_ab, stride_ah, batch, tl.cast(head, tl.int64), lengths.batch < batches, BIAS, BIAS_UNIT),
+        in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
+        in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None,
+    )  # fmt: skip
     acc, total, top = attend(
-        _step,
-        state,
-        Queries(q, None, None, None, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches)),
-        lengths,
-        Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live),
-        Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v),
-        mask,
-        Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None),
-        Softmax(scale, softcap, 1 if DESCENDING else None),
-        Dropout(seed_ptr, threshold, head, keep_scale, chunks),
-        group,
-        N,
-        UNIT,
-        WIDE,
-        True,
+        _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, True, False
     )
+    if bias.hides is not None:  # noqa: SIM102 - known when compiling
+        if holds_nan(acc):
+            acc, total, top = attend(
+                _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, False, True
+            )
 
     unseeing = total == 0.0
     if sink_ptr is not None:

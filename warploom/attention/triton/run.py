@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
+from warploom.attention.triton.bias_sums import BiasGradient
 from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, read_bounds, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
@@ -26,7 +27,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     call = Call.of(args)
     mask = (*call.vectors, read_bounds(args))
-    return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args))
+    return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args), args.bias)
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -58,34 +59,33 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
         (
             *(*call.strides, *contiguous_strides(shape), *lse_strides(lse_shape), *call.mask_strides, *call.bounds_strides),
             *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, *args.k.shape[:2], *call.mask),
+            *call.bias,
         ),
     )
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Sequence[Tensor | None],
-        sequences: Sequence[Tensor | None], seed: Tensor | None,
+        sequences: Sequence[Tensor | None], seed: Tensor | None, bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         with on_device(q):
-            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)))
+            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)), bias)
         return out, lse
 
     return run
 
 
-def backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+def backward(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; with ``bias_grad`` dbias too."""
     dout, dlse, out, lse = _readable(dout, dlse, out, lse)
     call = Call.of(args, dout, out, dlse is not None)
     tensors = (args.q, args.k, args.v, args.sink, (*call.vectors, read_bounds(args)), call.sequences, _seed(args))
-    return _backward(args, dout, call)(dout, dlse, out, lse, *tensors)
+    return _backward(args, dout, call)(dout, dlse, out, lse, *tensors, args.bias)
 
 
 def bind_backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+) -> Callable[..., tuple[Tensor, ...]] | None:
     """As ``bind``, of backward passes: dout, dlse, out and lse come first."""
     dout, dlse, out, lse = _readable(dout, dlse, out, lse)
     call = Call.of(args, dout, out, dlse is not None)
@@ -96,7 +96,7 @@ def bind_backward(
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *others: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         dout, dlse, out, lse = _readable(dout, dlse, out, lse)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr() | out.data_ptr()) & 15:
             return backward(kind.call(q, k, v, sink, *others), dout, dlse, out, lse)
@@ -111,8 +111,8 @@ def _readable(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tu
     return dout, None if dlse is None else dlse.contiguous(), out.contiguous(), lse.contiguous()
 
 
-def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """As ``_forward``, of the three or four launches of a backward pass."""
+def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tuple[Tensor, ...]]:
+    """As ``_forward``, of the three or four launches of a backward pass, and those that sum a bias's gradient."""
     q, k, v, variant = args.q, args.k, args.v, call.variant
     row_tile = call.config.dkdv.m
     row_tiles, batches = call.tiles(call.seqlen_q, row_tile)
@@ -139,32 +139,40 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
             (tiles * batches * call.heads_kv, 1),
             (
                 *(*call.strides, *contiguous_strides(k.shape), *contiguous_strides(v.shape), *fixed),
-                *(call.batches, tiles, row_tiles, *call.lengths, *call.mask),
+                *(call.batches, tiles, row_tiles, *call.lengths, *call.mask, *call.bias),
             ),
         )
-        dkdv_launches.append((launch, boxes))
+        dkdv_launches.append((launch, boxes, "k" in part))
     tiling = call.config.dq
     tiles, batches = call.tiles(call.seqlen_q, tiling.m)
     key_boxes = _key_boxes(k, v, tiling, variant)
     dq_launch = _dq_launch(variant, tiling, row_tile).kept(
         (tiles * batches * call.heads, 1),
-        (*call.strides, *contiguous_strides(q.shape), *fixed, call.batches, tiles, row_tiles, *call.lengths, *call.mask),
+        (
+            *(*call.strides, *contiguous_strides(q.shape), *fixed),
+            *(call.batches, tiles, row_tiles, *call.lengths, *call.mask, *call.bias),
+        ),
     )
 
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None], seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None], seed: Tensor | None, bias: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         dq, dk, dv = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
         rows, edges = torch.empty_like(like_rows), torch.empty_like(like_edges)
         behind = (*mask, seed, *sequences)
+        gradient = None if bias is None else BiasGradient(call, bias)
+        of_columns, of_rows = (None, None) if gradient is None else (gradient.of_columns, gradient.of_rows)
         with on_device(q):
             rows_launch(out, dout, lse, dlse, rows, edges, sequences[0], q, sink)
-            for launch, boxes in dkdv_launches:
+            for launch, boxes, with_dk in dkdv_launches:
                 q_rows, dout_rows = (q, dout) if boxes[0] is None else _moved(boxes, (q, dout))
-                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind)
-            dq_launch(q, k, v, dout, rows, dq, *behind, *_moved(key_boxes, (k, v)))
-        return dq, dk, dv, _dsink(q, sink, dout, dlse, out, lse)
+                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind, bias, of_columns if with_dk else None)
+            dq_launch(q, k, v, dout, rows, dq, *behind, *_moved(key_boxes, (k, v)), bias, of_rows)
+            if gradient is not None:
+                gradient.finish((q, k, v, dout), rows, row_tiles, mask[:4], seed, sequences)
+        found = (dq, dk, dv, _dsink(q, sink, dout, dlse, out, lse))
+        return found if gradient is None or gradient.result is None else (*found, gradient.result)
 
     return run
 
@@ -229,6 +237,8 @@ def _options(variant: Variant, tiling: Tiling) -> dict[str, Any]:
         "N": tiling.n,
         "WIDE": variant.wide,
         "DESCENDING": variant.descending,
+        "BIAS": "" if variant.bias is None else variant.bias.kind,
+        "BIAS_UNIT": 0 if variant.bias is None else variant.bias.unit,
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
         **({} if tiling.registers is None else {"maxnreg": tiling.registers}),
@@ -255,7 +265,8 @@ def _dkdv_launch(variant: Variant, tiling: Tiling, part: str, edges: bool) -> La
 
 @cache
 def _dq_launch(variant: Variant, tiling: Tiling, row_tile: int) -> Launch:
-    return Launch(dq_kernel, {**_options(variant, tiling), "ROW_TILE": row_tile}, direct=variant.direct)
+    sums = variant.bias is not None and variant.bias.gradient == "rows"
+    return Launch(dq_kernel, {**_options(variant, tiling), "ROW_TILE": row_tile, "SUMS": sums}, direct=variant.direct)
 
 
 def _dsink(

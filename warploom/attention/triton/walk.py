@@ -44,11 +44,13 @@ def attend(
     pages,
     softmax,
     dropout,
+    bias,
     group,
     N: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """Gather what a query tile meets and walk along it.
 
@@ -57,7 +59,9 @@ def attend(
         queries, lengths: the tile, and the sequence it is of.
         k, v: `Heads`, which `group` query heads share.
         mask, pages, softmax, dropout: those of the call.
+        bias: that of the head.
         N: keys of a tile; UNIT, WIDE: see the kernels.
+        CAREFUL: see `Tile`.
     """
     batch = tl.cast(lengths.batch, tl.int64)
     head_kv = tl.cast(queries.head // group, tl.int64)
@@ -92,6 +96,8 @@ def attend(
         band=mask.band,
         softmax=softmax,
         dropout=dropout,
+        bias=bias,
+        careful=1 if CAREFUL else None,
     )
     bounds = shifted(mask.bounds, batch * mask.bounds_stride_b + mask_head * mask.bounds_stride_h)
     return walk(step, state, tile, queries.m0, tl.minimum(queries.m0 + queries.q.shape[0], lengths.q), bounds, N, SPLIT)

@@ -1,0 +1,132 @@
+"""A bias on the device: its values, added to a tile of scores, and where a tile's gradient goes.
+
+Scores are in log2 units here, see `device`. A tile's rows and columns are m0 + m and n0 + n of the sequence, m and n of shapes
+that broadcast to the tile's: a backward kernel's tile has its keys first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.kernels.triton.numerics import LOG2E, clamp
+
+# A finite bias hides nothing, however low: what dtypes hold would pass the lowest number in log2 units.
+_LOWEST = tl.constexpr(-3.0e38)
+
+
+class Bias(NamedTuple):
+    """The bias of one batch entry and query head; all None where a call has none. Kernels make it, see `device`."""
+
+    given: Any
+    hides: Any  # None where no value is -inf: of slopes
+    first: Any  # pointer to the first of a tensor's or a table's; a slope in log2 units
+    row: Any  # elements from a row to the next; None: one row for all
+    column: Any  # likewise of columns
+    rows: Any  # how many there are; None: distances are read
+    columns: Any  # likewise; a table's entries
+    origin: Any  # added to distances
+    gradient: Any  # pointer to the first element, where tiles are stored
+    gradient_row: Any
+    sums: Any  # a backward kernel's state has sums of rows, or of columns
+
+
+@triton.jit
+def bias_values(values, stride_b, stride_h, batch, head, inside, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """`Bias.first` of a batch entry and head, both int64; slopes are not read where not `inside`.
+
+    UNIT: strides but that of columns and the number of columns count in so many elements, columns are contiguous; 0: elements.
+    """
+    if KIND == "alibi":
+        return tl.load(values + (batch * stride_b + head * stride_h), mask=inside, other=0.0) * LOG2E
+    elif KIND != "":
+        first = values + (batch * stride_b + head * stride_h) * (UNIT if UNIT else 1)
+        if UNIT > 1:
+            first = tl.multiple_of(first, 16)
+        return first
+
+
+@triton.jit
+def in_elements(n, UNIT: tl.constexpr):
+    """A number of UNIT elements; None where there is none."""
+    if n is not None:
+        return n * (UNIT if UNIT else 1)
+
+
+@triton.jit
+def column_stride(stride, UNIT: tl.constexpr):
+    """`Bias.column`."""
+    if stride is not None:
+        return 1 if UNIT else stride
+
+
+@triton.jit
+def holds_nan(tile):
+    """Whether some element is NaN: what hid from all rows may have been multiplied by zero."""
+    return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def shown_only(keys, s, tile):
+    """`keys` (N, dims), where the tile is careful zeros in those that no row of its scores `s` (M, N) sees."""
+    if tile.careful is not None:
+        inside = (tile.queries.rows < tile.lengths.q)[:, None]
+        keys = tl.where((tl.max(tl.where(inside, s, float("-inf")), 0) > float("-inf"))[:, None], keys, 0.0)
+    return keys
+
+
+@triton.jit
+def far(bias, m0, n0, m, n, shift):
+    """|p - j + origin|, in fp32: lengths below 2^24 are exact."""
+    return tl.abs((m + (m0 + (shift - n0) + bias.origin)).to(tl.float32) - n.to(tl.float32))
+
+
+@triton.jit
+def biased(s, bias, m0, n0, m, n, shift, offset):
+    """Scores in log2 units with the bias of their elements; -inf where that is -inf, whatever the score is.
+
+    `offset`: of the rows in the whole sequence, by which a tensor's are counted; None: they are its own.
+    """
+    if bias.hides is None:
+        return s - far(bias, m0, n0, m, n, shift) * bias.first
+    else:
+        if bias.rows is None:
+            entry = clamp(m + (m0 + (shift - n0) + bias.origin) - n, 0, bias.columns - 1)
+            b = tl.load(bias.first + entry)
+        else:
+            r0 = m0 if offset is None else m0 + offset
+            if bias.row is None and bias.column is None:
+                b = tl.load(bias.first)
+            elif bias.row is None:
+                at = bias.first + tl.cast(n0, tl.int64) * bias.column
+                b = tl.load(at + n * bias.column, mask=n < bias.columns - n0, other=0.0)
+            elif bias.column is None:
+                at = bias.first + tl.cast(r0, tl.int64) * bias.row
+                b = tl.load(at + m * bias.row, mask=m < bias.rows - r0, other=0.0)
+            else:
+                at = bias.first + tl.cast(r0, tl.int64) * bias.row + tl.cast(n0, tl.int64) * bias.column
+                inside = (m < bias.rows - r0) & (n < bias.columns - n0)
+                b = tl.load(at + (m * bias.row + n * bias.column), mask=inside, other=0.0)
+            b = b.to(tl.float32)
+        low = tl.maximum(b * LOG2E, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        return tl.where(b == float("-inf"), float("-inf"), s + low)
+
+
+@triton.jit
+def probabilities(s, lse2, bias):
+    """exp2(s - lse2), at most 1: a row of huge scores has an lse that fp32 rounds by more than its sum is worth."""
+    if bias.hides is None:
+        return tl.exp2(s - lse2)
+    else:
+        return tl.exp2(tl.minimum(s - lse2, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def store_gradient(ds, bias, m0, n0, m, n, offset):
+    """A tile's gradient in the bias's dtype; its elements past the sequence's end are zeros, those past the bias's are none."""
+    r0 = m0 if offset is None else m0 + offset
+    at = bias.gradient + tl.cast(r0, tl.int64) * bias.gradient_row + tl.cast(n0, tl.int64)
+    inside = (m < bias.rows - r0) & (n < bias.columns - n0)
+    tl.store(at + (m * bias.gradient_row + n), ds.to(bias.gradient.dtype.element_ty), mask=inside)
