@@ -1,6 +1,6 @@
 """Warploom: every attention you train, serve and study, in one package."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warploom.deferred import defer, defers
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING or not defers():
-    from warploom import bias, distributed, masks
+    from warploom import bias, masks
     from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache
@@ -35,6 +35,18 @@ if TYPE_CHECKING or not defers():
     from warploom.runtime.dispatch import strict
 else:  # `warploom --help` needs no torch
     defer()
+
+if TYPE_CHECKING:
+    from warploom import distributed
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`distributed`, at its first use: sixteen modules that programs of one device never need."""
+        if name == "distributed":
+            from importlib import import_module
+
+            return import_module("warploom.distributed")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _version() -> str:

@@ -123,7 +123,7 @@ def test_vectors_by_one_launch_are_those_of_the_host(name, length):
         lengths = torch.tensor(parts)
         for more in (0,) if "ids" in name else (0, 77):
             size = length + more
-            found = build(lengths.cuda()).resolve(length // 2 + 1, size)
+            found = build(lengths.cuda()).resolve(length // 2 + 1, size, "cuda")
             want = build(lengths.cuda()).to("cpu")._resolve(length // 2 + 1, size, torch.device("cpu"))
             if found.ute is not None and want.ute is None:  # blocks, whose padding only a host can see to be none
                 want = want._replace(lts=torch.full_like(want.lts, length // 2 + 1), lte=None, uts=want.lts, ute=want.lte)
@@ -154,7 +154,7 @@ def test_preparing_takes_no_memory_but_vectors_and_bounds(name):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        resolved = mask.resolve(length, length)
+        resolved = mask.resolve(length, length, "cuda")
         bounds = prepared_bounds(resolved, length, length)
         peak = torch.cuda.max_memory_allocated() - before
         assert peak >= bounds.numel() * 4

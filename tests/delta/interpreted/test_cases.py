@@ -20,6 +20,7 @@ from warploom.delta.triton.config import Config, Launches
 MORE: dict[str, dict[str, Any]] = {
     "blocks": {"m": 48, "e": 20, "tokens": 40, "state": True},
     "half precision": {"dtype": torch.float16, "state": True, "tokens": 48, "heads": 3, "m": 24},
+    "equal keys, half precision": {"dtype": torch.float16, "keys": "equal", "decay": None, "tokens": 140, "heads": 4},
     "lengths": {"tokens": 50, "batch": 3, "lengths": (50, 17, 0), "state": True, "hidden": float("nan"), "group": 2},
     "packed": {"tokens": 80, "sequences": (0, 21, 1, 49, 0), "state": True, "hidden": float("nan")},
     "many short sequences": {"tokens": 60, "sequences": (7, 0, 9, 16, 1, 1, 17), "state": True},

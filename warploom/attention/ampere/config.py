@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from warploom.runtime.modules import ModuleSpec
-from warploom.smem.layout import Tile
+
+if TYPE_CHECKING:
+    from warploom.smem.layout import Tile
 
 _HERE = "attention/ampere"
 # What the compiled code is made from.
@@ -71,4 +74,6 @@ class ForwardConfig:
 
     def tile(self, rows: int) -> Tile:
         """A plain tile of Q, K or V."""
+        from warploom.smem.layout import Tile  # with all of the laboratory
+
         return Tile(rows, self.head_dim, "f16", pad=self.pad)

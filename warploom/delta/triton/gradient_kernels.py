@@ -4,9 +4,11 @@ In the terms of prepare_kernel.py, with S0 the state before the chunk and dS the
 
     dq = scale (e^G dout S0^T + (P' . dout Y^T) k),    P' = D beta for j <= i,
     dk = scale (P' . dout Y^T)^T q - e^G dV S0^T + e^(G_last - G) beta Y dS^T - (N + N^T) k,    N = D beta . dV Y^T for j < i,
-    dbeta_j = sum_i D_ij (scale q_i . k_j dout_i . Y_j - k_i . k_j dV_i . Y_j) + e^(G_last - G_j) k_j dS . Y_j,
+    dbeta_j = sum_i D_ij (scale q_i . k_j dout_i . Y_j - k_i . k_j dV_i . Y_j) + e^(G_last - G_j) k_j dS . Y_j
+            = dV_j . Y_j / beta_j,
 
-and the gradient of G from the same sums.
+and the gradient of G from the same sums. The quotient has the rounding error of one dV, the sum that of all later ones, which
+under equal keys do not cancel as they do. It is taken unless beta is small.
 
 Triton 3.6 for Hopper makes wrong code of a product whose left factor is the transpose of another product's result (fla's issues
 640 and 984: their gradients of keys, beta and decay). No result is transposed here: where both a matrix of products and its
@@ -37,6 +39,9 @@ from warploom.delta.triton.device import (
 )
 from warploom.delta.triton.prepare_kernel import norms
 from warploom.kernels.triton.numerics import dot, exp
+
+# From this beta on its gradient is a quotient: below it what fp16's subnormals lose of dV would count for more.
+_LARGE = tl.constexpr(0.125)
 
 _PLAIN = [
     "factors_ptr", "dfactors_ptr", "beta_ptr", "decay_ptr", "dbeta_ptr", "ddecay_ptr", "lengths_ptr", "cu_ptr",
@@ -336,8 +341,11 @@ def dk_kernel(
         # The same products as in the forward pass, again rather than kept.
         share = asked * dot(k, tl.trans(q), None) * norm_k[:, None]
         share -= later * dot(k, tl.trans(k), None) * (norm_k[:, None] * norm_k[None, :])
+        lone = tl.sum(tl.where(n[:, None] == n[None, :], earlier, 0.0), 1)
+        large = tl.abs(beta) >= _LARGE
+        dbeta = tl.where(large, lone / tl.where(large, beta, 1.0), tl.sum(share, 1) + wrote_sum)
         to = token_rows(dbeta_ptr, at, seqlen, head_v, heads_v, at.first, n)
-        tl.store(to, tl.where(counts, tl.sum(share, 1) + wrote_sum, 0.0), mask=at.first + n < at.rows)
+        tl.store(to, tl.where(counts, dbeta, 0.0), mask=at.first + n < at.rows)
         if ddecay_ptr is not None:
             share *= beta[:, None]
             within = tl.sum(share, 0) - tl.sum(share, 1)
