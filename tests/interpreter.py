@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 def run_interpreted(*paths: Path) -> str:
     """Run pytest over ``paths`` under the interpreter; AssertionError shows its output, the output is returned."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    # Callers read the summary, which options from outside (--durations, -v) would lengthen by names of tests.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
