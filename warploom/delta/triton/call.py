@@ -84,7 +84,7 @@ class Call:
         aligned = all(t.data_ptr() % 16 == 0 for t in given.values())
         small = q.shape[1] < _WHOLE and all(abs(s) < 2**31 for group in strides.values() for s in group)
         e, m, seqlen = q.shape[3], v.shape[3], q.shape[1]
-        tiling = config(v.dtype, e, m, capability(q.device))
+        tiling = config(v.dtype, e, m, capability(q.device), dout is not None)
         chunks = -(-seqlen // tiling.chunk)
         return cls(
             q=q,

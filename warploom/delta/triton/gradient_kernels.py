@@ -332,6 +332,7 @@ def dk_kernel(
             asked = dot(missing, tl.trans(dout), asked)
             later = dot(missing, tl.trans(dv), later)
             earlier = dot(dv, tl.trans(missing), earlier)
+        lone = tl.sum(tl.where(n[:, None] == n[None, :], later, 0.0), 1)
         q = load_chunk(q_base, at.first, rows, e, stride_qs * UNIT, at.live, E, E == DE)
         k = load_chunk(k_base, at.first, rows, e, stride_ks * UNIT, at.live, E, E == DE)
         pairs = between(coarse, fine)
@@ -341,7 +342,6 @@ def dk_kernel(
         # The same products as in the forward pass, again rather than kept.
         share = asked * dot(k, tl.trans(q), None) * norm_k[:, None]
         share -= later * dot(k, tl.trans(k), None) * (norm_k[:, None] * norm_k[None, :])
-        lone = tl.sum(tl.where(n[:, None] == n[None, :], earlier, 0.0), 1)
         large = tl.abs(beta) >= _LARGE
         dbeta = tl.where(large, lone / tl.where(large, beta, 1.0), tl.sum(share, 1) + wrote_sum)
         to = token_rows(dbeta_ptr, at, seqlen, head_v, heads_v, at.first, n)

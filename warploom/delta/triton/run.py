@@ -23,8 +23,8 @@ from warploom.runtime.triton_launch import Launch
 if TYPE_CHECKING:
     from warploom.delta.problem import DeltaCall
 
-# Value columns and warps of a step by the keys' padded dim: 32 elements of the state a thread.
-_STEP = {64: (64, 4), 128: (32, 4), 256: (32, 8)}
+# Value columns and warps of a step by the keys' padded dim: 32 elements of the state a thread. Of 128 timed.
+_STEP = {64: (64, 4), 128: (16, 2), 256: (32, 8)}
 
 
 class Prepared(NamedTuple):
