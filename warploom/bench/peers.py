@@ -96,7 +96,7 @@ def flash_attention_4(
 def fla(family: str, name: str) -> Callable[..., Any]:
     """A function of flash-linear-attention's `fla.ops.<family>`."""
     try:
-        return getattr(import_module(f"fla.ops.{family}"), name)  # type: ignore[no-any-return]
+        return getattr(import_module(f"fla.ops.{family}"), name)
     except Exception as error:  # its imports fail in many ways where a version does not match
         raise NotHere(f"flash-linear-attention cannot be imported: {first_line(error)}") from error
 
