@@ -87,7 +87,7 @@ def _host(inputs: list[Tensor], a_head: Tensor, a_token: Tensor, wanted: dict[st
     others, refused = fla()
     contenders: dict[str, Attend] = {"warploom": _ours, **others}
     calls: dict[str, Call] = {name: partial(attend, *inputs, a_token) for name, attend in contenders.items()}
-    calls[A_HEADS] = partial(_ours, *inputs, a_head)
+    calls[A_HEADS] = partial(_ours, *inputs, decay=a_head)
     return host(calls, wanted[A_TOKEN].check_out, refused, {A_HEADS: Own(wanted[A_HEAD].check_out)})
 
 

@@ -89,7 +89,7 @@ def _build(shape: Shape, device: torch.device) -> Iterator[tuple[str, Comparison
     except peers.NotHere as why:
         refused["fla, chunk"] = str(why)
     rule = Rule(shape.head_dim**-0.5, EPS)
-    want = last_key_head(rule, *inputs, dout if "backward" in shape.passes else None)
+    want = last_key_head(rule, *inputs, dout=dout if "backward" in shape.passes else None)
     read = float(sum(t.nbytes for t in inputs))
     calls: dict[str, Call] = {name: partial(rule_of, *inputs) for name, rule_of in contenders.items()}
     with_copy = {**calls, "copy": copy_of(read + dout.nbytes, device)}
@@ -132,7 +132,7 @@ def _build_step(shape: Shape, device: torch.device) -> Iterator[tuple[str, Compa
     refused = {}
     try:
         recurrent = peers.fla("gated_delta_rule", "fused_recurrent_gated_delta_rule")
-        calls["fla, recurrent"] = partial(_recurrent, recurrent, *tokens, state)
+        calls["fla, recurrent"] = partial(_recurrent, recurrent, state, *tokens)
     except peers.NotHere as why:
         refused["fla, recurrent"] = str(why)
     moved = 2.0 * state.nbytes
@@ -164,7 +164,7 @@ def _fla(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, decay: T
 
 
 def _recurrent(
-    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    function: Callable[..., Any], state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     out, last = function(q, k, v, g=decay, beta=beta, **options)
