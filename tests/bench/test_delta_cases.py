@@ -101,7 +101,7 @@ def test_host_time_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, dout = (torch.randn(1, 70, 2, 16) for _ in range(4))
     a_head, a_token = -torch.rand(2), -torch.rand(1, 70, 2)
     wanted = {
-        kind: last_key_head(decay.Rule(), q, k, v, each, None, dout)
+        kind: last_key_head(decay.Rule(), dout, q, k, v, each)
         for kind, each in ((decay.A_HEAD, a_head), (decay.A_TOKEN, a_token))
     }
     comparison = decay._host([q, k, v], a_head, a_token, wanted)

@@ -27,9 +27,9 @@ def test_delta_rule_of_long_calls() -> None:
     q, k, v, decay, beta = leaves
     out = warploom.gated_delta_rule(q, k, v, beta, decay, normalize_qk=True, eps=1e-3, backend="reference")
     gradients = torch.autograd.grad(out, leaves, dout)
-    want = last_key_head(Rule(16**-0.5, 1e-3), *tensors, dout)
+    want = last_key_head(Rule(16**-0.5, 1e-3), dout, *tensors)
     assert want.check_out(out) < 1e-6 and want.check_gradients(gradients) < 1e-6
-    assert last_key_head(Rule(16**-0.5, 1e-3), *tensors, None).gradients is None
+    assert last_key_head(Rule(16**-0.5, 1e-3), None, *tensors).gradients is None
     with pytest.raises(WrongResult, match="out is"):
         want.check_out(1.02 * out)
     for at, name in enumerate(NAMES):
@@ -48,19 +48,21 @@ def test_linear_attention_of_long_calls(kind: str) -> None:
     out = warploom.linear_attention(
         q, k, v, feature_map="identity", normalize=False, scale=0.5, decay=given, backend="reference"
     )
-    want = last_key_head(Rule(0.5), q, k, v, given, None, dout)
+    want = last_key_head(Rule(0.5), dout, q, k, v, given)
     assert want.check_out(out) < 1e-6
     assert want.check_gradients(torch.autograd.grad(out, leaves, dout)) < 1e-6
 
 
-def test_lost_memory_of_earlier_chunks_is_seen() -> None:
+def test_lost_memory_of_earlier_tokens_is_seen() -> None:
     """Whoever drops the state at a chunk's end, or forgets a token too late, is wrong."""
     *tensors, _ = inputs(2)
     q, k, v, decay, beta = tensors
-    want = last_key_head(Rule(16**-0.5, 1e-6), *tensors, None)
     late = torch.cat([torch.zeros(2, 1, 2), decay[:, :-1]], 1)
-    halves = [[t[:, part] for t in tensors] for part in (slice(0, 140), slice(140, TOKENS))]
+    wrong = warploom.gated_delta_rule(q, k, v, beta, late, normalize_qk=True)
+    with pytest.raises(WrongResult, match="out is"):
+        last_key_head(Rule(16**-0.5, 1e-6), None, *tensors).check_out(wrong)
+    tensors[3] = 0.001 * decay.clamp(min=-3.0)
+    halves = [[t[:, part] for t in tensors] for part in (slice(0, 128), slice(128, TOKENS))]
     cut = [warploom.gated_delta_rule(a, b, c, e, d, normalize_qk=True) for a, b, c, d, e in halves]
-    for wrong in (torch.cat(cut, 1), warploom.gated_delta_rule(q, k, v, beta, late, normalize_qk=True)):
-        with pytest.raises(WrongResult, match="out is"):
-            want.check_out(wrong)
+    with pytest.raises(WrongResult, match="out is"):
+        last_key_head(Rule(16**-0.5, 1e-6), None, *tensors).check_out(torch.cat(cut, 1))

@@ -46,10 +46,10 @@ def _build(shape: dict[str, int], timed_on_host: bool, device: torch.device) -> 
     # RetNet's: of the last head, which is checked, more than a chunk's keys are remembered, and not all of a sequence's.
     a_head = torch.log1p(-(2.0 ** -torch.linspace(5, 9, heads, device=device)))
     a_token = 2 * a_head * F.softplus(torch.randn(batch, tokens, heads, device=device))
-    plain = last_key_head(Rule(), q, k, v, None, None, dout)
+    plain = last_key_head(Rule(), dout, q, k, v)
     wanted = {}
     for kind, decay in ((A_HEAD, a_head), (A_TOKEN, a_token)):
-        wanted[kind] = want = last_key_head(Rule(), q, k, v, decay, None, dout)
+        wanted[kind] = want = last_key_head(Rule(), dout, q, k, v, decay)
         # A constant of a head is no parameter: gradients are those of q, k and v, and of a token's decay.
         given = {"decay": decay} if kind == A_HEAD else {}
         inputs = [q, k, v] if kind == A_HEAD else [q, k, v, decay]
@@ -84,10 +84,11 @@ def _passes(
 
 
 def _host(inputs: list[Tensor], a_head: Tensor, a_token: Tensor, wanted: dict[str, LastKeyHead]) -> Comparison:
+    q, k, v = inputs
     others, refused = fla()
     contenders: dict[str, Attend] = {"warploom": _ours, **others}
-    calls: dict[str, Call] = {name: partial(attend, *inputs, a_token) for name, attend in contenders.items()}
-    calls[A_HEADS] = partial(_ours, *inputs, decay=a_head)
+    calls: dict[str, Call] = {name: partial(attend, q, k, v, a_token) for name, attend in contenders.items()}
+    calls[A_HEADS] = partial(_ours, q, k, v, a_head)
     return host(calls, wanted[A_TOKEN].check_out, refused, {A_HEADS: Own(wanted[A_HEAD].check_out)})
 
 

@@ -89,7 +89,7 @@ def _build(shape: Shape, device: torch.device) -> Iterator[tuple[str, Comparison
     except peers.NotHere as why:
         refused["fla, chunk"] = str(why)
     rule = Rule(shape.head_dim**-0.5, EPS)
-    want = last_key_head(rule, *inputs, dout=dout if "backward" in shape.passes else None)
+    want = last_key_head(rule, dout if "backward" in shape.passes else None, *inputs)
     read = float(sum(t.nbytes for t in inputs))
     calls: dict[str, Call] = {name: partial(rule_of, *inputs) for name, rule_of in contenders.items()}
     with_copy = {**calls, "copy": copy_of(read + dout.nbytes, device)}

@@ -48,15 +48,15 @@ class LastKeyHead:
 
 
 def last_key_head(
-    rule: Rule, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, dout: Tensor | None
+    rule: Rule, dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, beta: Tensor | None = None
 ) -> LastKeyHead:
     """The rule on the last batch entry's last key head.
 
     Args:
+        dout: gradient of out, or None for no gradients.
         q, k: (batch, tokens, heads_qk, E); v, dout: (batch, tokens, heads_v, M); beta: (batch, tokens, heads_v).
         decay: as beta, or (heads_v,); None: nothing is forgotten.
         beta: None: linear attention, which only adds.
-        dout: gradient of out, or None for no gradients.
     """
     group = v.shape[2] // k.shape[2]
     whole = v[-1, :, -group:]
