@@ -29,6 +29,8 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     wanted = {(s, m) for s in ("dense", "masks", "linear") for m in ("forward", "backward")}
     wanted |= {("masks", each) for each in ("deterministic", "dropout forward", "dropout backward")}
     wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph")}
+    wanted |= {("linear", f"{each}, delta rule") for each in ("forward", "backward", "graph")}
+    wanted |= {("linear", f"{each}, decay a {kind}") for each in ("forward", "backward") for kind in ("head", "token")}
     wanted |= {("decode", "graph"), ("training", "step")}
     assert measures == wanted
     for row in run["rows"]:
@@ -56,7 +58,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 14 + 1 + 2 + 1 and "tree, B1 S256 H2 D16" in run["left_out"]
+    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 14 + 1 + 5 + 1 and "tree, B1 S256 H2 D16" in run["left_out"]
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(
@@ -144,10 +146,17 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     assert len(json.loads(capsys.readouterr().out)) == 18 + 10 + 3
 
 
+def test_cases_by_several_parts_of_names(capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "linear", "--only", "delta", "decay", "--list"]) == 0
+    kinds = [line.removeprefix("linear  ").partition(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert kinds == 3 * ["decay"] + 5 * ["delta rule"] + 2 * ["delta step"]
+
+
 @pytest.mark.parametrize(
     "arguments,words",
     [
         (["bench", "--only", "nothing", "--list"], "--only nothing: no case"),
+        (["bench", "linear", "--only", "delta", "nothing", "--list"], "--only nothing: no case"),
         (["bench", "run", "x.json", "--list"], "a run takes no files"),
     ],
 )
@@ -233,6 +242,62 @@ def test_report_of_linear_attention(tmp_path: Path) -> None:
         "| copy of the state over ours | 0.80 | 0.90 | met |",
     ):
         assert line in page, line
+
+
+def test_report_of_decays_and_of_the_delta_rule(tmp_path: Path) -> None:
+    """Milliseconds asked of a case, times the plain call's, the host's microseconds; what did not run is not measured."""
+
+    def delta(case: str, measure: str, ours: float, **ms: float) -> dict[str, Any]:
+        more = {"fla, chunk" if name == "fla" else name: contender(value) for name, value in ms.items()}
+        return row("linear", f"{measure}, delta rule", case, warploom=contender(ours), **more)
+
+    def decayed(measure: str, ours: float, plain: float) -> dict[str, Any]:
+        more = {"warploom, plain": contender(plain), "fla, simple GLA": contender(3 * ours)}
+        return row("linear", measure, "decay, B4 H32 L8192 D128", warploom=contender(ours), **more)
+
+    refusing = delta("delta rule, B1 H16/32 L8192 D128", "backward", 0.5, copy=0.1)
+    refusing["contenders"]["fla, chunk"] = {"refused": "RuntimeError: wrong gradients"}
+    host = row("linear", "host, decay", "decay, B4 H32 L8192 D128", **{"warploom, a head": contender(0.02)})
+    host["contenders"]["warploom"] = contender(0.04)
+    rows = [
+        delta("delta rule, B1 H16/64 L32768 D128", "forward", 1.0, fla=3.0),
+        delta("delta rule, B4 H16/64 L8192 D128", "forward", 1.0, fla=3.0),
+        delta("delta rule, B1 H16/32 L262144 D128", "forward", 5.0),
+        refusing,
+        delta("delta step, B32 H16/32 D128", "graph", 1.0, copy=0.9),
+        delta("delta rule, B1 H16/64 L32768 D128", "host", 0.02),
+        decayed("forward, decay a head", 1.0, 0.95),
+        decayed("forward, decay a token", 1.0, 0.7),
+        host,
+    ]
+    run = {"roofs": {"gemm_tflops": 1.0, "copy_gb_s": 1.0}, "device": "Some GPU", "date": "today", "commit": "0", "rows": rows}
+    data = tmp_path / "linear.json"
+    data.write_text(json.dumps(run))
+    report.write([data], tmp_path)
+    page = (tmp_path / "performance.md").read_text()
+    for line in (
+        "### Forward, delta rule",
+        "| 1.25 ms over ours, B1 H16/64 L32768 D128 | 1.00 | 1.25 | met |",
+        "| 0.85 ms over ours, B4 H16/64 L8192 D128 | 1.00 | 0.85 | missed |",
+        "| fla over ours, mean | 2.50 | 3.00 | met |",
+        "| 256k tokens in one call, right and timed | 1.00 | 1.00 | met |",
+        "| 0.65 ms over ours, B1 H16/32 L8192 D128 | 1.00 | 1.30 | met |",
+        "| 2.1 ms over ours, B1 H16/32 L32768 D128 | 1.00 | – | not measured |",
+        "- fla, chunk does not appear everywhere: delta rule, B1 H16/32 L8192 D128: RuntimeError: wrong gradients",
+        "### A step of the delta rule, replayed from a graph",
+        "| copy of the state over ours | 0.80 | 0.90 | met |",
+        "### Host time of a call, delta rule",
+        "| 25 us over the host time of a forward call, the worst | 1.00 | 1.25 | met |",
+        "| 25 us over the host time of a forward call, the worst | 1.00 | 0.62 | missed |",
+        "| 1.10 of the same call without a decay over ours, the worst case | 1.00 | 1.04 | met |",
+        "| 1.25 of the same call without a decay over ours, the worst case | 1.00 | 0.87 | missed |",
+        "| Gated delta rule | fla's chunk kernel | 3.00 (3.00) | – | Some GPU | 2 |",
+        "| Linear, decay a head | fla's simple GLA | 3.00 (3.00) | – | Some GPU | 1 |",
+    ):
+        assert line in page, line
+    rows[2]["contenders"]["warploom"] = {"refused": "out of memory"}
+    found = {bar["bar"]: bar["met"] for bar in report.judged(run)}
+    assert found["256k tokens in one call, right and timed"] is False
 
 
 def test_report_of_the_hopper_kernels(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ HOPPER = [(400, 3000, 2, 1, 64, False), (5, 3000, 8, 2, 128, True), (1100, 3000,
 # Of linear attention past head_dim 128 on Hopper: batch, tokens, heads, E, M. Clusters and none, several waves, ragged ends.
 LINEAR = [(2, 200, 3, 256, 256), (1, 129, 2, 136, 192), (4, 100, 40, 256, 200)]
 MAPS = (("identity", False), ("identity", True), ("elu+1", True))
+# Of the delta rule at widths that have tiles of their own: tokens in three sequences, heads_qk, group, E, M.
+DELTA = [((70, 0, 29), 2, 2, 128, 128), ((40, 1, 30), 1, 4, 256, 200)]
 # What the others refuse.
 TRITON_ONLY = ("dropout", "four vectors", "pages of 16")
 HALF = torch.bfloat16
@@ -62,6 +64,8 @@ def problems(backend: str) -> dict[str, Problem]:
             found[f"decode, {name}"] = lambda device, name=name: list(
                 run(replace(decode_case(name, 1), dtype=HALF, device=str(device)), backend)
             )
+        for shape in DELTA:
+            found[f"delta, {shape[3]} × {shape[4]}"] = lambda device, shape=shape: _delta(device, *shape)
     if backend == "hopper":
         for shape in HOPPER:
             found[f"hopper, {shape[0]} × {shape[1]}"] = lambda device, shape=shape: _forward(device, *shape)
@@ -91,3 +95,21 @@ def _linear(
     call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
     out, norm, *_ = hopper.BACKEND.forward(call, False)
     return [out, *hopper.BACKEND.backward(call, dout, norm, None, None)[:3]]
+
+
+def _delta(device: torch.device, tokens: tuple[int, ...], heads: int, group: int, e: int, m: int) -> list[torch.Tensor]:
+    """Out, the last states and all gradients of packed sequences, then a step in place."""
+    total, heads_v = sum(tokens), group * heads
+    q, k = (torch.randn(total, heads, e, device=device, dtype=HALF) for _ in range(2))
+    v, dout = (torch.randn(total, heads_v, m, device=device, dtype=HALF) for _ in range(2))
+    beta, decay = torch.rand(total, heads_v, device=device), -torch.rand(total, heads_v, device=device)
+    state = torch.randn(len(tokens), heads_v, e, m, device=device)
+    starts = torch.tensor([0, *tokens], device=device).cumsum(0).int()
+    leaves = [t.requires_grad_() for t in (q, k, v, beta, decay, state)]
+    options = {"normalize_qk": True, "backend": "triton" if device.type == "cuda" else None}
+    out, last = warploom.gated_delta_rule(*leaves[:5], state=state, return_state=True, cu_seqlens=starts, **options)
+    gradients = torch.autograd.grad((out, last), leaves, (dout, torch.ones_like(last)))
+    with torch.no_grad():
+        row = [t[: len(tokens)] for t in (q, k, v, beta)]
+        stepped = warploom.gated_delta_step(*row, state, decay[: len(tokens)], inplace=True, **options)
+    return [out, last, *gradients, *stepped]

@@ -173,6 +173,39 @@ def _linear_step(rows: Sequence[Row]) -> list[Bar]:
     return [("copy of the state over ours", 0.8, min(ratios(rows, "copy").values(), default=None))]
 
 
+def _decay(times: float) -> Callable[[Sequence[Row]], list[Bar]]:
+    def bars(rows: Sequence[Row]) -> list[Bar]:
+        plain = [times * ratio for ratio in ratios(rows, "warploom, plain").values()]
+        return [(f"{times:.2f} of the same call without a decay over ours, the worst case", 1.0, min(plain, default=None))]
+
+    return bars
+
+
+def _delta(most: dict[str, float], least: float | None = None) -> Callable[[Sequence[Row]], list[Bar]]:
+    """Milliseconds by case; ``least`` is for fla's time over ours."""
+
+    def bars(rows: Sequence[Row]) -> list[Bar]:
+        times = {row["case"]: row["contenders"].get("warploom", {}).get("ms") for row in rows}
+        found: list[Bar] = []
+        for case, ms in most.items():
+            ours = times.get(f"delta rule, {case}")
+            found.append((f"{ms:g} ms over ours, {case}", 1.0, ms / ours if ours else None))
+        if least is not None:
+            fla = list(ratios(rows, "fla, chunk").values())
+            longest = [float(ms is not None) for case, ms in times.items() if "L262144" in case]
+            found.append(("fla over ours, mean", least, mean(fla) if fla else None))
+            found.append(("256k tokens in one call, right and timed", 1.0, min(longest, default=None)))
+        return found
+
+    return bars
+
+
+def _host(rows: Sequence[Row]) -> list[Bar]:
+    found = [row["contenders"].get(name, {}).get("ms") for row in rows for name in ("warploom", "warploom, a head")]
+    slowest = max((ms for ms in found if ms), default=None)
+    return [("25 us over the host time of a forward call, the worst", 1.0, 25e-3 / slowest if slowest else None)]
+
+
 BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     **mask_bars.BARS,
     ("dense", "forward"): _dense(_hopper_forward),
@@ -185,4 +218,11 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("linear", "backward"): _linear(1.7),
     ("linear", "backward, normalized"): _linear_normalized,
     ("linear", "graph"): _linear_step,
+    **{("linear", f"{each}, decay a head"): _decay(1.1) for each in ("forward", "backward")},
+    **{("linear", f"{each}, decay a token"): _decay(1.25) for each in ("forward", "backward")},
+    ("linear", "host, decay"): _host,
+    ("linear", "forward, delta rule"): _delta({"B1 H16/64 L32768 D128": 1.25, "B4 H16/64 L8192 D128": 0.85}, 2.5),
+    ("linear", "backward, delta rule"): _delta({"B1 H16/32 L8192 D128": 0.65, "B1 H16/32 L32768 D128": 2.1}),
+    ("linear", "host, delta rule"): _host,
+    ("linear", "graph, delta rule"): _linear_step,
 }

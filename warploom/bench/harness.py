@@ -36,7 +36,7 @@ class Own:
     """The check and the FLOPs of a contender that is a call of its own."""
 
     check: Callable[[Any], float]
-    flops: float
+    flops: float | None = None
 
 
 @dataclass
@@ -162,6 +162,25 @@ def issue(calls: dict[str, Call], rounds: int = 7) -> dict[str, list[float]]:
             times[name].append((time.perf_counter() - start) * 1e3)
     torch.cuda.synchronize()
     return times
+
+
+def host(
+    calls: dict[str, Call],
+    check: Callable[[Any], float],
+    refused: dict[str, str],
+    own: dict[str, Own] | None = None,
+    more: dict[str, Any] | None = None,
+) -> Comparison:
+    """What calls cost the host, once they are compiled and past the first two of their shapes."""
+    calls, refused = dict(calls), dict(refused)
+    for name, call in list(calls.items()):
+        try:
+            for _ in range(3):
+                call()
+        except Exception as error:  # a peer may fail in any way
+            refused[name] = first_line(error)
+            del calls[name]
+    return Comparison(calls, check, refused=refused, own=own or {}, more=more or {}, clock=issue)
 
 
 def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:

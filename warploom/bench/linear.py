@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warploom import LinearState, linear_attention, linear_attention_step
+from warploom.bench import peers
 from warploom.bench.decode import capture
 from warploom.bench.harness import Call, Case, Comparison, WrongResult, first_line
 from warploom.bench.peers import NotHere
@@ -61,8 +62,8 @@ def _build(shape: dict[str, int], forward_only: bool, device: torch.device) -> I
         q, k = (F.elu(t) + 1 for t in raw[:2]) if normalize else raw[:2]
         inputs = [q, k, *raw[2:]]
         contenders: dict[str, Attend] = {"warploom": partial(_ours, "identity", normalize)}
-        peers, refused = fla(normalize)
-        contenders |= peers
+        others, refused = fla(normalize)
+        contenders |= others
         if device.type == "cpu":
             contenders["token by token"] = partial(token_by_token, normalize=normalize)
         want = one_head(q, k, raw[2], None if forward_only else raw[3], normalize)
@@ -107,7 +108,7 @@ def _build_step(shape: dict[str, int], device: torch.device) -> Iterator[tuple[s
         )[0]
         refused = {}
         try:
-            recurrent = _fla("fused_recurrent_linear_attn")
+            recurrent = peers.fla("linear_attn", "fused_recurrent_linear_attn")
             rows = [t.unsqueeze(1) for t in (q, k, v)]
             calls["fla, recurrent"] = lambda: recurrent(
                 *rows, scale=1.0, initial_state=held.s, output_final_state=True, normalize=False
@@ -141,7 +142,7 @@ def fla(normalize: bool) -> tuple[dict[str, Attend], dict[str, str]]:
     refused = {}
     for name, function in (("fla, chunk", "chunk_linear_attn"), ("fla, fused chunk", "fused_chunk_linear_attn")):
         try:
-            found[name] = partial(_first_of, _fla(function), normalize)
+            found[name] = partial(_first_of, peers.fla("linear_attn", function), normalize)
         except NotHere as why:
             refused[name] = str(why)
     return found, refused
@@ -149,14 +150,6 @@ def fla(normalize: bool) -> tuple[dict[str, Attend], dict[str, str]]:
 
 def _first_of(function: Callable[..., Any], normalize: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return function(q, k, v, scale=1.0, normalize=normalize)[0]
-
-
-def _fla(name: str) -> Callable[..., Any]:
-    try:
-        from fla.ops import linear_attn
-    except Exception as error:  # its imports fail in many ways where a version does not match
-        raise NotHere(f"flash-linear-attention cannot be imported: {first_line(error)}") from error
-    return getattr(linear_attn, name)
 
 
 def copy_of(bytes_moved: float, device: torch.device) -> Call:

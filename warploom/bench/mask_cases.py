@@ -15,7 +15,7 @@ from warploom.bench import peers
 from warploom.bench.calls import Shape, backward, forward, gradients, torch_sdpa
 from warploom.bench.choice import Choice, chosen
 from warploom.bench.decode import capture
-from warploom.bench.harness import Call, Case, Comparison, Own, first_line, issue
+from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host
 from warploom.bench.intervals import row_intervals
 from warploom.bench.mask_bars import CUDNN, DENSE, FLEX, NEW, PLAIN, UNMASKED, VECTORS, share, verdict
 from warploom.bench.masks import NOTHING, MaskPair, pairs
@@ -243,18 +243,10 @@ def _host(resolved: ResolvedMask, inputs: list[Tensor], found: _Contenders, more
     """What a forward call costs the host: with a mask that earlier calls had, and with one that none had."""
     q, k, v = inputs[:3]  # none wants a gradient: nothing stands around the call
     calls: dict[str, Call] = {each: partial(attend, q, k, v) for each, attend in found.calls.items()}
-    refused = dict(found.refused)
     if any(t is not None for t in resolved.vectors):
         fresh = [_copied(resolved) for _ in range(FRESH)]
         calls[NEW] = lambda: _ours(fresh.pop(), {}, q, k, v)
-    for name, call in list(calls.items()):
-        try:
-            for _ in range(3):  # compiled, and past the first two calls of these shapes
-                call()
-        except Exception as error:  # a peer may fail in any way
-            refused[name] = first_line(error)
-            del calls[name]
-    return Comparison(calls, lambda _: 0.0, refused=refused, more=more, clock=issue)
+    return host(calls, lambda _: 0.0, found.refused, more=more)
 
 
 def _copied(mask: ResolvedMask) -> Mask:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from warploom.bench.harness import first_line
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -88,6 +91,14 @@ def flash_attention_4(
         return out[0] if isinstance(out, tuple) else out
 
     return attend
+
+
+def fla(family: str, name: str) -> Callable[..., Any]:
+    """A function of flash-linear-attention's `fla.ops.<family>`."""
+    try:
+        return getattr(import_module(f"fla.ops.{family}"), name)
+    except Exception as error:  # its imports fail in many ways where a version does not match
+        raise NotHere(f"flash-linear-attention cannot be imported: {first_line(error)}") from error
 
 
 def cudnn_flex_plan(intervals: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool = True) -> Any:

@@ -29,13 +29,13 @@ class OneHead:
 
     def check_out(self, out: Tensor) -> float:
         """Error of out (batch, seqlen_q, heads, head_dim); WrongResult where it is none of this call's."""
-        return _distance("out", out[-1, :, -1], self.out, FURTHEST["out"])
+        return distance("out", out[-1, :, -1], self.out, FURTHEST["out"])
 
     def check_gradients(self, gradients: tuple[Tensor, Tensor, Tensor]) -> float:
         """The largest error of dq, dk and dv."""
         assert self.gradients is not None
         found = zip(("dq", "dk", "dv"), gradients, self.gradients, strict=True)
-        return max(_distance(name, got[-1, :, -1], want, FURTHEST["gradient"]) for name, got, want in found)
+        return max(distance(name, got[-1, :, -1], want, FURTHEST["gradient"]) for name, got, want in found)
 
 
 @dataclass
@@ -125,7 +125,8 @@ def _head(
     return torch.cat(outs), torch.cat(dqs) if dqs else rows[:0].float()
 
 
-def _distance(name: str, got: Tensor, want: Tensor, furthest: float) -> float:
+def distance(name: str, got: Tensor, want: Tensor, furthest: float) -> float:
+    """How far a result is from the wanted one, over that one's norm; WrongResult where it is more than ``furthest``."""
     distance = float((got.detach().float() - want).norm() / want.norm())
     if not distance <= furthest:
         raise WrongResult(f"{name} is {distance:.2g} of its norm away from fp32 arithmetic, more than {furthest:g}")

@@ -29,6 +29,7 @@ SUITES = {
     "linear": "Linear attention",
     "training": "Training step",
 }
+PASSES = ("forward", "backward")
 MEASURES = {
     ("masks", "mask"): "Preparing a mask",
     ("masks", "host"): "Host time of a call",
@@ -36,6 +37,9 @@ MEASURES = {
     ("decode", "eager"): "Queued by the host",
     ("decode", "graph, a layer"): "A layer of a graph of many",
     ("linear", "graph"): "A step, replayed from a graph",
+    ("linear", "host, decay"): "Host time of a call, decay",
+    ("linear", "graph, delta rule"): "A step of the delta rule, replayed from a graph",
+    ("linear", "host, delta rule"): "Host time of a call, delta rule",
 }
 NOTES = {
     (
@@ -44,9 +48,15 @@ NOTES = {
     ): 'What a new mask costs before its first use: "warploom" from vectors that exist, "warploom, with the vectors" '
     "from lengths and the like on the device.",
     ("masks", "host"): "Time until a forward call returns on an idle device.",
+    **{
+        ("linear", f"{each}, decay {what}"): '"warploom, plain" is the same call without a decay.'
+        for each in PASSES
+        for what in ("a head", "a token")
+    },
+    ("linear", "host, decay"): "Time until a forward call returns on an idle device, with a decay a token and a head.",
+    ("linear", "host, delta rule"): "Time until a forward call returns on an idle device.",
     ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
 }
-PASSES = ("forward", "backward")
 # What tells the kinds of files that have a section.
 KINDS = ("roofs", "processor", "agree", "trials", "loss", "call")
 # A part of another page that the report writes.

@@ -12,7 +12,9 @@ import warploom
 from warploom.bench import peers
 from warploom.bench.calls import Shape, backward, comparisons, forward, torch_sdpa
 from warploom.bench.choice import Choice
+from warploom.bench.decay import decay_cases
 from warploom.bench.decode import decode_cases
+from warploom.bench.delta import delta_cases
 from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.mask_cases import mask_cases
@@ -47,7 +49,7 @@ def cases(suites: list[str], device: torch.device, quick: bool, choice: Choice |
     if "decode" in suites:
         found += decode_cases(quick)
     if "linear" in suites:
-        found += linear_cases(quick)
+        found += [*linear_cases(quick), *decay_cases(quick), *delta_cases(quick)]
     if "training" in suites:
         found += training_cases(quick, choice or Choice())
     return found

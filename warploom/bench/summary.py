@@ -58,6 +58,30 @@ FAMILIES = (
         ("forward, normalized", "backward, normalized"),
     ),
     Family("Linear, a step", "linear", None, {"fla's recurrent kernel": ("fla, recurrent",)}, ("graph", None)),
+    *(
+        Family(
+            f"Linear, {kind}",
+            "linear",
+            None,
+            {"fla's simple GLA": ("fla, simple GLA",)},
+            (f"forward, {kind}", f"backward, {kind}"),
+        )
+        for kind in ("decay a head", "decay a token")
+    ),
+    Family(
+        "Gated delta rule",
+        "linear",
+        None,
+        {"fla's chunk kernel": ("fla, chunk",)},
+        ("forward, delta rule", "backward, delta rule"),
+    ),
+    Family(
+        "Gated delta rule, a step",
+        "linear",
+        None,
+        {"fla's recurrent kernel": ("fla, recurrent",)},
+        ("graph, delta rule", None),
+    ),
 )
 # Of the files that benchmarks/cpu_attention.py and cpu_linear.py write: what, cases, beside what.
 PROCESSOR = (

@@ -40,11 +40,13 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
     device = torch.device(options.device)
-    chosen = [case for case in _cases(options, device) if not options.only or options.only in case.name]
+    chosen = _cases(options, device)
+    for text in options.only or ():
+        if not any(text in case.name for case in chosen):
+            raise ValueError(f"--only {text}: no case of these suites has that in its name; see --list")
+    chosen = [case for case in chosen if not options.only or any(text in case.name for text in options.only)]
     if not chosen:
-        if not options.only:
-            raise ValueError("no case of these suites has what was chosen; see --list")
-        raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
+        raise ValueError("no case of these suites has what was chosen; see --list")
     if options.list:
         listed = [{"suite": c.suite, "case": c.name, **c.shape, "seconds": c.seconds} for c in chosen]
         print(json.dumps(listed) if options.json else _names(chosen))

@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   warploom bench masks --masks tree prefix-LM --shapes S8192 --passes forward backward
   warploom bench masks --peers cuDNN-Flex --list       what would run, and about how long
   warploom bench --suite masks --warm 8        compile everything first, eight processes at once
+  warploom bench linear --only decay delta     some cases of a suite, by parts of their names
   warploom bench --suite decode --device cpu --quick
   warploom bench report                        docs/performance.md and README.md's table from benchmarks/results/*.json
   warploom bench report run.json --docs out    out/performance.md from one file; README.md stays as it is
@@ -26,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json, for README.md too")
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
-    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument(
+        "--only", action="extend", nargs="+", metavar="TEXT", help="cases whose name contains it, or one of several"
+    )
     parser.add_argument(
         "--peers",
         "--against",
