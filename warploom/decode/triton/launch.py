@@ -144,8 +144,8 @@ class Ready:
 
 
 def ready(args: DecodeArgs) -> Ready | None:
-    """The short way for calls like this one, which has run; None where there is none (FP8, a bias, the interpreter, odd strides)."""
-    if args.k_scale is not None or args.bias is not None or not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
+    """The short way for calls like this one, which has run; None where there is none (FP8, the interpreter, odd strides)."""
+    if args.k_scale is not None or not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
         return None
     p, strides, numbers = _plan_of(args)
     split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
