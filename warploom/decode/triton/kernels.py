@@ -341,7 +341,7 @@ def split_kernel(
             if FP8:
                 v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
             if BIAS == "distance" or BIAS == "key":
-                # Of keys that the bias hides too, but behind the load, which then need not wait for it.
+                # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
                 v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
             acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
             top = new_top
