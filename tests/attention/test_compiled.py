@@ -60,6 +60,14 @@ def test_sixteen_bit_tiles_use_wgmma() -> None:
             assert row["wgmma"], name
 
 
+def test_a_decode_kernel_without_a_bias_takes_nothing_of_one() -> None:
+    """Its binary is what it was before there were any."""
+    case = next(c for c in tool.cases() if str(c) == "sm_90 bf16 128/128 decode")
+    found = tool.specialised(tool.recorded(case)[f"{case} split"])
+    taken = {name: kind for name, kind in found.signature.items() if "bias" in name.lower()}
+    assert len(taken) == 7 and set(taken.values()) == {"constexpr"} and found.constants["BIAS"] == ""
+
+
 def test_recording_leaves_nothing_behind() -> None:
     from warploom.attention.triton import call, run
 

@@ -63,7 +63,7 @@ class Fp8Case(Case):
 
 def check_fp8(case: Fp8Case, backend: str) -> None:
     """Assert that out and lse pass the judge's criterion."""
-    options: dict[str, Any] = {"sink": case.sinks(), "tree": case.parents(), **case.keywords}
+    options: dict[str, Any] = {"sink": case.sinks(), "tree": case.parents(), "bias": case.bias_given(), **case.keywords}
     out, lse = decode(case.straight(), case.cache(), return_lse=True, backend=backend, **options)
     rows = prefill_rows(case)
     wanted = [torch.stack([r[n] for r in rows]) for n in range(4)]

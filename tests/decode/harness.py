@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import warploom
+from tests.decode import biases
 from warploom.attention.judge import judge, low_precision
 from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
@@ -32,6 +33,7 @@ class Case:
     sink: bool = False
     spread: float = 1.0  # standard deviation of q: larger makes the softmax peak
     tree: list[list[int]] | None = None  # parents, one row a sequence or one for all
+    bias: str = ""  # of biases.KINDS
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def q(self) -> Tensor:
@@ -45,6 +47,19 @@ class Case:
 
     def parents(self) -> Tensor | None:
         return None if self.tree is None else torch.tensor(self.tree, dtype=torch.int32, device=self.device)
+
+    def bias_numbers(self) -> Tensor:
+        capacity = -(-(self.capacity or max(self.lengths)) // (self.page_size or 1)) * (self.page_size or 1)
+        return biases.drawn(self.bias, (len(self.lengths), self.heads_q, capacity), self.seed, self.device)
+
+    def bias_given(self) -> Any:
+        """As decode() takes it, strided where it may be."""
+        if not self.bias:
+            return None
+        kind, numbers = biases.KINDS[self.bias], self.bias_numbers()
+        wide = torch.full((*numbers.shape[:-1], 2 * numbers.shape[-1]), float("nan"), dtype=kind.dtype, device=self.device)
+        wide[..., ::2] = numbers
+        return kind.build(wide[..., ::2])
 
     def kin(self, b: int) -> Tensor | None:
         """Bool (T, T) of sequence b's tree, walked token by token: whose key its row shows."""
@@ -98,14 +113,14 @@ class Case:
 
 def run(case: Case, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Out and lse of the case."""
-    options = {"sink": case.sinks(), "tree": case.parents(), **case.keywords}
+    options = {"sink": case.sinks(), "tree": case.parents(), "bias": case.bias_given(), **case.keywords}
     return decode(case.q(), case.cache(), return_lse=True, backend=backend, **options)
 
 
 def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Of each sequence the fp64 out and lse of attention()'s last T rows, and those of the low-precision model.
 
-    Under a tree what attention() would see is no band: then the rows are a dense softmax.
+    Under a tree what attention() would see is no band: then, and with a bias, the rows are a dense softmax.
     """
     sink, found = case.sinks(), []
     for b, (q, (k, v)) in enumerate(zip(case.q(), case.sequences(), strict=True)):
@@ -131,27 +146,36 @@ def prefill_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         out, lse = out[0], lse[0]
         if kin is not None:
             seen[:, len(k) - own :] &= kin[:, case.queries - own :]
-            out, lse = _dense(case, q, k, v, seen.to(q.device), sink)
-        low_out, low_lse = _model(case, q, k, v, seen.to(q.device), sink)
+        bias = None
+        if case.bias:
+            bias = biases.KINDS[case.bias].of(case.bias_numbers(), b, token.to(q.device), place.to(q.device))
+        if kin is not None or bias is not None:
+            out, lse = _dense(case, q, k, v, seen.to(q.device), sink, bias)
+        low_out, low_lse = _model(case, q, k, v, seen.to(q.device), sink, bias)
         found.append((out, lse, low_out, low_lse))
     return found
 
 
-def _dense(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) in fp64 by the textbook; a row that sees nothing is 0 and -inf."""
+def _dense(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Out (T, heads_q, head_dim_v) in fp64 and lse (heads_q, T) by the textbook; a row that sees nothing is 0 and -inf."""
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(case.heads_q // case.heads_kv, 1) for t in (k, v))
     scores = torch.einsum("thd,nhd->htn", q, k) * (case.keywords.get("scale") or case.head_dim**-0.5)
     cap = case.keywords.get("softcap", 0.0)
     scores = cap * torch.tanh(scores / cap) if cap else scores
+    scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~seen, float("-inf"))
     extra = q.new_full((case.heads_q,), float("-inf")) if sink is None else sink.double()
     scores = torch.cat([scores, extra[:, None, None].expand(-1, case.queries, 1)], -1)
     weights = scores.softmax(-1).nan_to_num(0.0)[..., :-1]
-    return torch.einsum("htn,nhd->thd", weights, v), scores.logsumexp(-1)
+    return torch.einsum("htn,nhd->thd", weights, v), scores.logsumexp(-1).float()
 
 
-def _model(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _model(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if len(k) == 0:
         lse = torch.full((case.heads_q, case.queries), float("-inf"), device=q.device)
         return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse if sink is None else sink[:, None].expand_as(lse)
@@ -161,10 +185,11 @@ def _model(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tens
         v[None],
         q.new_zeros((1, *q.shape[:-1], v.shape[-1])),
         torch.zeros((1, case.heads_q, case.queries), device=q.device),
-        seen[None, None],
+        seen[None, None] if bias is None else seen & (bias != float("-inf"))[None],
         scale=case.keywords.get("scale") or case.head_dim**-0.5,
         softcap=case.keywords.get("softcap", 0.0),
         sink=sink,
+        bias=None if bias is None else bias[None],
     )
     return low.out[0], low.lse[0]
 

@@ -13,7 +13,7 @@ from tests.fuzz.draw import Draw
 
 SEED = 1
 # Where another meets every mutant sooner: a sink, several splits and fp32 are seldom in one problem.
-SEEDS = {"decode": 21}
+SEEDS = {"decode": 10}
 MOST = 400  # problems until a mutant counts as not caught
 
 

@@ -9,7 +9,7 @@ from tests.fuzz.check import check
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import decode
 from tests.fuzz.families.decode_draw import draw_problem, draw_variant
-from tests.fuzz.oracle.decode import Decode
+from tests.fuzz.oracle.decode import Bias, Decode
 from tests.fuzz.problem import DTYPES
 
 SEED = 20261122
@@ -55,6 +55,7 @@ def test_hidden_memory_is_hostile_and_what_queries_see_is_not() -> None:
         found = Decode().attend(
             given["q"].double(), k, v, given["lengths"], given["table"],
             window=(problem.left, problem.right) if problem.windowed else None, tree=given["tree"],
+            bias=None if given["bias"] is None else Bias(problem.bias, given["bias"]),
         )  # fmt: skip
         assert found.out.isfinite().all(), problem
         hostile += not k.isfinite().all()
@@ -94,7 +95,7 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
                 variant.dtype, variant.queries, variant.heads_kv, variant.group
             )  # fmt: skip
             assert (p.dim, p.dim_v, p.sink, p.softcap != 0) == (variant.dim, variant.dim_v, variant.sink, variant.softcap)
-            assert (p.tree, p.fp8) == (variant.tree, variant.fp8)
+            assert (p.tree, p.fp8, p.bias_dtype) == (variant.tree, variant.fp8, variant.bias_dtype)
             assert (p.left is not None) == variant.left and (p.appended is not None) == variant.append
             assert (p.page_size > 0, p.width == 1) == (variant.paging != "none", variant.paging == "one")
             capacity = p.capacity or p.page_size * p.width

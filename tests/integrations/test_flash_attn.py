@@ -267,11 +267,37 @@ def test_alibi(causal: bool, batched: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("queries,causal", [(1, False), (3, True), (20, True), (3, False)])
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_alibi_beside_a_cache(page_size: int | None, queries: int, causal: bool) -> None:
+    """Few causal queries go to decode and others to packed attention."""
+    seed = secrets.randbelow(2**31)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    q, k, v, slopes = torch.randn(2, queries, 4, 8), torch.randn(2, 32, 2, 8), torch.randn(2, 32, 2, 8), torch.rand(2, 4)
+    lengths, table, caches = torch.tensor([30, 21], dtype=torch.int32), None, [k, v]
+    if page_size is not None:
+        table = torch.randperm(8, dtype=torch.int32).view(2, 4)
+        caches = [torch.empty(8, 8, 2, 8) for _ in range(2)]
+        for pages, rows in zip(caches, (k, v), strict=True):
+            pages[table.long()] = rows.unflatten(1, (4, 8))
+    got = flash_attn.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths, block_table=table, causal=causal, alibi_slopes=slopes
+    )
+    for b, n in enumerate(lengths.tolist()):
+        rows = q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]
+        want = flash_attn.flash_attn_func(*rows, causal=causal, alibi_slopes=slopes[b])
+        torch.testing.assert_close(got[b : b + 1], want, rtol=1e-4, atol=1e-5)
+
+
 def test_refusals() -> None:
     q, slopes = torch.zeros(1, 4, 2, 16), torch.zeros(2)
     cu = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match="alibi_slopes is not supported beside a cache yet"):
-        flash_attn.flash_attn_with_kvcache(q, q, q, alibi_slopes=slopes)
+    cache = torch.ones(1, 8, 2, 16)
+    for wrong in (torch.zeros(3), torch.zeros(2, 2), torch.zeros(2, device="meta")):
+        with pytest.raises(ValueError, match=r"\(heads,\) = \(2,\) or \(batch, heads\) = \(1, 2\) on cpu, got"):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=0, alibi_slopes=wrong)
+    assert bool((cache == 1).all())
     for wrong in (slopes[None, None], slopes.int(), 0.5):
         with pytest.raises(TypeError, match=r"alibi_slopes must be a floating point tensor \(heads,\) or \(batch, heads\)"):
             flash_attn.flash_attn_func(q, q, q, alibi_slopes=wrong)

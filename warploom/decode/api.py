@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from warploom.bias import Bias
 from warploom.decode import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
@@ -21,7 +22,7 @@ from warploom.runtime.op import unobserved
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
-    tree: Tensor | None = ...,
+    tree: Tensor | None = ..., bias: Bias | None = ...,
 ) -> Tensor: ...
 
 
@@ -29,7 +30,7 @@ def decode(
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
-    tree: Tensor | None = ...,
+    tree: Tensor | None = ..., bias: Bias | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -37,7 +38,7 @@ def decode(
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
-    tree: Tensor | None = ...,
+    tree: Tensor | None = ..., bias: Bias | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -52,6 +53,7 @@ def decode(
     return_lse: bool = False,
     backend: str | None = None,
     tree: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries over a long cache (split-KV, Flash-Decoding); causal, inference only.
 
@@ -76,6 +78,9 @@ def decode(
             tree[b, t] < t, a root (-1) after the cache's last key before them. A token then sees the keys before the T, its
             ancestors and itself. Any order of the tokens in which parents come first will do. A token, and its key, then sit
             at p = length - T + depth, the number of its ancestors: a window shows it what plain decode of its path would.
+        bias: `warploom.bias.ALiBi`, `Relative` or `Key`, added to scores behind the softcap in fp32, by the positions of
+            queries and keys in their sequence; -inf hides a key. Key's values are (batch or 1, heads_q or 1, n), of as many
+            keys as a sequence of the cache can hold, or more. Under a tree positions are as above, for a key of a draft too.
 
     Returns:
         out (batch, T, heads_q, head_dim_v) in q's dtype, or (out, lse).
@@ -87,6 +92,7 @@ def decode(
     # Keywords of the plainest types: 1 is equal to True, and would find what True left.
     short = (
         tree is None
+        and bias is None
         and (scale is None or type(scale) is float or type(scale) is int)
         and (type(softcap) is float or type(softcap) is int)
         and (window is None or _whole(window))
@@ -102,7 +108,7 @@ def decode(
             results = run(q, sink, return_lse)
             if results is not None:
                 return results if return_lse else results[0]
-    args = decode_args(q, cache, scale, softcap, window, sink, tree)
+    args = decode_args(q, cache, scale, softcap, window, sink, tree, bias)
     return_lse = arguments.flag("return_lse", return_lse)
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)

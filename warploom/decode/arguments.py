@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from warploom.bias import Bias
+from warploom.decode.bias import parts_of, with_bias
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.contents import check_contents, checked_tree
 from warploom.decode.problem import DecodeArgs
@@ -29,6 +31,7 @@ def decode_args(
     window: Window | None,
     sink: Tensor | None,
     tree: Tensor | None,
+    bias: Bias | None,
 ) -> DecodeArgs:
     """The op's arguments of a decode call."""
     if isinstance(cache, PagedKVCache):
@@ -42,7 +45,7 @@ def decode_args(
         raise ValueError(f"q must have 4 dimensions (batch, T, heads_q, head_dim), got shape {tuple(q.shape)}")
     if sink is not None:
         arguments.strided("sink", sink)
-    _refuse_transforms(q, k, v, sink)
+    _refuse_transforms(q, k, v, sink, parts_of(bias))
     if k.dtype == E4M3:
         if q.dtype not in arguments.FLOATS:
             raise TypeError(f"q has dtype {q.dtype}; over a cache of {k.dtype} it takes float16, bfloat16, float32 or float64")
@@ -79,7 +82,9 @@ def decode_args(
     if cache.hadamard_seed is not None:
         q = rotate(q, cache.hadamard_seed).to(q.dtype)
     scales = cache.k_scale, cache.v_scale
-    return DecodeArgs(last_contiguous(q), k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "")
+    q = last_contiguous(q)
+    args = DecodeArgs(q, k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "")
+    return with_bias(args, bias)
 
 
 def _band(window: Window | None) -> tuple[int | None, int]:
@@ -92,11 +97,13 @@ def _band(window: Window | None) -> tuple[int | None, int]:
     return left, right
 
 
-def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
+def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bias: list[Tensor]) -> None:
     """decode has no derivative: it says so rather than return a result that looks constant."""
-    tensors = (q, k, v) if sink is None else (q, k, v, sink)
+    tensors = [("q", q), ("the cache's k", k), ("the cache's v", v), *(("bias", part) for part in bias)]
+    if sink is not None:
+        tensors.append(("sink", sink))
     if torch.is_grad_enabled():
-        for name, t in zip(("q", "the cache's k", "the cache's v", "sink"), tensors, strict=False):
+        for name, t in tensors:
             if t.requires_grad:
                 raise ValueError(
                     f"{name} requires grad, and decode() has no backward: call it under torch.no_grad(), "
@@ -106,5 +113,5 @@ def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> 
         return
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("decode() under a torch.func transform is not supported; use attention()")
-    if differentiates_forward(*tensors):
+    if differentiates_forward(*[t for _, t in tensors]):
         raise NotImplementedError("forward-mode AD through decode() is not supported; use attention()")

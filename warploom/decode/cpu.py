@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 from warploom.decode.backend import DecodeBackend
+from warploom.decode.bias import terms
 from warploom.decode.gather import keys_and_values
 from warploom.decode.merge import merge
 from warploom.decode.problem import DecodeArgs, DecodeProblem
-from warploom.decode.tree import distances, kinship, sees_keys
+from warploom.decode.tree import kinship, places, sees_keys
 
 # Keys of a split: its fp32 copies of K and V and its scores stay within a core's L2 for usual head dims.
 SPLIT = 512
 
 
 def _attend(
-    args: DecodeArgs, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Tensor], kin: Tensor | None
+    args: DecodeArgs, b: int, rows: Tensor, k: Tensor, v: Tensor, rooms: list[Tensor], kin: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Out (heads_kv, group · T, head_dim_v) and lse of one sequence; ``rooms`` hold a split's keys and values, kin its tree."""
+    """Out (heads_kv, group · T, head_dim_v) and lse of sequence b; ``rooms`` hold a split's keys and values, kin its tree."""
     queries, length = args.q.shape[1], k.shape[0]
     first = 0 if args.left is None else max(length - queries - args.left, 0)
     outs, lses = [], []
@@ -28,16 +29,22 @@ def _attend(
         scores = rows @ keys.transpose(-1, -2) * args.scale
         if args.softcap:
             scores = args.softcap * torch.tanh(scores / args.softcap)
-        if queries > 1:
-            distance = distances(kin, queries, begin, end, length, rows.device)
+        if queries > 1 or args.bias is not None:
+            tokens, cols = places(kin, queries, begin, end, length, rows.device)
+            distance = tokens[:, None] - cols
             hidden = distance < -args.right
             if args.left is not None:
                 hidden = hidden | (distance > args.left)
             if kin is not None:
                 hidden = hidden | ~sees_keys(kin, begin, end, length)
+            hidden = hidden.repeat(rows.shape[1] // queries, 1)
+            if args.bias is not None:
+                bias = terms(args, b, tokens, cols, torch.float32).reshape(scores.shape)
+                scores, hidden = scores + bias, hidden | (bias == float("-inf"))
+            if kin is not None or args.bias is not None:
                 # On no path may be keys that a window ends before; weights of 0 would still pass their NaN on.
-                values.masked_fill_(hidden.all(0)[:, None], 0.0)
-            scores = scores.masked_fill(hidden.repeat(rows.shape[1] // queries, 1), float("-inf"))
+                values.masked_fill_(hidden.all(-2)[..., None], 0.0)
+            scores = scores.masked_fill(hidden, float("-inf"))
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
         total = weights.sum(-1, keepdim=True)
@@ -86,7 +93,7 @@ class Cpu(DecodeBackend):
             # Rows of a kv head: T queries of each head of its group, so that K and V are read once.
             own = args.q[b].unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)
             rows = torch.empty(own.shape, dtype=torch.float32).copy_(own).flatten(1, 2)
-            part, part_lse = _attend(args, rows, k, v, rooms, None if kin is None else kin[b])
+            part, part_lse = _attend(args, b, rows, k, v, rooms, None if kin is None else kin[b])
             out[b] = part.view(heads_q, queries, -1).transpose(0, 1)
             lse[b] = part_lse.view(heads_q, queries)
         return out, lse

@@ -18,6 +18,15 @@ class DecodeArgs(NamedTuple):
     hides of the last T keys what is no ancestor of the query's, and puts queries and keys of the T tokens at
     length - T + depth, the number of their ancestors. ``k`` and ``v`` of float8_e4m3fn have scales, float32 (1,),
     (heads_kv,) or a token and head as k; q is rotated as they are.
+
+    ``bias`` is added to scores behind the softcap, in fp32 (fp64 for fp64 inputs), where masks show them; -inf hides. By
+    ``bias_kind``, with p of the query and j the place of the key, which is p of a tree's own keys:
+
+    - "alibi": slopes, contiguous fp32 (batch|1, heads_q): -slope · |p - j|.
+    - "distance": a table, contiguous fp32 (heads_q, entries): the entry p - j + ``bias_origin``, clamped to the first and last.
+    - "key": values of any float dtype and strides, (batch|1, heads_q|1, capacity or more): that of max(j, 0).
+
+    For fp64 inputs slopes and tables are fp64.
     """
 
     q: Tensor
@@ -34,6 +43,9 @@ class DecodeArgs(NamedTuple):
     scale: float
     softcap: float
     backend: str
+    bias: Tensor | None = None
+    bias_kind: str = ""
+    bias_origin: int = 0
 
     @property
     def capacity(self) -> int:
@@ -46,6 +58,11 @@ class DecodeArgs(NamedTuple):
     def windowed(self) -> bool:
         """Whether distances decide which keys before its own a query sees."""
         return self.left is not None or self.right < 0
+
+    @property
+    def measures_paths(self) -> bool:
+        """Whether it matters how deep in a tree its tokens are."""
+        return self.tree is not None and (self.windowed or self.bias is not None)
 
 
 class AppendArgs(NamedTuple):
@@ -81,6 +98,7 @@ class DecodeProblem:
     sink: bool = False
     tree: bool = False
     fp8: bool = False
+    bias: str = ""  # its kind
 
     @classmethod
     def from_args(cls, args: DecodeArgs) -> DecodeProblem:
@@ -101,4 +119,5 @@ class DecodeProblem:
             sink=args.sink is not None,
             tree=args.tree is not None,
             fp8=args.k_scale is not None,
+            bias=args.bias_kind,
         )

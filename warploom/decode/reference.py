@@ -6,26 +6,34 @@ import torch
 from torch import Tensor
 
 from warploom.decode.backend import DecodeBackend
+from warploom.decode.bias import terms
 from warploom.decode.gather import keys_and_values
 from warploom.decode.problem import DecodeArgs, DecodeProblem
-from warploom.decode.tree import distances, kinship, sees_keys
+from warploom.decode.tree import kinship, places, sees_keys
 
 
-def _attend(args: DecodeArgs, q: Tensor, k: Tensor, v: Tensor, kin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of one sequence from its keys and values; kin (T, T) of its tree."""
+def _attend(args: DecodeArgs, b: int, q: Tensor, k: Tensor, v: Tensor, kin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Out (T, heads_q, head_dim_v) and lse (heads_q, T) of sequence b from its keys and values; kin (T, T) of its tree."""
     queries, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    distance = distances(kin, queries, 0, length, length, q.device)
+    tokens, keys = places(kin, queries, 0, length, length, q.device)
+    distance = tokens[:, None] - keys
     seen = distance >= -args.right
     if args.left is not None:
         seen = seen & (distance <= args.left)
     if kin is not None:
         seen = seen & sees_keys(kin, 0, length, length)
+    seen = seen[None]
+    bias = None if args.bias is None else terms(args, b, tokens, keys, q.dtype)
+    if bias is not None:
+        seen = seen & (bias != float("-inf"))
     # A hidden key or value may hold anything, so it is replaced before it is multiplied.
-    pairs, values = (torch.where(seen[:, :, None, None], t, 0.0).contiguous() for t in (k, v))
+    pairs, values = (torch.where(seen.permute(1, 2, 0)[..., None], t, 0.0).contiguous() for t in (k, v))
     scores = torch.einsum("thd,tnhd->htn", q, pairs) * args.scale
     if args.softcap:
         scores = args.softcap * torch.tanh(scores / args.softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~seen, float("-inf"))
     if args.sink is not None:
         scores = torch.cat([scores, args.sink.to(q.dtype)[:, None, None].expand(-1, queries, 1)], dim=-1)
@@ -59,7 +67,7 @@ class Reference(DecodeBackend):
         for b, (k, v) in enumerate(keys_and_values(args)):
             # A copy: products sum in another order for other strides and addresses, and a sequence's bits are its own.
             rows = q[b].to(wide, copy=True, memory_format=torch.contiguous_format)
-            part, lse[b] = _attend(args, rows, k.to(wide), v.to(wide), None if kin is None else kin[b])
+            part, lse[b] = _attend(args, b, rows, k.to(wide), v.to(wide), None if kin is None else kin[b])
             out[b] = part.to(q.dtype)
         return out, lse
 

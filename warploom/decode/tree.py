@@ -24,8 +24,10 @@ def kinship(parents: Tensor) -> Tensor:
     return kin[:, :, :count]
 
 
-def distances(kin: Tensor | None, queries: int, begin: int, end: int, length: int, device: torch.device) -> Tensor:
-    """Integers (T, end - begin): how far in a text each of the T tokens lies behind a sequence's keys begin to end.
+def places(
+    kin: Tensor | None, queries: int, begin: int, end: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Integers (T,) and (end - begin,): where in a text the T tokens and a sequence's keys begin to end stand.
 
     A token and its key stand at length - T + depth, the number of the token's ancestors by kin (T, T), its sequence's tree;
     without a tree (None) each has all tokens before it as ancestors. A key before the T stands at its index.
@@ -35,7 +37,7 @@ def distances(kin: Tensor | None, queries: int, begin: int, end: int, length: in
     nth = place - (length - queries)
     if kin is not None:
         place = torch.where(nth < 0, place, length - queries + depth[nth.clamp(0, queries - 1)])
-    return length - queries + depth[:, None] - place
+    return length - queries + depth, place
 
 
 def sees_keys(kin: Tensor, begin: int, end: int, length: int) -> Tensor:

@@ -3,9 +3,9 @@
     from warploom.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Semantics are flash-attn's (>= 2.1): (batch, seqlen, heads, head_dim), causal aligned bottom right, windows inclusive with
--1 for unlimited, a softmax_scale of None meaning 1/√head_dim. Differences, all in words or documented: ALiBi beside a
-cache and cache_leftpad raise, float32 inputs work, page sizes are any power of two, and the lse of a query that sees no
-key is -inf (flash-attn gives +inf).
+-1 for unlimited, a softmax_scale of None meaning 1/√head_dim. Differences, all in words or documented: cache_leftpad
+raises, float32 inputs work, page sizes are any power of two, and the lse of a query that sees no key is -inf (flash-attn
+gives +inf).
 """
 
 from __future__ import annotations
@@ -246,13 +246,12 @@ def flash_attn_with_kvcache(
             positions if causal or windowed, else all at cache_seqlens.
         cache_seqlens: int or int32 (batch,), keys held before k; default: the whole cache.
         cache_batch_idx: int32 (batch,), the row of the cache each sequence uses.
+        alibi_slopes: (heads_q,) or (batch, heads_q), as in flash_attn_func with seqlen_k the keys of the sequence.
         num_splits: ignored: splits are fixed, so that results never depend on the batch.
 
     Returns:
         out as q, or (out, softmax_lse float32 (batch, heads_q, seqlen_q)) with ``return_softmax_lse``.
     """
-    if alibi_slopes is not None:
-        raise ValueError("alibi_slopes is not supported beside a cache yet; flash_attn_func and flash_attn_varlen_func take it")
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad is not supported: start each sequence at the first key of its row or page")
     if block_table is not None and cache_batch_idx is not None:
@@ -270,8 +269,9 @@ def flash_attn_with_kvcache(
     return_softmax_lse = arguments.flag("return_softmax_lse", return_softmax_lse)
     rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
     arguments.integer("num_splits", num_splits)
-    common = _common(softmax_scale, causal, window_size, softcap)
+    common = _common(softmax_scale, causal, window_size, softcap) | {"bias": _alibi(alibi_slopes)}
     lengths, block_table = _cache_arguments(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table)
+    _check_alibi(alibi_slopes, q)
     queries = q.shape[1]
     local = causal or common["window"] is not None
     if k is not None and v is not None:
@@ -403,6 +403,16 @@ def _alibi(slopes: Tensor | None) -> ALiBi | None:
             f"alibi_slopes must be a floating point tensor (heads,) or (batch, heads), got {arguments.describe(slopes)}"
         )
     return ALiBi(slopes)
+
+
+def _check_alibi(slopes: Tensor | None, q: Tensor) -> None:
+    """The shape and device of slopes beside a cache, to which nothing is to be written where they are wrong."""
+    batch, _, heads, _ = q.shape
+    if slopes is not None and (tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.device != q.device):
+        raise ValueError(
+            f"alibi_slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}) on {q.device}, "
+            f"got {arguments.describe(slopes)} on {slopes.device}"
+        )
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, advance: bool) -> Tensor:

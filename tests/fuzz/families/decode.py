@@ -15,7 +15,7 @@ from tests.fuzz.families.decode_draw import DecodeProblem, DecodeVariant, draw_p
 from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.attention import farthest
 from tests.fuzz.oracle.decode import MUTANTS as ORACLES
-from tests.fuzz.oracle.decode import Attended, Decode
+from tests.fuzz.oracle.decode import Attended, Bias, Decode
 from tests.fuzz.problem import DTYPES, OPINIONS, Expected
 from tests.fuzz.views import Placed, View, place
 
@@ -29,6 +29,7 @@ _GARBAGE = (-1, -7, 2**31 - 1, -(2**31), 10**6)
 EXCLUSIVE: list[tuple[set[str], str]] = [
     ({"fp8", "bits"}, "scales lie apart from the rows that the other form is made of"),
     ({"fp8_rotated", "bits"}, "scales lie apart from the rows that the other form is made of"),
+    ({"bias_hides", "a_visible_NaN"}, "what is hidden from all queries is drawn, not looked for"),
     *(({"fp8_rotated", other}, "keys rotated in another order round to other bits") for other in ("append", "slot_mapping")),
 ]
 
@@ -74,6 +75,8 @@ def features(p: DecodeProblem) -> frozenset[str]:
         "bits": bool(p.bits),
         "tree": bool(p.tree),
         "tree_and_window": bool(p.tree) and p.windowed,
+        "bias": bool(p.bias),
+        "bias_hides": p.bias_hides,
         "fp8": bool(p.fp8),
         "fp8_rotated": p.rotation is not None,
         "q_a_view": p.q_view.kind != "contiguous",
@@ -97,8 +100,8 @@ def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
     table, pool = _table(p, totals, generator)
     if slots is not None:
         slots = _slots_of(p, slots, table)
-    tree = _tree(p, generator)
-    seen = _seen(p, totals, table, pool, tree)
+    tree, bias = _tree(p, generator), _bias(p)
+    seen = _seen(p, totals, table, pool, tree, bias)
     held = seen & ~_appended_slots(p, slots, table, pool)
     rows = pool, p.page_size or p.capacity, p.heads_kv
     blind = [[t < p.queries - n for t in range(p.queries)] for n in totals]
@@ -132,6 +135,7 @@ def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
         wide = torch.full((len(tree), p.queries + p.seed % 3), 2**30, dtype=torch.int32)
         wide[:, : p.queries] = tree
         found["tree"] = wide.to(device)[:, : p.queries]
+    found["bias"] = None if bias is None else _strided(bias.leaf.to(DTYPES[p.bias_dtype]).to(device), p.bias_step)
     found["scales"] = None
     if scales is not None:
         if p.fp8 == "token":
@@ -140,7 +144,7 @@ def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
         found["scales"] = tuple(t.to(device) for t in scales)
     found["slots"] = None if slots is None else slots.to(device, torch.int32 if p.slots == "int32" else torch.int64)
     _put_visible_nan(p, found, totals)
-    others = [found[name] for name in ("lengths", "table", "sink", "slots", "tree") if found[name] is not None]
+    others = [found[name] for name in ("lengths", "table", "sink", "slots", "tree", "bias") if found[name] is not None]
     others += found["scales"] or ()
     found["buffers"] = [each.buffer for each in placed.values()] + others
     found["caches"] = (k, v)
@@ -203,6 +207,46 @@ def _tree(p: DecodeProblem, generator: torch.Generator) -> Tensor | None:
     return parents.to(torch.int32)
 
 
+def _bias(p: DecodeProblem) -> Bias | None:
+    """Its numbers in fp64, as its dtype has them. Slopes are such that no far key has all of a row."""
+    if not p.bias:
+        return None
+    generator = torch.Generator().manual_seed(p.seed + 1)
+    batch = len(p.lengths) if p.bias_each else 1
+    heads = p.heads_kv * p.group if p.bias_heads else 1
+    capacity = p.capacity or p.page_size * p.width
+    shape = {
+        "alibi": (batch, heads),
+        "relative": (heads, 2 * p.bias_reach + 1),
+        "one_side": (heads, p.bias_reach + 1),
+        "key": (batch, heads, capacity + p.bias_reach),
+    }[p.bias]
+    leaf = torch.randn(shape, generator=generator)
+    if p.bias == "alibi":
+        leaf = 0.1 * leaf.abs()
+    if p.bias_hides:
+        leaf = leaf.masked_fill(torch.rand(shape, generator=generator) < 0.3, float("-inf"))
+    return Bias(p.bias, leaf.to(DTYPES[p.bias_dtype]).double())
+
+
+def _strided(t: Tensor, step: int) -> Tensor:
+    """The same with NaN between its numbers."""
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] * step), float("nan"))
+    wide[..., ::step] = t
+    return wide[..., ::step]
+
+
+def _built(p: DecodeProblem, leaf: Tensor | None) -> Any:
+    """The bias as a user makes it."""
+    from warploom.bias import ALiBi, Key, Relative
+
+    if leaf is None:
+        return None
+    if p.bias == "alibi":
+        return ALiBi(leaf if p.bias_each else leaf[0])
+    return Key(leaf) if p.bias == "key" else Relative(leaf, bidirectional=p.bias == "relative")
+
+
 def _numbers(p: DecodeProblem, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Keys and values of a cache; of FP8 its numbers in fp32, and their scales."""
     if not p.fp8:
@@ -242,13 +286,21 @@ def _place(p: DecodeProblem, table: Tensor | None, b: int, position: Tensor) -> 
     return table[b].long()[position // p.page_size], position % p.page_size
 
 
-def _seen(p: DecodeProblem, totals: list[int], table: Tensor | None, pool: int, tree: Tensor | None) -> Tensor:
+def _seen(
+    p: DecodeProblem, totals: list[int], table: Tensor | None, pool: int, tree: Tensor | None, bias: Bias | None
+) -> Tensor:
     """Slots of the cache, (pool, rows), that some query of some sequence sees."""
     seen = torch.zeros(pool, p.page_size or p.capacity, dtype=torch.bool)
     shown = None
-    if tree is not None:
-        lengths, window = torch.tensor(totals, dtype=torch.int64), _keywords(p)["window"]
-        shown = Decode().visible(lengths, p.queries, max(totals, default=0), window, Decode().kin(tree)).any(1)
+    if tree is not None or bias is not None:
+        exact, lengths, longest = Decode(), torch.tensor(totals, dtype=torch.int64), max(totals, default=0)
+        kin = None if tree is None else exact.kin(tree)
+        each = exact.visible(lengths, p.queries, longest, _keywords(p)["window"], kin)
+        if bias is not None:
+            places = exact.places(lengths, p.queries, longest, kin)
+            added = exact.added(bias, *places, p.heads_kv * p.group, torch.float64)
+            each = (each[:, None] & (added != float("-inf"))).any(1)
+        shown = each.any(1)
     for b, total in enumerate(totals):
         keys = torch.tensor(list(_range(p, total)), dtype=torch.int64) if shown is None else shown[b].nonzero()[:, 0]
         seen[_place(p, table, b, keys)] = True
@@ -327,12 +379,14 @@ def run(p: DecodeProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
         if scales is not None:
             found |= {"k_scale": _bytes(scales[0]), "v_scale": _bytes(scales[1])}
     options = {"sink": given["sink"], "backend": backend, "tree": given["tree"], **_keywords(p)}
+    options["bias"] = _built(p, given["bias"])
     found["out"], found["lse"] = decode(given["q"], cache, return_lse=True, **options)
     if p.seed % 4 == 0:
         # Without lse, and by the short way of a second call.
         again = decode(given["q"], cache, **options)
         found["again"] = _differs(again, found["out"])
     if p.bits:
+        options["bias"] = given["bias"]
         found["bits"] = _bits(p, given["q"], k, v, lengths, given["table"], options, found)
     return found
 
@@ -390,6 +444,12 @@ def _bits(
         each[place_of] = length
         cache = _cache(*rooms, each, None)
         queries = q[b : b + 1].expand(1 + others, -1, -1, -1).contiguous()
+    leaf = options["bias"]
+    if leaf is not None:
+        leaf = leaf[b : b + 1] if p.bias_each else leaf
+        if p.bias == "key":
+            leaf = torch.nn.functional.pad(leaf, (0, max(cache.capacity - leaf.shape[2], 0)), value=float("nan"))
+        options = {**options, "bias": _built(p, leaf)}
     out, lse = decode(queries, cache, return_lse=True, **options)
     different = _differs(out[place_of], found["out"][b]), _differs(lse[place_of], found["lse"][b])
     return torch.maximum(*different)
@@ -420,6 +480,7 @@ def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace, aga
             wanted |= {"k_scale": _bytes(scales[0]), "v_scale": _bytes(scales[1])}
         found |= {name: Expected(t, dtype=bits) for name, t in wanted.items()}
     options = {"sink": given["sink"], "tree": given["tree"], **_keywords(p)}
+    options["bias"] = None if given["bias"] is None else Bias(p.bias, given["bias"])
     rest = lengths, given["table"]
 
     def attended(one: Decode) -> Attended:

@@ -42,6 +42,8 @@ class DecodeVariant:
     bits: str = ""  # the other form of a sequence whose bits are compared: "alone", "pages", "crowd"
     tree: str = ""  # of drafts: "one" for all sequences, "each" its own
     fp8: str = ""  # a cache of it, with scales a "token", "head" or "tensor"
+    bias: str = ""  # "alibi", "distance" or "key"
+    bias_dtype: str = "float32"
 
 
 @spec
@@ -82,6 +84,13 @@ class DecodeProblem:
     shape: str = "any"  # of the tree: also "chain" or "star"
     fp8: str = ""
     rotation: int | None = None  # seed of the keys' rotation
+    bias: str = ""  # of oracle.decode.Bias
+    bias_dtype: str = "float32"
+    bias_each: bool = False  # of slopes and keys: each sequence has its own
+    bias_heads: bool = True  # of tables and keys: each head has its own
+    bias_hides: bool = False  # some of it is -inf
+    bias_reach: int = 0  # a table's largest distance; keys that Key has beyond the capacity
+    bias_step: int = 1  # elements from one number to the next
     q_view: View = PLAIN
     k_view: View = PLAIN
     v_view: View = PLAIN
@@ -137,6 +146,7 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         heads_q = heads_kv
     fp8 = d.pick(("", "token", "head", "tensor"), (12, 3, 1, 1))
     bits = d.pick(("", "alone", "pages", "crowd"), (6, 1, 1, 1))
+    bias = d.pick(("", "alibi", "distance", "key"), (9, 1, 1, 1))
     return DecodeVariant(
         dtype=dtype,
         queries=queries,
@@ -158,6 +168,8 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         bits=bits if tree != "each" and not fp8 else "",
         tree=tree,
         fp8=fp8,
+        bias=bias,
+        bias_dtype=d.pick(("float32", "float16", "bfloat16", "float64"), (4, 2, 2, 1)) if bias else "float32",
     )
 
 
@@ -212,7 +224,7 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         # Rotated in another order keys round to other numbers: appending them is no matter of bits.
         rotation=d.pick((None, 0, d.seed64()), (2, 1, 1)) if w.fp8 and appended is None else None,
     )
-    return _with_views(d, _with_window(d, p, w, capacity, most), w)
+    return _with_views(d, _with_bias(d, _with_window(d, p, w, capacity, most), w), w)
 
 
 def _pages(d: Draw, w: DecodeVariant, capacity: int) -> tuple[int, int]:
@@ -256,6 +268,22 @@ def _with_window(d: Draw, p: DecodeProblem, w: DecodeVariant, capacity: int, mos
         if left == right == -1:
             left = 0  # (-1, -1) is refused
     return replace(p, windowed=True, left=left, right=right)
+
+
+def _with_bias(d: Draw, p: DecodeProblem, w: DecodeVariant) -> DecodeProblem:
+    if not w.bias:
+        return p
+    hides = w.bias != "alibi" and not p.visible_nan and d.chance(0.4)
+    return replace(
+        p,
+        bias=d.pick(("relative", "one_side")) if w.bias == "distance" else w.bias,
+        bias_dtype=w.bias_dtype,
+        bias_each=w.bias != "distance" and d.chance(0.5),
+        bias_heads=w.bias == "alibi" or d.chance(0.6),
+        bias_hides=hides,
+        bias_reach=d.pick((0, d.integer(1, 8), d.integer(5, 100))),
+        bias_step=d.pick((1, 2, 3), (3, 1, 1)),
+    )
 
 
 def _with_views(d: Draw, p: DecodeProblem, w: DecodeVariant) -> DecodeProblem:

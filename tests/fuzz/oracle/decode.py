@@ -3,7 +3,7 @@
 Query t of T sits at position p = length - T + t and sees keys j with -right <= p - j <= left and 0 <= j < length, right never
 positive. Under a tree of drafts the last T keys are the queries' own: each is seen by its token and those after it on a path,
 and stands where its token does, at length - T + depth. A cache of FP8 holds e4m3 numbers times fp32 scales, of keys that may be
-rotated. A mutant is a subclass with one method changed.
+rotated. A bias is added behind the softcap by where query and key stand. A mutant is a subclass with one method changed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ class Attended(NamedTuple):
     lse: Tensor  # (batch, heads_q, T)
 
 
+class Bias(NamedTuple):
+    """What a bias is made of, by kind.
+
+    "alibi": slopes (batch|1, heads_q); "relative": entries of distances from -reach to reach, (heads_q|1, 2 reach + 1);
+    "one_side": of those from 0 to reach, (heads_q|1, reach + 1); "key": (batch|1, heads_q|1, keys).
+    """
+
+    kind: str
+    leaf: Tensor
+
+
 class Decode:
     """The oracle; shapes as the package's: q (batch, T, heads_q, head_dim), caches (batch, capacity, heads_kv, ·) or pages."""
 
@@ -40,6 +51,7 @@ class Decode:
         window: tuple[int | None, int | None] | None = None,
         sink: Tensor | None = None,
         tree: Tensor | None = None,
+        bias: Bias | None = None,
         low: bool = False,
         turn: int = 0,
     ) -> Attended:
@@ -53,8 +65,14 @@ class Decode:
         _, queries, heads, dim = q.shape
         keys, values = self.rows(k, v, lengths, table)
         count, heads_kv = keys.shape[1:3]
-        seen = self.visible(lengths, queries, count, window, None if tree is None else self.kin(tree))
-        shown = seen.any(1)[:, :, None, None]
+        kin = None if tree is None else self.kin(tree)
+        seen = self.visible(lengths, queries, count, window, kin)
+        shown, added = seen.any(1), None
+        if bias is not None:
+            added = self.added(bias, *self.places(lengths, queries, count, kin), heads, wide)
+            shown = (seen[:, None] & (added != float("-inf"))).any(2).any(1)
+            added = added.unflatten(1, (heads_kv, heads // max(heads_kv, 1)))
+        shown = shown[:, :, None, None]
         keys = keys.to(wide).masked_fill(~shown, 0.0)
         values = values.to(wide).masked_fill(~shown, 0.0)
         # A query that sees nothing may hold anything too.
@@ -65,6 +83,8 @@ class Decode:
         scores = product(rows.permute(0, 2, 3, 1, 4), keys.permute(0, 2, 3, 1)[:, :, None], rounded) * self.scale(scale, dim)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if added is not None:
+            scores = self.biased(scores, added)
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         sinks = None if sink is None else self.sinks(sink.to(wide), scale, dim).view(1, heads_kv, -1, 1, 1)
         top = scores.amax(-1, keepdim=True) if count else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
@@ -110,21 +130,44 @@ class Decode:
         left, right = (None, None) if window is None else window
         j = torch.arange(keys, device=lengths.device)
         seen = j < lengths[:, None, None]
-        if kin is None:
-            position = self.position(lengths.long()[:, None], queries, torch.arange(queries, device=lengths.device))
-            distance = position[:, :, None] - j
-        else:
-            kin = kin.expand(len(lengths), -1, -1)
-            before = lengths.long() - queries
-            own = j - before[:, None]  # which of the drafts a key is, negative of the text
-            index = own.clamp(0, queries - 1)
-            depth = self.depth(kin)
-            place = torch.where(own < 0, j, before[:, None] + depth.gather(1, index))
-            distance = (before[:, None] + depth)[:, :, None] - place[:, None]
-            related = kin.gather(2, index[:, None].expand(-1, queries, -1))
+        tokens, place = self.places(lengths, queries, keys, kin)
+        distance = tokens[:, :, None] - place[:, None]
+        if kin is not None:
+            own = j - (lengths.long() - queries)[:, None]
+            related = kin.expand(len(lengths), -1, -1).gather(
+                2, own.clamp(0, queries - 1)[:, None].expand(-1, queries, -1)
+            )
             seen = seen & ((own < 0)[:, None] | related)
         seen = seen & (distance >= (0 if right is None else max(0, -right)))
         return seen if left is None else seen & (distance <= left)
+
+    def places(self, lengths: Tensor, queries: int, keys: int, kin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where queries (batch, T) and keys (batch, keys) stand."""
+        j = torch.arange(keys, device=lengths.device).expand(len(lengths), -1)
+        if kin is None:
+            return self.position(lengths.long()[:, None], queries, torch.arange(queries, device=lengths.device)), j
+        before = (lengths.long() - queries)[:, None]
+        depth = self.depth(kin.expand(len(lengths), -1, -1))
+        own = j - before  # which of the drafts a key is, negative of the text
+        return before + depth, torch.where(own < 0, j, before + depth.gather(1, own.clamp(0, queries - 1)))
+
+    def added(self, bias: Bias, tokens: Tensor, places: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+        """A bias as (batch, heads_q, T, keys)."""
+        kind, leaf = bias.kind, bias.leaf.to(wide)
+        distance = tokens[:, :, None] - places[:, None]
+        shape = len(tokens), heads, *distance.shape[1:]
+        if kind == "alibi":
+            return (-leaf[:, :, None, None] * distance.abs()[:, None]).expand(shape)
+        if kind == "key":
+            leaf, at = leaf.expand(len(tokens), heads, -1), places.clamp(min=0)[:, None].expand(-1, heads, -1)
+            return leaf.gather(2, at)[:, :, None].expand(shape)
+        reach = leaf.shape[1] // 2 if kind == "relative" else leaf.shape[1] - 1
+        at = distance.clamp(-reach, reach) + reach if kind == "relative" else distance.clamp(0, reach)
+        return leaf[:, at].transpose(0, 1).expand(shape)
+
+    def biased(self, scores: Tensor, added: Tensor) -> Tensor:
+        """Scores with what is added, both (batch, heads_kv, group, T, keys)."""
+        return scores + added
 
     def kin(self, tree: Tensor) -> Tensor:
         """(trees, T, T) True where the column's token is the row's own or an ancestor, of parents (trees, T)."""
@@ -323,6 +366,29 @@ class WindowsOfPlacesInTheDraft(Decode):
         return torch.arange(kin.shape[-1], device=kin.device).expand(len(kin), -1)
 
 
+class BiasIgnored(Decode):
+    """Nothing is added, though what -inf hides stays hidden."""
+
+    def biased(self, scores: Tensor, added: Tensor) -> Tensor:
+        return scores.masked_fill(added == float("-inf"), float("-inf"))
+
+
+class BiasOfTheKeyBefore(Decode):
+    """Every key has the bias of the one before it."""
+
+    def added(self, bias: Bias, tokens: Tensor, places: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+        return super().added(bias, tokens, places - 1, heads, wide)
+
+
+class BiasOfPlacesInTheDraft(Decode):
+    """Under a tree biases count from a token's number, not from its depth, but windows do not."""
+
+    def added(self, bias: Bias, tokens: Tensor, places: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+        last = tokens[:, :1] + torch.arange(tokens.shape[1], device=tokens.device)
+        keys = torch.arange(places.shape[1], device=places.device).expand_as(places)
+        return super().added(bias, last, keys, heads, wide)
+
+
 class SignsFromTheSecond(Decode):
     """SplitMix64's first output is left out."""
 
@@ -349,6 +415,9 @@ MUTANTS: tuple[type[Decode], ...] = (
     TreeIgnored,
     GrandparentsHidden,
     WindowsOfPlacesInTheDraft,
+    BiasIgnored,
+    BiasOfTheKeyBefore,
+    BiasOfPlacesInTheDraft,
     SignsFromTheSecond,
     ScalesForgotten,
 )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from warploom.decode.triton.bias import bias_of_rows, biased, places_of_keys
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp, dot
 from warploom.kernels.triton.softmax import add_sink, by_row, divisor, finite, log_sum
 
@@ -97,11 +98,11 @@ def _shown(bits, cols, first_token):
 # tells the compiler how far they align.
 @triton.jit(
     do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "stride_qb", "stride_qt",
-        "stride_qh", "stride_kb", "stride_kn", "stride_kh",
+        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "bias_ptr", "stride_qb",
+        "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
         "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
         "pages", "page_shift", "page_mask", "left", "right", "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb",
-        "stride_vsn", "stride_vsh",
+        "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k", "bias_entries", "bias_origin",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -114,6 +115,7 @@ def split_kernel(
     tree_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    bias_ptr,
     out_ptr,
     lse_ptr,
     stride_qb: tl.int64,
@@ -144,6 +146,11 @@ def split_kernel(
     stride_vsb: tl.int64,
     stride_vsn: tl.int64,
     stride_vsh: tl.int64,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_k,
+    bias_entries,
+    bias_origin,
     T: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -162,8 +169,9 @@ def split_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     TREE: tl.constexpr,
-    TREE_WINDOW: tl.constexpr,
+    TREE_DEPTHS: tl.constexpr,
     FP8: tl.constexpr,
+    BIAS: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -207,9 +215,11 @@ def split_kernel(
     position = length - T + t
     if TREE:
         bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
-    if TREE_WINDOW:
+    if TREE_DEPTHS:
         # Depths are from 0 to t: no key outside `_key_range` is seen.
         position = length - T + tl.load(tree_ptr + batch * stride_tree + T + t, mask=row_live, other=0).to(tl.int32)
+    if BIAS != "":
+        bias_rows = bias_of_rows(bias_ptr, stride_bias_b, stride_bias_h, batch, head_q, row_live, BIAS)
 
     k_ptr += head.to(tl.int64) * stride_kh * UNIT
     v_ptr += head.to(tl.int64) * stride_vh * UNIT
@@ -294,7 +304,7 @@ def split_kernel(
             else:
                 s = s * (scale * LOG2E)
             seen = live[None, :] & row_live[:, None]
-            if TREE_WINDOW:
+            if TREE_DEPTHS:
                 # Of the tree's own keys the bits know which ones the window shows.
                 band = cols[None, :] <= position[:, None] + right
                 if HAS_LEFT:
@@ -309,7 +319,11 @@ def split_kernel(
                 own = length - T
                 if tile + N > own:
                     seen = seen & _shown(bits, cols, own)
-            if TREE_WINDOW:
+            if BIAS != "":
+                depths = tree_ptr + (batch * stride_tree + T) if TREE_DEPTHS else None
+                place = places_of_keys(cols, depths, length, T, TREE_DEPTHS)
+                s, seen = biased(s, seen, bias_rows, position, place, stride_bias_k, bias_entries, bias_origin, BIAS)
+            if TREE_DEPTHS:
                 # Keys that a window hides from every path may hold anything: a weight of 0 times NaN is NaN.
                 live = tl.max(seen.to(tl.int32), 0) > 0
             s = tl.where(seen, s, float("-inf"))
@@ -326,6 +340,9 @@ def split_kernel(
             )
             if FP8:
                 v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
+            if BIAS == "distance" or BIAS == "key":
+                # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
+                v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
             acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
             top = new_top
             if tile + N >= tl.minimum(edge, end):

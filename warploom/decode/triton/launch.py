@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
-from warploom.decode.triton.plan import UNIT, Plan, Shape, plan
+from warploom.decode.triton.plan import UNIT, BiasVariant, Plan, Shape, plan
 from warploom.decode.triton.tree import ancestors
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import RawLaunch
@@ -40,6 +40,11 @@ class SplitNumbers(NamedTuple):
     stride_vsb: int
     stride_vsn: int
     stride_vsh: int
+    stride_bias_b: int | None
+    stride_bias_h: int | None
+    stride_bias_k: int | None
+    bias_entries: int | None
+    bias_origin: int | None
 
 
 class MergeNumbers(NamedTuple):
@@ -68,8 +73,8 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         bits = None
         if args.tree is not None:
             left = _FAR if args.left is None else numbers.left
-            bits = ancestors(args.tree, (left, numbers.right) if args.windowed else None)
-        read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale)
+            bits = ancestors(args.tree, (left, numbers.right) if args.measures_paths else None)
+        read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale, args.bias)
         p.split(p.grid, *read, part_out, part_lse, *strides, *numbers)
         if p.merge is not None:
             p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *_merge_numbers(p, heads_q, numbers))
@@ -77,7 +82,7 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
 
 
 class Ready:
-    """A decode call without a tree or FP8 whose cache, shapes and options are known: what is left of the host's work."""
+    """A decode call without a tree, FP8 or bias whose cache, shapes and options are known: what is left of the host's work."""
 
     def __init__(
         self,
@@ -126,6 +131,7 @@ class Ready:
             None,
             None,
             None,
+            None,
         )
         if self._merge is None:
             self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
@@ -150,7 +156,7 @@ def ready(args: DecodeArgs) -> Ready | None:
 
 def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     """The plan, and the strides and numbers that the split kernel takes after its pointers."""
-    q, k, v, _, table, sink, tree, k_scale, v_scale, left, right, scale, softcap, _ = args
+    q, k, v, _, table, sink, tree, k_scale, v_scale, left, right, scale, softcap, *_ = args
     batch, queries, heads_q, head_dim = q.shape
     pages, page_size, heads_kv, head_dim_v = v.shape
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -162,6 +168,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         strides = tuple([stride // UNIT for stride in strides])
     table_width, table_stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     capacity = args.capacity
+    bias, bias_numbers = _bias(args)
     p = plan(
         Shape(
             batch=batch,
@@ -176,8 +183,9 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             dtype=q.dtype,
             sink=None if sink is None else sink.dtype,
             tree=tree is not None,
-            tree_window=tree is not None and args.windowed,
+            tree_depths=args.measures_paths,
             fp8=k_scale is not None,
+            bias=bias,
             left=left,
             softcap=softcap != 0.0,
             aligned=aligned,
@@ -188,7 +196,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     (ksb, ksn, ksh), (vsb, vsn, vsh) = _scale_strides(k_scale), _scale_strides(v_scale)
     numbers = SplitNumbers(
         stride_table=table_stride,
-        stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.windowed else 1),
+        stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.measures_paths else 1),
         programs=p.programs,
         grouped=p.grouped,
         max_units=p.max_units,
@@ -206,8 +214,27 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         stride_vsb=vsb,
         stride_vsn=vsn,
         stride_vsh=vsh,
+        stride_bias_b=bias_numbers[0],
+        stride_bias_h=bias_numbers[1],
+        stride_bias_k=bias_numbers[2],
+        bias_entries=bias_numbers[3],
+        bias_origin=bias_numbers[4],
     )
     return p, strides, numbers
+
+
+def _bias(args: DecodeArgs) -> tuple[BiasVariant | None, tuple[int | None, ...]]:
+    """What the split kernel takes of a bias: strides of batch, heads and keys, 0 of what is shared; entries and origin."""
+    bias, kind = args.bias, args.bias_kind
+    if bias is None:
+        return None, (None,) * 5
+    if kind == "distance":
+        return BiasVariant(kind, bias.dtype, False), (0, bias.shape[1], None, bias.shape[1], args.bias_origin)
+    batch = bias.stride(0) if bias.shape[0] > 1 else 0
+    if kind == "alibi":
+        return BiasVariant(kind, bias.dtype, False), (batch, None, None, None, None)
+    strides = batch, bias.stride(1) if bias.shape[1] > 1 else 0, bias.stride(2)
+    return BiasVariant(kind, bias.dtype, max(strides) >= 2**31), (*strides, None, None)
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:

@@ -24,6 +24,14 @@ _AHEAD = 2
 UNIT = 8
 
 
+class BiasVariant(NamedTuple):
+    """What a binary depends on of a bias."""
+
+    kind: str
+    dtype: torch.dtype
+    wide: bool  # a stride takes 64 bits
+
+
 class Shape(NamedTuple):
     """Everything static about a call."""
 
@@ -39,8 +47,9 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     sink: torch.dtype | None
     tree: bool
-    tree_window: bool  # a window under a tree
+    tree_depths: bool  # a window or a bias under a tree
     fp8: bool
+    bias: BiasVariant | None
     left: int | None
     softcap: bool
     aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
@@ -92,7 +101,7 @@ def plan(shape: Shape) -> Plan:
         grouped=int(grouped),
         max_units=max_units,
         parts=rows * max_units,
-        split=Launch(split_kernel, split, direct=s.aligned),
+        split=Launch(split_kernel, split, direct=s.aligned and not (s.bias and s.bias.wide)),
         merge=None if final else Launch(merge_kernel, merge, direct=True),
     )
 
@@ -132,8 +141,9 @@ def _constants(
         "PAGES": pages.value,
         "SOFTCAP": s.softcap,
         "TREE": s.tree,
-        "TREE_WINDOW": s.tree_window,
+        "TREE_DEPTHS": s.tree_depths,
         "FP8": s.fp8,
+        "BIAS": "" if s.bias is None else s.bias.kind,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,
         "num_warps": c.warps,
