@@ -162,7 +162,8 @@ def attention(
 def attention_varlen(
     q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
-    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
@@ -174,7 +175,8 @@ def attention_varlen(
 def attention_varlen(
     q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
-    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
@@ -186,7 +188,8 @@ def attention_varlen(
 def attention_varlen(
     q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
-    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
