@@ -148,7 +148,7 @@ class Errors:
         self.count += want.numel()
 
     def row(self, **what: Any) -> dict[str, Any]:
-        """The root of the mean square, and the norm over that of the result; to four digits, which threads do not change."""
+        """The root of the mean square, and the norm over that of the result, to four digits."""
         numbers = {"rmse": math.sqrt(self.error / self.count), "relative": math.sqrt(self.error / self.size)}
         return {**what, **{name: float(f"{number:.4g}") for name, number in numbers.items()}}
 
