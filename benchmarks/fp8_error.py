@@ -188,14 +188,14 @@ def by_length() -> list[dict[str, Any]]:
 def pictures(found: dict[str, Any]) -> dict[str, str]:
     """The SVGs of docs/fp8.md by file name, from what the JSON holds."""
     ways = {way: way for way in (*WAYS, "bf16")}
-    relative = {(row["draw"], row["way"]): row["relative"] for row in found["distributions"]}
+    relative = {(row["draw"], row["way"]): 100 * row["relative"] for row in found["distributions"]}
     first = [(draw, {name: relative[draw, way] for way, name in ways.items()}) for draw in DRAWS]
-    sums = {(row["length"], row["sums"]): row["relative"] for row in found["lengths"]}
+    sums = {(row["length"], row["sums"]): 100 * row["relative"] for row in found["lengths"]}
     second = [
         (f"{length // 1024}k keys", {name: sums[length, name] for name in ("two levels", "one level")}) for length in LENGTHS
     ]
-    axis = "error over the result, logarithmic, further left is better"
-    titles = "FP8 attention emulated: rotation and block scales", "FP8 attention emulated: sums of P V"
+    axis = "error in % of the result, logarithmic, left is better"
+    titles = "FP8 attention, emulated: quantisation", "FP8 attention, emulated: sums of P V"
     return {
         "fp8-distributions.svg": svg.bars(svg.Chart(titles[0], axis, first, ours="both", logarithmic=True)),
         "fp8-lengths.svg": svg.bars(svg.Chart(titles[1], axis, second, ours="two levels", logarithmic=True)),
@@ -224,9 +224,8 @@ def main() -> None:
     options = parser.parse_args()
     found = {"head_dim": HEAD_DIM, "seqlen": SEQLEN, "distributions": by_distribution(), "lengths": by_length()}
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.out.resolve() == RESULTS:
-        for name, picture in pictures(found).items():
-            (IMAGES / name).write_text(picture, encoding="utf-8")
+    for name, picture in pictures(found).items():
+        (IMAGES / name).write_text(picture, encoding="utf-8")
     print("\n\n".join(tables(found)))
 
 

@@ -18,7 +18,7 @@ from warploom.runtime import arguments
 from warploom.runtime.op import differentiates_forward
 from warploom.runtime.qkv import autocast_inputs, check_starts, check_tensors
 
-__all__ = ["BLOCK", "Fp8Tensor", "quantize"]
+__all__ = ["Fp8Tensor", "quantize"]
 
 BLOCK = 128  # rows that share a scale: a multiple of what tiles have, or a tile is one of it
 Granularity = Literal["block", "head", "tensor"]
