@@ -45,7 +45,7 @@ class Fp8Tensor:
     dtype: torch.dtype = torch.bfloat16
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers that these stand for, of ``data``'s shape: exact to fp32's last bit in float32. A rotation stays."""
+        """The numbers that these stand for, of ``data``'s shape, in fp32 and rounded to ``dtype``. A rotation stays."""
         scale = self.scale
         if scale.ndim > 1:
             rows = _Rows.of(self.data, self.cu_seqlens)
@@ -114,7 +114,7 @@ def quantize(
         q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim); float16, bfloat16, float32 or float64.
         k, v: (batch, seqlen_k, heads_kv, ·), or packed (total_k, heads_kv, ·).
         hadamard: rotate q and k along head_dim, by random signs and a Hadamard matrix (FlashAttention-3's incoherent
-            processing, arXiv 2407.08608): their products stay, and a large number is spread over all others before it is rounded.
+            processing, arXiv 2407.08608): their products stay, and a large number spreads over all others before it is rounded.
         seed: of the signs.
         granularity: what shares a scale: "block", 128 rows of one sequence and head, counted from its first; "head", all rows
             of a head, of every sequence; "tensor", everything.

@@ -75,6 +75,15 @@ def test_the_format_is_that_of_caches() -> None:
     assert same(cache.k, k.data) and same(cache.v, v.data)
 
 
+def test_strides_are_read() -> None:
+    given = inputs(secrets.randbelow(2**31))
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given]
+    for a, b in zip(quantize(*strided), quantize(*given), strict=True):
+        assert same(a.data, b.data) and same(a.scale, b.scale)
+    every_other = given[2].repeat_interleave(2, -1)[..., ::2]
+    assert same(quantize(*given[:2], every_other)[2].data, quantize(*given)[2].data)
+
+
 def test_a_seed_is_a_rotation() -> None:
     given = inputs(secrets.randbelow(2**31))
     first, again, other = (quantize(*given, seed=seed) for seed in (1, 1, 2))
@@ -285,7 +294,7 @@ def test_plans_say_what_happens() -> None:
         ({"cu_seqlens_k": ints(0, 5)}, ValueError, "cu_seqlens_k goes with packed tensors and cu_seqlens_q"),
         ({"seqused_k": ints(6)}, ValueError, r"seqused_k\[0\] is 6, but sequence 0 has 5 rows"),
         ({"seqused_q": ints(1, 2)}, ValueError, "seqused_q has 2 entries but q has 1 sequences"),
-        ({"q": torch.zeros(1, 5, 2, 16, requires_grad=True)}, ValueError, "q requires grad, and attention in FP8 has no backward"),
+        ({"q": torch.zeros(1, 5, 2, 16, requires_grad=True)}, ValueError, "q requires grad, and attention in FP8 has no"),
     ],
 )
 def test_quantize_refuses(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -318,7 +327,7 @@ ONE = torch.ones(1)
         ({"descale": (ONE, ONE, 1.0)}, TypeError, "descale of v must be a float32 tensor, got float 1.0"),
         ({"descale": (ONE, torch.ones(3), ONE)}, ValueError, r"descale of k must have .* \(1, 1, 2\), got \(3,\)"),
         ({"descale": (ONE,) * 3, "k": RAW.float()}, TypeError, "descale goes with .*, and k has dtype torch.float32"),
-        ({"descale": (ONE,) * 3, "out_dtype": torch.int8}, TypeError, "out_dtype must be torch.float16, .* got dtype torch.int8"),
+        ({"descale": (ONE,) * 3, "out_dtype": torch.int8}, TypeError, "out_dtype must be torch.float16, .* got dtype"),
         ({"descale": (ONE, ONE.clone().requires_grad_(), ONE)}, ValueError, "the scale of k requires grad, and attention in"),
         ({"descale": (ONE,) * 3, "sink": torch.zeros(2, requires_grad=True)}, ValueError, "sink requires grad"),
         ({"descale": (ONE,) * 3, "bias": warploom.bias.ALiBi(torch.ones(2, requires_grad=True))}, ValueError, "bias requires"),
@@ -333,15 +342,15 @@ def test_calls_refused(changes: dict[str, Any], error: type[Exception], words: s
 def test_calls_of_objects_refused() -> None:
     x = drawn(1, 1, 5, 2, 16)
     q, k, v = quantize(x, x, x)
-    with pytest.raises(TypeError, match="k must be an Fp8Tensor as the others, got a torch.float32 tensor"):
+    with pytest.raises(TypeError, match=r"k must be an Fp8Tensor as the others, got a torch\.float32 tensor"):
         attention(q, x, v)
-    with pytest.raises(TypeError, match="descale goes with plain .* and q is an Fp8Tensor, which has its scales"):
+    with pytest.raises(TypeError, match=r"descale goes with plain .* and q is an Fp8Tensor, which has its scales"):
         attention(q, k, v, descale=(ONE, ONE, ONE))
     with pytest.raises(ValueError, match="q is rotated by seed 7 and k is not rotated, which changes their products"):
         attention(quantize(x, x, x, seed=7)[0], quantize(x, x, x, hadamard=False)[1], v)
     starts = ints(0, 3, 5)
     packed = quantize(x[0], x[0], x[0], cu_seqlens_q=starts)
-    with pytest.raises(ValueError, match=r"q must have 4 dimensions \(batch, seqlen, heads, head_dim\), got shape \(5, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"q must have 4 dimensions \(batch, seqlen, heads, .*, got shape \(5, 2, 16\)"):
         attention(*packed)
     with pytest.raises(ValueError, match="cu_seqlens_q differs from the one that q was quantised with"):
         attention_varlen(*packed, ints(0, 2, 5))
@@ -351,7 +360,7 @@ def test_calls_of_objects_refused() -> None:
 
 def test_transforms_refused() -> None:
     x = drawn(1, 3, 1, 5, 2, 16)
-    with pytest.raises(NotImplementedError, match="attention in FP8 under a torch.func transform is not supported"):
+    with pytest.raises(NotImplementedError, match=r"attention in FP8 under a torch\.func transform is not supported"):
         torch.func.vmap(lambda t: quantize(t, t, t)[0].dequantize())(x)
     with pytest.raises(NotImplementedError, match="FP8"):
         torch.func.jvp(lambda t: quantize(t, t, t)[0].dequantize(), (x[0],), (x[0],))

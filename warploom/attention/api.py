@@ -132,8 +132,7 @@ def attention(
     if found.launch is not None:
         out, lse = found.launch(q, k, v, sink, *found.others)
         return (out, lse) if return_lse else out
-    fp8 = _fp8(q, k, v, descale, out_dtype, backend, {"sink": sink, "bias": bias})
-    q, k, v = (q, k, v) if fp8 is None else fp8[:3]
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, {"sink": sink, "bias": bias})
     args = dense_args(
         q,
         k,
@@ -256,8 +255,8 @@ def attention_varlen(
         out, lse = found.launch(q, k, v, sink, *found.others)
         return (out, lse) if return_lse else out
     others = {"sink": sink, "bias": bias}
-    fp8 = _fp8(q, k, v, descale, out_dtype, backend, others, (cu_seqlens_q, cu_seqlens_k), block_table is not None)
-    q, k, v = (q, k, v) if fp8 is None else fp8[:3]
+    starts = (cu_seqlens_q, cu_seqlens_k)
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, block_table is not None)
     args = varlen_args(
         q,
         k,
@@ -369,22 +368,21 @@ def _planned(
     q: Any, k: Any, v: Any, packed: tuple[Any, ...], keywords: dict[str, Any], backend: str | None
 ) -> tuple[AttentionArgs, Plan]:
     """A call of attention() or attention_varlen(), as it would run."""
-    varlen = bool(packed) or "cu_seqlens_q" in keywords
     rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}
-    starts = (*packed, None, None)[:2] if packed else (rest.get("cu_seqlens_q"), None)
-    starts = (starts[0], rest.get("cu_seqlens_k", starts[1])) if varlen else None
-    fp8 = _fp8(
-        *(q, k, v, keywords.get("descale"), keywords.get("out_dtype"), backend),
-        {name: rest.get(name) for name in ("sink", "bias")},
-        *(starts, rest.get("block_table") is not None),
-    )
-    make: Any = varlen_args if varlen else dense_args
-    args = make(*((q, k, v) if fp8 is None else fp8[:3]), *packed, **rest)
+    starts = None
+    if packed or "cu_seqlens_q" in rest:
+        given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)) | rest
+        starts = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    others = {name: rest.get(name) for name in ("sink", "bias")}
+    descale, out_dtype = keywords.get("descale"), keywords.get("out_dtype")
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, rest.get("block_table") is not None)
+    make: Any = dense_args if starts is None else varlen_args
+    args = make(q, k, v, *packed, **rest)
     plan = plan_of(args, _problem(args), backend)
     return args, plan if fp8 is None else replace(plan, reason=f"{plan.reason}; {fp8.words}")
 
 
-def _fp8(
+def _of_fp8(
     q: Any,
     k: Any,
     v: Any,
@@ -394,14 +392,15 @@ def _fp8(
     others: dict[str, Any],
     cu_seqlens: tuple[Any, Any] | None = None,
     paged: bool = False,
-) -> Dequantized | None:
-    """The call's tensors if it is one of FP8, whose modules nobody else needs."""
+) -> tuple[Tensor, Tensor, Tensor, Dequantized | None]:
+    """q, k and v as implementations take them, and what was done if the call is one of FP8, whose modules nobody else needs."""
     plain = all([isinstance(t, Tensor) and t.dtype != torch.float8_e4m3fn for t in (q, k, v)])
     if plain and descale is None and out_dtype is None:
-        return None
+        return q, k, v, None
     from warploom.attention.fp8 import dequantized
 
-    return dequantized(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged)
+    found = dequantized(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged)
+    return found.q, found.k, found.v, found
 
 
 def _run(

@@ -66,9 +66,9 @@ def dequantized(
     for name, t in zip(NAMES, given, strict=True):
         tensors |= {name: t.data, f"the scale of {name}": t.scale}
     for name, value in others.items():
-        for t in value.tensors() if isinstance(value, Bias) else [value]:
-            if isinstance(t, Tensor) and t.requires_grad:
-                tensors[name] = t
+        for each in value.tensors() if isinstance(value, Bias) else [value]:
+            if isinstance(each, Tensor) and each.requires_grad:
+                tensors[name] = each
     refuse_gradients(**tensors)
 
     out = given[0].dtype if out_dtype is None else out_dtype
@@ -78,7 +78,7 @@ def dequantized(
 
 
 def computed_in(device: str, backend: Any, out: torch.dtype) -> torch.dtype:
-    """What FP8 inputs become: float32, which holds their numbers exactly, or what a GPU's tensor cores are fast in.
+    """What FP8 inputs become: float32, or what a GPU's tensor cores are fast in.
 
     Not float16 for a float16 result: a rotation may bring √head_dim times the largest number together.
     """
