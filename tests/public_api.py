@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import warploom
-from warploom import bias, distributed, masks, nn
+from warploom import bias, distributed, fp8, masks, nn
 from warploom.cli import make_parser
 from warploom.integrations import collators, flash_attn, transformers
 from warploom.linear import feature_maps
@@ -35,7 +35,7 @@ NAMES = {
 def text() -> str:
     """All of it, as the file holds it."""
     lines: list[str] = []
-    for module in (warploom, masks, bias, distributed, nn, feature_maps, transformers, collators, flash_attn):
+    for module in (warploom, masks, bias, fp8, distributed, nn, feature_maps, transformers, collators, flash_attn):
         lines += ["", module.__name__, *(f"  {line}" for line in module_lines(module))]
     q = torch.zeros(1, 1, 1, 16)
     lines += ["", "what warploom.explain() returns", *(f"  {line}" for line in class_lines(type(warploom.explain(q, q, q))))]

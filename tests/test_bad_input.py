@@ -113,6 +113,14 @@ def packed() -> dict[str, Any]:
     return {**{name: t[0] for name, t in dense().items()}, **cu, "max_seqlen_q": 8, "max_seqlen_k": 9}
 
 
+def packed_lengths() -> dict[str, Any]:
+    return {name: value for name, value in packed().items() if not name.startswith("max")}
+
+
+def quantized() -> dict[str, Any]:
+    return {name: t.to(torch.float8_e4m3fn) for name, t in dense().items()}
+
+
 def paged() -> dict[str, Any]:
     pages = {"k": normal(4, 8, 2, 16), "v": normal(4, 8, 2, 16), "block_table": torch.arange(4, dtype=torch.int32).view(2, 2)}
     return {"q": normal(8, 4, 16), **pages, "cu_seqlens_q": ints(0, 3, 8), "seqused_k": ints(9, 12)}
@@ -305,6 +313,19 @@ ENTRIES: dict[str, Entry] = {
         lambda **given: GatedDeltaNet(16, 2)(**given),
         lambda: {"x": normal(2, 8, 16), "lengths": ints(8, 3)},
         {"x": "tensor", "lengths": "index", "state": "state", "return_state": "flag"},
+    ),
+    "quantize": (
+        warploom.fp8.quantize,
+        packed_lengths,
+        {
+            **{"q": "tensor", "k": "tensor", "v": "tensor", "hadamard": "flag", "seed": "int"},
+            **{"cu_seqlens_q": "index", "cu_seqlens_k": "index", "seqused_k": "index"},
+        },
+    ),
+    "attention of FP8": (
+        warploom.attention,
+        lambda: {**quantized(), "descale": tuple(torch.ones(1) for _ in range(3))},
+        RULES,
     ),
     "flash_attn_func": (flash_attn.flash_attn_func, flash, {"q": "tensor", "k": "tensor", "v": "tensor", **FLASH}),
     "flash_attn_kvpacked_func": (

@@ -24,6 +24,7 @@ from warploom.runtime import dispatch
 FLOORS = (
     ("warploom.runtime",),
     ("warploom.bias", "warploom.kernels", "warploom.masks", "warploom.smem"),
+    ("warploom.fp8",),
     ("warploom.attention", "warploom.decode", "warploom.delta", "warploom.linear"),
     ("warploom.distributed",),
     ("warploom", "warploom.nn"),
@@ -141,7 +142,7 @@ def implementation(name: str) -> str | None:
     family = ".".join(parts[:2])
     found = ".".join(parts[:3])
     ours = ("ampere", "cpu", "cpu_block", "hopper", "reference", "triton")
-    inside = family in FLOORS[2] and len(parts) > 2 and parts[2] in ours
+    inside = family in FLOORS[3] and len(parts) > 2 and parts[2] in ours
     return found.replace("cpu_block", "cpu") if inside else None
 
 

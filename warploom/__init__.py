@@ -14,6 +14,7 @@ __all__ = [
     "decode",
     "distributed",
     "explain",
+    "fp8",
     "gated_delta_rule",
     "gated_delta_step",
     "linear_attention",
@@ -37,15 +38,15 @@ else:  # `warploom --help` needs no torch
     defer()
 
 if TYPE_CHECKING:
-    from warploom import distributed
+    from warploom import distributed, fp8
 else:
 
     def __getattr__(name: str) -> Any:
-        """`distributed`, at its first use: sixteen modules that programs of one device never need."""
-        if name == "distributed":
+        """`distributed` and `fp8`, at their first use: modules that most programs never need."""
+        if name in ("distributed", "fp8"):
             from importlib import import_module
 
-            return import_module("warploom.distributed")
+            return import_module(f"warploom.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

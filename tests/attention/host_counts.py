@@ -15,6 +15,7 @@ from tools.frozen.pretend import Recorder, hopper
 from warploom import masks
 from warploom.attention import api
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
+from warploom.fp8 import quantize
 
 SEQLEN = 256
 PREPARING = ["document_kernel", "bounds_kernel"]
@@ -148,7 +149,20 @@ def check_packed(backend: str, preparing: list[str], forward: list[str]) -> None
                     assert launched(recorder, new) == preparing + forward
 
 
+def check_fp8() -> None:
+    """FP8 inputs run a kernel of bf16, whatever half precision the result has."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh:
+        fresh()
+        for dtype in (torch.bfloat16, torch.float16):
+            given = quantize(*(torch.randn(1, SEQLEN, heads, 64).to(dtype) for heads in (4, 2, 2)))
+            assert warploom.attention(*given, causal=True).dtype == dtype
+            assert recorder.launches[-1]["kernel"].startswith("attn_fwd_sm90_bfloat16_d64")
+            assert warploom.explain(*given).call.startswith("dense bfloat16 on cuda")
+
+
 if __name__ == "__main__":
+    check_fp8()
     check_packed("hopper", ["packed_bounds_kernel"], ["attn_fwd"])
     check_packed("triton", [], ["forward_kernel"])
     check("hopper", ["attn_fwd"], ["attn_bwd"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -24,38 +25,50 @@ from warploom.runtime.arguments import Window
 from warploom.runtime.backend import Backend
 from warploom.runtime.qkv import scalars
 
+if TYPE_CHECKING:
+    from warploom.attention.fp8 import Dequantized
+    from warploom.fp8 import Fp8Tensor
+
+Descale = tuple[Tensor, Tensor, Tensor]
+
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, *, mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ...,
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, *, mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ...,
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, *, mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ...,
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Fp8Tensor,
+    k: Tensor | Fp8Tensor,
+    v: Tensor | Fp8Tensor,
     *,
     mask: Mask | None = None,
     causal: bool = False,
@@ -69,6 +82,8 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
     bias: Tensor | Bias | None = None,
+    descale: Descale | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, softmax(scale · q kᵀ + bias, masked) v, differentiable in q, k, v, sink and bias.
 
@@ -96,6 +111,11 @@ def attention(
             seqlen_k), of any float dtype and strides, or ALiBi, Relative or Key of `warploom.bias`. -inf hides an element as a
             mask does; what it holds where a mask hides changes nothing. Differentiable, if it asks for a gradient: in its
             dtype, summed over dimensions that broadcast.
+        descale: float32 scales of q, k and v, which then are float8_e4m3fn tensors: (1,), (heads,) or those of blocks, as
+            `warploom.fp8.Fp8Tensor` has them. What `warploom.fp8.quantize()` returns has its own. FP8 is for inference: nothing
+            may require grad.
+        out_dtype: of out, with FP8 inputs: float16, bfloat16, float32 or float64; default: what q had before quantize(),
+            bfloat16 with descale.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, lse).
@@ -103,13 +123,16 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    key, launch, others, resolved, records = launcher.find(
-        q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
-        bias=bias,
-    )
-    if launch is not None:
-        out, lse = launch(q, k, v, sink, *others)
+    found = launcher.NOTHING
+    if descale is None and out_dtype is None:
+        found = launcher.find(
+            q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
+            bias=bias,
+        )
+    if found.launch is not None:
+        out, lse = found.launch(q, k, v, sink, *found.others)
         return (out, lse) if return_lse else out
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, {"sink": sink, "bias": bias})
     args = dense_args(
         q,
         k,
@@ -124,52 +147,59 @@ def attention(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         bias=bias,
-        resolved=resolved,
+        resolved=found.resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v), (args.q, args.k, args.v)):
-        key = None
-    out, lse = _run(args, backend, key, records)
+        found = launcher.NOTHING
+    out, lse = _run(args, backend, found.key, found.records)
+    out = out if fp8 is None else out.to(fp8.out_dtype)
     return (out, lse) if return_lse else out
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
+    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
+    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
+    seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ...,
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Fp8Tensor,
+    k: Tensor | Fp8Tensor,
+    v: Tensor | Fp8Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -189,6 +219,8 @@ def attention_varlen(
     return_lse: bool = False,
     backend: str | None = None,
     bias: Tensor | Bias | None = None,
+    descale: Descale | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over sequences packed without padding; masks apply within each sequence.
 
@@ -213,7 +245,7 @@ def attention_varlen(
     """
     found = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if block_table is None:
+    if block_table is None and descale is None and out_dtype is None:
         longest = (max_seqlen_q, max_seqlen_k)
         found = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
@@ -222,6 +254,9 @@ def attention_varlen(
     if found.launch is not None:
         out, lse = found.launch(q, k, v, sink, *found.others)
         return (out, lse) if return_lse else out
+    others = {"sink": sink, "bias": bias}
+    starts = (cu_seqlens_q, cu_seqlens_k)
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, block_table is not None)
     args = varlen_args(
         q,
         k,
@@ -248,6 +283,7 @@ def attention_varlen(
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         found = launcher.NOTHING
     out, lse = _run(args, backend, found.key, found.records)
+    out = out if fp8 is None else out.to(fp8.out_dtype)
     return (out, lse) if return_lse else out
 
 
@@ -310,9 +346,7 @@ def explain(
             return torch_plan(reason)
         q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal)
         keywords = {**keywords, **options}
-    make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
-    args = make(q, k, v, *packed, **keywords)
-    return plan_of(args, _problem(args), backend)
+    return _planned(q, k, v, packed, keywords, backend)[1]
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None = None, **keywords: Any) -> Plan:
@@ -325,11 +359,48 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None =
     Raises:
         RuntimeError: the code can be neither loaded nor built here; the message says why.
     """
-    make: Any = varlen_args if packed or "cu_seqlens_q" in keywords else dense_args
-    args = make(q, k, v, *packed, **keywords)
-    plan = plan_of(args, _problem(args), backend)
+    args, plan = _planned(q, k, v, packed, keywords, backend)
     dispatch.find(plan.implementation).warm(args)
     return plan
+
+
+def _planned(
+    q: Any, k: Any, v: Any, packed: tuple[Any, ...], keywords: dict[str, Any], backend: str | None
+) -> tuple[AttentionArgs, Plan]:
+    """A call of attention() or attention_varlen(), as it would run."""
+    rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}
+    starts = None
+    if packed or "cu_seqlens_q" in rest:
+        given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)) | rest
+        starts = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    others = {name: rest.get(name) for name in ("sink", "bias")}
+    descale, out_dtype = keywords.get("descale"), keywords.get("out_dtype")
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, rest.get("block_table") is not None)
+    make: Any = dense_args if starts is None else varlen_args
+    args = make(q, k, v, *packed, **rest)
+    plan = plan_of(args, _problem(args), backend)
+    return args, plan if fp8 is None else replace(plan, reason=f"{plan.reason}; {fp8.words}")
+
+
+def _of_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    descale: Any,
+    out_dtype: Any,
+    backend: str | None,
+    others: dict[str, Any],
+    cu_seqlens: tuple[Any, Any] | None = None,
+    paged: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Dequantized | None]:
+    """q, k and v as implementations take them, and what was done if the call is one of FP8, whose modules nobody else needs."""
+    plain = all([isinstance(t, Tensor) and t.dtype != torch.float8_e4m3fn for t in (q, k, v)])
+    if plain and descale is None and out_dtype is None:
+        return q, k, v, None
+    from warploom.attention.fp8 import dequantized
+
+    found = dequantized(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged)
+    return found.q, found.k, found.v, found
 
 
 def _run(

@@ -128,9 +128,9 @@ NOTHING = Found(None, None, (), None, False)
 
 
 def find(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     sink: Tensor | None,
     mask: Mask | None,
     causal: bool,

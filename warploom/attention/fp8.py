@@ -1,0 +1,161 @@
+"""FP8 inputs of a call: checked, and dequantised, since no kernel multiplies e4m3 numbers yet."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warploom.bias import Bias
+from warploom.fp8 import BLOCK, Fp8Tensor, refuse_gradients
+from warploom.kernels.e4m3 import E4M3
+from warploom.runtime import arguments
+
+NAMES = ("q", "k", "v")
+
+
+class Dequantized(NamedTuple):
+    """A call's tensors as implementations take them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_dtype: torch.dtype
+    words: str  # what happened, for explain()
+
+
+def dequantized(
+    q: Any,
+    k: Any,
+    v: Any,
+    descale: Any,
+    out_dtype: Any,
+    backend: Any,
+    others: dict[str, Any],
+    cu_seqlens: tuple[Any, Any] | None = None,
+    paged: bool = False,
+) -> Dequantized:
+    """The numbers that FP8 inputs stand for: those of a call whose tensors are FP8 or that has a keyword of FP8.
+
+    Args:
+        q, k, v: what quantize() returned, or float8_e4m3fn tensors with ``descale``, their three scales.
+        out_dtype: of the result; None: that of the q that was quantised, bfloat16 with ``descale``.
+        backend: the caller's.
+        others: the call's sink and bias, by name, which may not ask for a gradient.
+        cu_seqlens: of a packed call, cu_seqlens_q and cu_seqlens_k.
+        paged: whether k and v lie in pages.
+    """
+    if out_dtype is not None:
+        out_dtype = arguments.float_dtype("out_dtype", out_dtype)
+    given = _of_descale(q, k, v, descale, cu_seqlens) if descale is not None else _of_quantize(q, k, v, out_dtype)
+    if paged:
+        raise ValueError("block_table with FP8 inputs is not supported: decode() reads FP8 pages; give packed k and v here")
+    rank, layout = (4, "(batch, seqlen, heads, head_dim)") if cu_seqlens is None else (3, "(total_tokens, heads, head_dim)")
+    for name, t in zip(NAMES, given, strict=True):
+        if t.data.ndim != rank:
+            raise ValueError(f"{name} must have {rank} dimensions {layout}, got shape {tuple(t.data.shape)}")
+        _check_scale(name, t, descale is not None)
+    if cu_seqlens is not None and descale is None:
+        _check_starts(given, *cu_seqlens)
+    seeds = [t.hadamard_seed for t in given]
+    if seeds[0] != seeds[1]:
+        words = ["is not rotated" if seed is None else f"is rotated by seed {seed}" for seed in seeds]
+        raise ValueError(f"q {words[0]} and k {words[1]}, which changes their products: quantize both in one call")
+    tensors: dict[str, Tensor] = {}
+    for name, t in zip(NAMES, given, strict=True):
+        tensors |= {name: t.data, f"the scale of {name}": t.scale}
+    for name, value in others.items():
+        for each in value.tensors() if isinstance(value, Bias) else [value]:
+            if isinstance(each, Tensor) and each.requires_grad:
+                tensors[name] = each
+    refuse_gradients(**tensors)
+
+    out = given[0].dtype if out_dtype is None else out_dtype
+    dtype = computed_in(given[0].data.device.type, backend, out)
+    qs, ks, vs = (t.dequantize(dtype) for t in given)
+    return Dequantized(qs, ks, vs, out, _words(given, dtype))
+
+
+def computed_in(device: str, backend: Any, out: torch.dtype) -> torch.dtype:
+    """What FP8 inputs become: float32, or what a GPU's tensor cores are fast in.
+
+    Not float16 for a float16 result: a rotation may bring √head_dim times the largest number together.
+    """
+    wide = device == "cpu" or backend == "reference" or out in (torch.float32, torch.float64)
+    return torch.float32 if wide else torch.bfloat16
+
+
+def _of_quantize(q: Any, k: Any, v: Any, out_dtype: Any) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:
+    given = dict(zip(NAMES, (q, k, v), strict=True))
+    if any(isinstance(t, Fp8Tensor) for t in given.values()):
+        for name, t in given.items():
+            if not isinstance(t, Fp8Tensor):
+                raise TypeError(f"{name} must be an Fp8Tensor as the others, got {arguments.describe(t)}: quantize all three")
+            if not isinstance(t.data, Tensor) or t.data.dtype != E4M3:
+                raise TypeError(f"{name}.data must be a torch.float8_e4m3fn tensor, got {arguments.describe(t.data)}")
+        return q, k, v
+    for name, t in given.items():
+        if arguments.strided(name, t).dtype == E4M3:
+            raise TypeError(f"{name} has dtype {E4M3}: give descale=, the scales of q, k and v, or what quantize() returns")
+    raise TypeError(f"out_dtype={out_dtype} goes with FP8 inputs, and q has dtype {q.dtype}: out has it too")
+
+
+def _of_descale(q: Any, k: Any, v: Any, descale: Any, cu_seqlens: Any) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:
+    if not isinstance(descale, (tuple, list)) or len(descale) != 3:
+        raise TypeError(f"descale must be three float32 tensors, the scales of q, k and v, got {arguments.describe(descale)}")
+    for name, t in zip(NAMES, (q, k, v), strict=True):
+        if isinstance(t, Fp8Tensor):
+            raise TypeError(f"descale goes with plain {E4M3} tensors, and {name} is an Fp8Tensor, which has its scales")
+        if arguments.strided(name, t).dtype != E4M3:
+            raise TypeError(f"descale goes with {E4M3} tensors, and {name} has dtype {t.dtype}")
+    starts = [None, None]
+    if cu_seqlens is not None:
+        of_q = arguments.int32("cu_seqlens_q", cu_seqlens[0], 1, q)
+        of_k = arguments.int32("cu_seqlens_k", cu_seqlens[1], 1, k)
+        starts = [of_q, of_q if of_k is None else of_k]
+    found = []
+    for t, scale, cu in zip((q, k, v), descale, (starts[0], starts[1], starts[1]), strict=True):
+        found.append(Fp8Tensor(t, scale, cu if isinstance(scale, Tensor) and scale.ndim > 1 else None))
+    return found[0], found[1], found[2]
+
+
+def _check_scale(name: str, t: Fp8Tensor, of_descale: bool) -> None:
+    what = f"descale of {name}" if of_descale else f"{name}.scale"
+    if not isinstance(t.scale, Tensor) or t.scale.dtype != torch.float32:
+        raise TypeError(f"{what} must be a float32 tensor, got {arguments.describe(t.scale)}")
+    arguments.strided(what, t.scale)
+    heads = t.data.shape[-2]
+    if t.data.ndim == 4:
+        blocks: tuple[int, ...] = (t.data.shape[0], -(-t.data.shape[1] // BLOCK), heads)
+    elif t.cu_seqlens is not None:
+        blocks = (t.data.shape[0] // BLOCK + max(t.cu_seqlens.shape[0] - 1, 1), heads)
+    else:
+        blocks = ()
+    if tuple(t.scale.shape) not in ((1,), (heads,), blocks):
+        by_block = f", or that of a scale a block of {BLOCK} rows and head, {blocks}" if blocks else ""
+        raise ValueError(f"{what} must have shape (1,) or (heads,) = ({heads},){by_block}, got {tuple(t.scale.shape)}")
+    if t.scale.device != t.data.device:
+        raise ValueError(f"{what} is on {t.scale.device} but {name} is on {t.data.device}")
+
+
+def _check_starts(given: tuple[Fp8Tensor, ...], cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """Blocks begin with each sequence: sequences of the call must be those of quantize()."""
+    calls = (("cu_seqlens_q", cu_seqlens_q),) + (("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k),) * 2
+    for name, t, (which, cu) in zip(NAMES, given, calls, strict=True):
+        if t.cu_seqlens is None or not isinstance(cu, Tensor):
+            continue
+        same = cu.shape == t.cu_seqlens.shape
+        if same and arguments.readable(cu) and arguments.readable(t.cu_seqlens):
+            same = cu.device == t.cu_seqlens.device and bool((cu == t.cu_seqlens).all())
+        if not same:
+            raise ValueError(f"{which} differs from the one that {name} was quantised with, whose blocks begin there")
+
+
+def _words(given: tuple[Fp8Tensor, ...], dtype: torch.dtype) -> str:
+    scales = ["block" if t.scale.ndim > 1 else "tensor" if t.scale.shape == (1,) else "head" for t in given]
+    scale = scales[0] if len(set(scales)) == 1 else ", ".join(scales)
+    seed = given[0].hadamard_seed
+    rotated = "" if seed is None else f", q and k rotated by seed {seed}"
+    kind = str(dtype).removeprefix("torch.")
+    return f"FP8 is dequantised to {kind} first, as no kernel multiplies it: scales by {scale}{rotated}"
