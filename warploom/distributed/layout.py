@@ -132,7 +132,7 @@ def _dealt(seqlen: int, ranks: int, costs: list[int], size: int) -> tuple[list[l
         imbalance = max(_loads(held, costs)) * ranks / total - 1.0 if total else 0.0
         runs = sum(len(_runs(chunks)) for chunks in held)
         found.append((max(imbalance, NEAR), runs, imbalance, held))
-        if imbalance <= NEAR and (runs <= ranks or deal is _zigzag) or found[0][0] <= NEAR and deal is _zigzag:
+        if (imbalance <= NEAR and (runs <= ranks or deal is _zigzag)) or (found[0][0] <= NEAR and deal is _zigzag):
             break  # fewer runs there are not
     *_, imbalance, held = min(found, key=lambda each: each[:3])
     return held, imbalance
@@ -222,7 +222,7 @@ def _improved(held: list[list[int]], costs: list[int], full: int, exchanges: int
 def _exchange(
     high: list[tuple[int, int]], low: list[tuple[int, int]], wanted: float, enough: float
 ) -> tuple[int, int] | None:
-    """Which two to exchange so that about the wanted cost goes over: the first pair near enough, else the nearest, if it helps."""
+    """Which two to exchange for about the wanted cost to go over: the first pair near enough, else the nearest if it helps."""
     if not high or not low or high[-1][0] - low[0][0] <= 0:
         return None
     if high[-1][0] - low[0][0] <= wanted:

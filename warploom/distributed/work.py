@@ -52,7 +52,7 @@ class ByBand:
         return (self._keys(edges, self._end) - self._keys(edges, self._start)).diff()
 
     def _keys(self, edges: Tensor, first: int) -> Tensor:
-        """The sum over rows i before each edge of i + first, each within [0, seqlen_k], and something that is always the same."""
+        """Sums of i + first, within [0, seqlen_k], over rows i before each edge, and something that is always the same."""
         within = (edges + first).clamp_(0, self._seqlen_k)
         past = (edges + (first - self._seqlen_k)).clamp_(min=max(first - self._seqlen_k, 0))
         return (within * (within - 1)).div_(2, rounding_mode="floor").add_(past, alpha=self._seqlen_k)
