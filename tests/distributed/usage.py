@@ -189,6 +189,25 @@ def ring_skips(rank: int, world: int, seed: int) -> None:
             assert int(needed.sum()) <= int((keys & held).sum()) + 16 * (len(sharded.needed(reader, source)) + 1)
 
 
+@case("the benchmark", 2)
+def benchmark(rank: int, world: int, seed: int) -> None:
+    """Every contender that runs here gives one device's result, and all ranks hold the same rows."""
+    from warploom.bench import distributed as suite
+
+    for one in suite.distributed_cases(quick=True, only=None):
+        rows = list(suite.rows_of(one, torch.device("cpu"), ["all-gather + SDPA"], 2))
+        assert [row["measure"] for row in rows] == ["forward", "backward"]
+        for row in rows:
+            found = row["contenders"]
+            names = ["warploom", "warploom, gather", "warploom, heads", "warploom, ring", "all-gather + SDPA", "ideal"]
+            assert list(found) == names and row["ranks"] == world and row["seqlen"] == 128 * world
+            assert all(each["ms"] > 0 and each["rounds"] == 2 for each in found.values()), row
+            assert found["warploom"]["imbalance"] < 1 and found["warploom"]["error"] < 0.01
+        told: list[object] = [None] * world
+        dist.all_gather_object(told, [str(row) for row in rows])
+        assert told[0] == told[rank]
+
+
 @case("the example's losses and resuming with other processes", 2, 4)
 def example(rank: int, world: int, seed: int) -> None:
     """Sharded rows and whole ones, one after the other and through a checkpoint, teach the same."""
