@@ -169,5 +169,7 @@ def test_plans_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / f"plan.{suffix}").stat().st_size > 4000
     with pytest.raises(ValueError, match=r"path takes a name ending in .svg or .png"):
         plan.draw(tmp_path / "plan.txt")
+    with pytest.raises(ValueError, match=r"path .*absent/plan\.svg cannot be written: there is no folder .*absent$"):
+        plan.draw(tmp_path / "absent" / "plan.svg")
     with pytest.raises(ValueError, match="there is nothing to draw"):
         planned(0, 2, 0).draw(tmp_path / "plan.svg")
