@@ -112,11 +112,11 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
         results = {name: dict(why) for name, why in found.items()}
         calls: dict[str, Call] = {}
         peaks: dict[str, int] = {}
-        for name, each in parts.items():
+        for name, part in parts.items():
             why = None
             try:
-                calls[name] = _call(each, [each.shard(t) for t in whole], measure)
-                with each.around():
+                calls[name] = _call(part, [part.shard(t) for t in whole], measure)
+                with part.around():
                     peaks[name] = _peak(calls[name], device)
             except Exception as error:  # out of memory, say
                 why = "refused", first_line(error)
