@@ -132,7 +132,7 @@ def _dealt(seqlen: int, ranks: int, costs: list[int], size: int) -> tuple[list[l
         imbalance = max(_loads(held, costs)) * ranks / total - 1.0 if total else 0.0
         runs = sum(len(_runs(chunks)) for chunks in held)
         found.append((max(imbalance, NEAR), runs, imbalance, held))
-        if (imbalance <= NEAR and (runs <= ranks or deal is _zigzag)) or (found[0][0] <= NEAR and deal is _zigzag):
+        if min(found)[0] <= NEAR and (runs <= ranks or deal is _zigzag):
             break  # fewer runs there are not
     *_, imbalance, held = min(found, key=lambda each: each[:3])
     return held, imbalance
