@@ -137,10 +137,11 @@ DROPOUT: dict[str, Any] = {
 }
 
 
-def dropped(name: str, rank: int, world: int, seed: int) -> None:
+def dropped(name: str, method: str, rank: int, world: int, seed: int) -> None:
     call = dict(DROPOUT[name])
     keywords = call.pop("keywords") | {"dropout_p": 0.3, "dropout_seed": seed}
-    Sharded(seed, method="auto", keywords=keywords, **call).check()
+    heads = {"heads_q": 4 * world, "heads_kv": 2 * world}
+    Sharded(seed, method=method, keywords=keywords, **heads, **call).check()
 
 
 def _whole_heads(make: Any, method: str, rng: random.Random, world: int) -> dict[str, Any]:
@@ -155,4 +156,5 @@ for _method in METHODS:
     for _name, _make in CALLS.items():
         CASES[f"{_method}: {_name}"] = partial(drawn, partial(_whole_heads, _make, _method), _method)
 for _name in DROPOUT:
-    CASES[f"dropout: {_name}"] = partial(dropped, _name)
+    for _method in ("gather", "heads"):
+        CASES[f"{_method}, dropout: {_name}"] = partial(dropped, _name, _method)

@@ -375,7 +375,8 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
     heads_index = torch.arange(heads.start, heads.stop)
     cols = tile.col_index[step.start : step.stop]
     rows = part.first_row + tile.row_index
-    keep = philox.keep_mask(args.dropout_seed, args.dropout_p, part.batch_index, heads_index, rows, cols)
+    seed, first = philox.split_seed(args.dropout_seed)
+    keep = philox.keep_mask(seed, args.dropout_p, part.batch_index, heads_index + first, rows, cols)
     return keep.float() / (1.0 - args.dropout_p)
 
 

@@ -44,6 +44,12 @@ def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tupl
     return c0, c1, c2, c3
 
 
+def split_seed(seed: Tensor) -> tuple[Tensor, Tensor | int]:
+    """The seed, and the whole's number of a call's first head, which stands behind it where that is not 0."""
+    words = seed.reshape(-1)
+    return words[0], words[1] if words.shape[0] == 2 else 0
+
+
 def keep_mask(seed: Tensor, dropout_p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
     """Which elements survive dropout.
 

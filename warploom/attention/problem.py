@@ -38,7 +38,8 @@ class AttentionArgs(NamedTuple):
       prompt whose keys begin where its queries do has nothing to add, however many of its keys are there yet.
     - column vectors are compared with r: those of the whole serve all of its chunks.
     - dropout's elements are those of row r of batch entry b // ``q_chunks``: where each sequence has so many chunks in a
-      row, they drop together what the whole drops.
+      row, they drop together what the whole drops. ``dropout_seed`` may be int64 (2,): the seed and, of a call that has some
+      heads of the whole, the number of its first one there.
 
     A key counts as hidden in batch entry b if no row of that entry sees it, whatever other chunks see: ``bounds`` are extrema
     over each entry's own rows, counted from 0 and cut to [0, seqlen_q], and have a batch dimension of their own where

@@ -114,7 +114,8 @@ def _keep(args: AttentionArgs, q: Tensor, k: Tensor, batches: Tensor) -> Tensor:
     heads, cols = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[2]))
     if args.q_offset is not None:
         batches = batches // args.q_chunks
-    return philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads, _rows(args, q.shape[2]), cols)
+    seed, first = philox.split_seed(args.dropout_seed)
+    return philox.keep_mask(seed, args.dropout_p, batches, heads + first, _rows(args, q.shape[2]), cols)
 
 
 def _backward_dense(

@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--budget must be a number of seconds from 0, got {options.budget}")
     if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
+    if "distributed" in options.suite:
+        return _on_ranks(options)
     device = torch.device(options.device)
     chosen = _cases(options, device)
     for text in options.only or ():
@@ -56,6 +58,43 @@ def run(options: argparse.Namespace) -> int:
     if options.warm is not None:
         return _warm(chosen, options)
     return _time(chosen, device, options)
+
+
+def _on_ranks(options: argparse.Namespace) -> int:
+    """The distributed suite: this process is one rank of those that torchrun started. The first one prints and writes."""
+    from warploom.bench import distributed
+
+    if set(options.suite) != {"distributed"}:
+        raise ValueError("the distributed suite runs alone, under torchrun: leave the other suites out")
+    if options.warm is not None or options.budget is not None:
+        raise ValueError("--warm and --budget are not for the distributed suite, whose ranks run the same cases together")
+    chosen = distributed.distributed_cases(options.quick, options.only)
+    if not chosen:
+        raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
+    if options.list:
+        listed = [{"suite": "distributed", "case": case.name, **case.__dict__} for case in chosen]
+        print(json.dumps(listed) if options.json else "\n".join(f"distributed  {case.name}" for case in chosen))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
+    first = os.environ.get("RANK", "0") == "0"
+    if options.out is not None and first:
+        writable_file("--out", options.out)
+    device = distributed.begin(options.device)
+    found: dict[str, Any] = {**environment(device), "rows": []}
+    if first and not options.json:
+        print(distributed.HEAD)
+    for case in chosen:
+        for row in distributed.rows_of(case, device, options.against, options.repeats):
+            found["rows"].append(row)
+            if first:
+                _write(found, options.out)
+                print(*([] if options.json else distributed.lines(row)), sep="\n", end="" if options.json else "\n", flush=True)
+    if first and options.json:
+        print(json.dumps(found))
+    torch.distributed.destroy_process_group()
+    ours = [each for row in found["rows"] for name, each in row["contenders"].items() if name.startswith("warploom")]
+    return int(any("wrong" in each for each in ours))
 
 
 def _cases(options: argparse.Namespace, device: torch.device) -> list[Case]:

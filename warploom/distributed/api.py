@@ -62,7 +62,7 @@ def attention(
         plan: by `shard_plan`, for the whole lengths.
         mask, causal, window: as `warploom.attention` takes them for the whole sequence, with cu_seqlens as
             `warploom.attention_varlen` does. Masks of layers may differ from the one that the plan was made for.
-        dropout_p: over 0 needs method gather, and no cu_seqlens. Elements are those that one device drops.
+        dropout_p: over 0 needs method gather or heads, and no cu_seqlens. Elements are those that one device drops.
         dropout_seed: the same on all ranks of the group; default: the first rank draws it by torch's generator and sends it.
         scale, softcap, sink, deterministic, return_lse, backend: as `warploom.attention` takes them.
 
@@ -135,7 +135,7 @@ def explain(
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     else:
-        pieces = list(sharded.of_all() if choice.method == "heads" else sharded.gathered(args.dropout_p > 0.0))
+        pieces = list((sharded.of_all if choice.method == "heads" else sharded.gathered)(args.dropout_p > 0.0))
     backward = torch.is_grad_enabled() and any([t.requires_grad for t in (q, k, v)])
     calls = []
     for piece in pieces:

@@ -44,8 +44,6 @@ def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool)
     """Why a method cannot take a call, in words, or None."""
     if method == "heads" and (heads_kv % ranks or heads_q % ranks):
         return f"needs heads in multiples of the {ranks} ranks, got {heads_q} of q and {heads_kv} of k and v"
-    if dropout and method == "heads":
-        return "has some heads of the call on each rank, and dropout counts heads of the whole"
     if dropout and method == "ring":
         return "has some keys of the call at a time, and dropout counts keys of the whole"
     return None
@@ -70,7 +68,8 @@ def choose(asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropou
     if asked != "auto":
         words = why[asked]
         if words is not None:
-            raise ValueError(f"method {asked!r} of the plan {words}; make the plan with method='auto' or 'gather'")
+            other = next(method for method in METHODS if why[method] is None)
+            raise ValueError(f"method {asked!r} of the plan {words}; make the plan with method='auto' or {other!r}")
         return Choice(asked, f"the plan says method={asked!r}")
     refused = tuple([(method, words) for method, words in why.items() if words is not None])
     if ranks == 1:
@@ -82,7 +81,7 @@ def choose(asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropou
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in range(ranks)) for reader in range(ranks))
     merges = blocks * queries.longest * batch * heads_q * head_dim_v * 4 * 3
     model = {
-        "gather": others * keys.longest * token_kv // head_groups(heads_kv, dropout),
+        "gather": others * keys.longest * token_kv // head_groups(heads_kv),
         "heads": (queries.longest * token_q + keys.longest * token_kv) * others // ranks,
         "ring": int(merges * _MERGE),
     }

@@ -24,6 +24,8 @@ def draw(path: str | os.PathLike[str], whole: Whole, queries: Layout, chunk: int
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"path takes a name ending in .svg or .png, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"path {path} cannot be written: there is no folder {path.parent}")
     seqlen_q, seqlen_k, ranks = whole.seqlen_q, whole.seqlen_k, len(work)
     if not seqlen_q or not seqlen_k:
         raise ValueError(f"there is nothing to draw: seqlen_q={seqlen_q}, seqlen_k={seqlen_k}")

@@ -21,10 +21,8 @@ from warploom.distributed.pieces import Piece
 MOST_GROUPS = 4  # of heads: more would give kernels too little to do at a time
 
 
-def head_groups(heads_kv: int, dropout: bool) -> int:
-    """In how many goes heads are gathered. Dropout counts heads of the whole call, so that all have to be there."""
-    if dropout:
-        return 1
+def head_groups(heads_kv: int) -> int:
+    """In how many goes heads are gathered."""
     return next(n for n in range(min(MOST_GROUPS, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
 
 
@@ -66,7 +64,7 @@ def backward(
 def _groups(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, tuple[Piece, ...], Tensor, Tensor]]:
     """Heads of q and of k, the pieces and all keys and values of each group; the next one's are on their way by then."""
     heads_q, heads_kv = q.shape[2], k.shape[2]
-    count = head_groups(heads_kv, call.dropout)
+    count = head_groups(heads_kv)
     step, step_q = heads_kv // count, heads_q // count
 
     def begin(n: int) -> Gathering | None:

@@ -69,7 +69,7 @@ def backward(
 def _pieces(call: Call, heads_q: int, heads_kv: int) -> tuple[Piece, ...]:
     at, ranks = call.rank, call.ranks
     kv, q = (at * heads_kv // ranks, (at + 1) * heads_kv // ranks), (at * heads_q // ranks, (at + 1) * heads_q // ranks)
-    return call.sharded.heads(call.sharded.of_all(), kv, q, heads_kv)
+    return call.sharded.heads(call.sharded.of_all(call.dropout), kv, q, heads_kv)
 
 
 def _mine(call: Call, sink: Tensor | None) -> Tensor | None:

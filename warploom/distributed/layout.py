@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from warploom.distributed.work import Work
 
 Run = tuple[int, int]  # first position and past the last
 
@@ -75,12 +77,15 @@ def split(seqlen: int, ranks: int) -> Layout:
     return Layout(seqlen, tuple([((a, b),) if a < b else () for a, b in pairwise(edges)]))
 
 
+@lru_cache(256)
 def chunk_size(seqlen: int, ranks: int, chunk: int) -> int:
     """Positions of a chunk, at most ``chunk``: the size that gives ranks the most equal counts.
 
     Among equals it is whole tiles, then the largest.
     """
     most = max(1, min(chunk, -(-seqlen // (FEWEST * ranks))))
+    if seqlen % (most * ranks) == 0 and most % TILE == 0:
+        return most
 
     def score(size: int) -> tuple[int, bool, bool, int]:
         full, rest = divmod(seqlen, size)
@@ -91,47 +96,60 @@ def chunk_size(seqlen: int, ranks: int, chunk: int) -> int:
     return min(range(max(1, (most + 1) // 2), most + 1), key=score)
 
 
-def balanced(work: Tensor, ranks: int, chunk: int) -> tuple[Layout, int]:
-    """Chunks dealt to ranks, and their size.
+def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, int, tuple[int, ...]]:
+    """Chunks dealt to ranks, their size, and the work of each rank.
 
     There are three ways: to each rank one run of neighbours (no mask, windows, documents of similar lengths); two, one from
-    each end, the zigzag of ring attention (causal); or the dearest chunks first, one to each rank in a round, the dearest of a
-    round to the rank that has least. Exchanges between the fullest and the emptiest rank finish each. What is not even
-    enough is tried again in smaller chunks.
+    each end, the zigzag of ring attention (causal); or, where neither is nearly even, the dearest chunks first, one to each
+    rank in a round, the dearest of a round to the rank that has least. Exchanges between the fullest and the emptiest rank
+    finish each. What is not even enough is tried again in smaller chunks.
 
     Args:
-        work: before each position and behind the last, the sum over those before it: int64 (seqlen + 1,).
+        work: of the queries, by chunks.
         chunk: most positions of a chunk.
     """
-    seqlen = work.shape[0] - 1
-    best: tuple[float, Layout, int] | None = None
+    best: tuple[float, list[list[int]], int, list[int]] | None = None
     while True:
         size = chunk_size(seqlen, ranks, chunk)
-        costs = work[torch.arange(0, seqlen + size, size).clamp(max=seqlen)].diff().tolist()
+        costs: list[int] = work.of_chunks(size).tolist()
         held, imbalance = _dealt(seqlen, ranks, costs, size)
         if best is None or imbalance < best[0]:
-            runs = [joined([(n * size, min((n + 1) * size, seqlen)) for n in sorted(chunks)]) for chunks in held]
-            best = imbalance, Layout(seqlen, tuple(runs)), size
+            best = imbalance, held, size, costs
         if best[0] <= GOOD or size <= SMALLEST:
-            return best[1], best[2]
+            break
         chunk = size // 2
+    _, held, size, costs = best
+    runs = [tuple([(a * size, min(b * size, seqlen)) for a, b in _runs(chunks)]) for chunks in held]
+    return Layout(seqlen, tuple(runs)), size, tuple(_loads(held, costs))
 
 
-def _dealt(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> tuple[list[list[int]], float]:
+def _dealt(seqlen: int, ranks: int, costs: list[int], size: int) -> tuple[list[list[int]], float]:
     """The chunks of each rank, and their imbalance: of the ways that are nearly even the one of fewest runs, else the best."""
     total = sum(costs)
-    found = []
+    found: list[tuple[float, int, float, list[list[int]]]] = []
     for deal, exchanges in ((_neighbours, 2 * ranks), (_zigzag, 2 * ranks), (_rounds, _EXCHANGES)):
-        held = _improved(deal(seqlen, ranks, costs, size), costs, seqlen, size, exchanges)
-        most = max(sum(costs[n] for n in chunks) for chunks in held)
-        imbalance = most * ranks / total - 1.0 if total else 0.0
-        runs = sum(n - 1 not in chunks for chunks in map(set, held) for n in chunks)
+        held = _improved(deal(seqlen, ranks, costs, size), costs, seqlen // size, exchanges)
+        imbalance = max(_loads(held, costs)) * ranks / total - 1.0 if total else 0.0
+        runs = sum(len(_runs(chunks)) for chunks in held)
         found.append((max(imbalance, NEAR), runs, imbalance, held))
+        if min(found)[0] <= NEAR and (runs <= ranks or deal is _zigzag):
+            break  # fewer runs there are not
     *_, imbalance, held = min(found, key=lambda each: each[:3])
     return held, imbalance
 
 
-def _neighbours(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> list[list[int]]:
+def _loads(held: list[list[int]], costs: list[int]) -> list[int]:
+    return [sum(map(costs.__getitem__, chunks)) for chunks in held]
+
+
+def _runs(chunks: list[int]) -> list[Run]:
+    """Chunks that follow each other, as the first one and the one after the last."""
+    every = set(chunks)
+    after = set(map((1).__add__, chunks))
+    return list(zip(sorted(every - after), sorted(after - every), strict=True))
+
+
+def _neighbours(seqlen: int, ranks: int, costs: list[int], size: int) -> list[list[int]]:
     full, rest = divmod(seqlen, size)
     each, more = divmod(full, ranks)
     held, at = [], 0
@@ -144,7 +162,7 @@ def _neighbours(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> lis
     return held
 
 
-def _zigzag(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> list[list[int]]:
+def _zigzag(seqlen: int, ranks: int, costs: list[int], size: int) -> list[list[int]]:
     """To each rank neighbours from both ends, what is left in the middle one by one."""
     full, rest = divmod(seqlen, size)
     half = full // ranks // 2
@@ -159,11 +177,11 @@ def _zigzag(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> list[li
     return held
 
 
-def _rounds(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> list[list[int]]:
+def _rounds(seqlen: int, ranks: int, costs: list[int], size: int) -> list[list[int]]:
     full, rest = divmod(seqlen, size)
     held: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    dearest = sorted(range(full), key=lambda n: -costs[n])
+    dearest = sorted(range(full), key=costs.__getitem__, reverse=True)
     for at in range(0, full, ranks):
         for n, rank in zip(dearest[at : at + ranks], sorted(range(ranks), key=loads.__getitem__), strict=False):
             held[rank].append(n)
@@ -174,33 +192,54 @@ def _rounds(seqlen: int, ranks: int, costs: Sequence[int], size: int) -> list[li
     return held
 
 
-def _improved(held: list[list[int]], costs: Sequence[int], seqlen: int, size: int, exchanges: int) -> list[list[int]]:
+def _improved(held: list[list[int]], costs: list[int], full: int, exchanges: int) -> list[list[int]]:
     """Full chunks exchanged between the rank that has most and the one that has least, while that helps."""
-    full = seqlen // size
-    loads = [sum(costs[n] for n in chunks) for chunks in held]
+    loads = _loads(held, costs)
     mean = sum(loads) / len(loads)
+    enough = EVEN * mean
+    by_cost: dict[int, list[tuple[int, int]]] = {}  # of ranks that exchanged something: their full chunks, ascending
     for _ in range(exchanges):
         high, low = loads.index(max(loads)), loads.index(min(loads))
+        if loads[high] - mean <= enough:
+            break
+        for rank in (high, low):
+            if rank not in by_cost:
+                by_cost[rank] = sorted([(costs[n], n) for n in held[rank] if n < full])
         gap = loads[high] - loads[low]
-        if loads[high] - mean <= EVEN * mean:
+        pair = _exchange(by_cost[high], by_cost[low], gap / 2, enough / 2)
+        if pair is None:
             break
-        others = sorted((costs[n], n) for n in held[low] if n < full)
-        best: tuple[float, int, int] | None = None
-        for n in held[high]:
-            if n >= full:
-                continue
-            at = bisect_left(others, (costs[n] - gap / 2, -1))
-            for cost, other in others[max(0, at - 1) : at + 1]:
-                off = abs(costs[n] - cost - gap / 2)
-                if off < gap / 2 and (best is None or off < best[0]):
-                    best = off, n, other
-        if best is None:
-            break
-        _, n, other = best
-        held[high][held[high].index(n)], held[low][held[low].index(other)] = other, n
-        loads[high] += costs[other] - costs[n]
-        loads[low] += costs[n] - costs[other]
+        dear, cheap = by_cost[high].pop(pair[0]), by_cost[low].pop(pair[1])
+        insort(by_cost[high], cheap)
+        insort(by_cost[low], dear)
+        loads[high] += cheap[0] - dear[0]
+        loads[low] += dear[0] - cheap[0]
+    for rank, chunks in by_cost.items():
+        held[rank] = [n for _, n in chunks] + [n for n in held[rank] if n >= full]
     return held
+
+
+def _exchange(
+    high: list[tuple[int, int]], low: list[tuple[int, int]], wanted: float, enough: float
+) -> tuple[int, int] | None:
+    """Which two to exchange for about the wanted cost to go over: the first pair near enough, else the nearest if it helps."""
+    if not high or not low or high[-1][0] - low[0][0] <= 0:
+        return None
+    if high[-1][0] - low[0][0] <= wanted:
+        return len(high) - 1, 0
+    best, least = None, wanted
+    i = j = 0
+    while i < len(high) and j < len(low):
+        off = high[i][0] - low[j][0] - wanted
+        if abs(off) < least:
+            best, least = (i, j), abs(off)
+            if least <= enough:
+                break
+        if off < 0:
+            i += 1
+        else:
+            j += 1
+    return best
 
 
 def joined(runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -63,12 +63,12 @@ def backward(
 
 def _call(run: Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, piece: Piece) -> AttentionArgs:
     rows, keys = slice(*piece.rows), slice(*piece.keys)
-    offset = None
+    offset, seed = None, run.args.dropout_seed
     if piece.offset is not None:
         offset = torch.full((q.shape[0],), piece.offset, dtype=torch.int32, device=q.device)
-    args = run.args._replace(
-        q=q[:, rows], k=k[:, keys], v=v[:, keys], sink=sink, **piece.mask._asdict(), q_offset=offset, bounds=None
-    )
+        seed = None if seed is None else torch.cat([seed.reshape(1), seed.new_full((1,), piece.head)])
+    args = run.args._replace(q=q[:, rows], k=k[:, keys], v=v[:, keys], sink=sink, **piece.mask._asdict())
+    args = args._replace(q_offset=offset, dropout_seed=seed, bounds=None)
     chosen = dispatch.choose(AttentionProblem.from_args(args, run.backward), run.backend)
     return dispatch.find(chosen).prepare(args)._replace(backend=chosen)
 

@@ -25,13 +25,15 @@ class Piece:
     """One dense call: these rows of a rank's queries, these keys of a block, under this mask.
 
     ``offset``, if there is one, is the number of the first row in the whole; rows of the mask count from the whole's first
-    then, and so do the elements of dropout (`AttentionArgs.q_offset`).
+    then, and so do the elements of dropout (`AttentionArgs.q_offset`). ``head`` is the number of the first query head in the
+    whole.
     """
 
     rows: Run
     keys: Run
     mask: ResolvedMask
     offset: int | None = None
+    head: int = 0
 
     def heads(self, kv: Run, q: Run, heads_kv: int) -> Piece:
         """Of some heads: of vectors that tell them apart theirs."""
@@ -41,7 +43,8 @@ class Piece:
                 return t
             return t[:, slice(*kv) if t.shape[1] == heads_kv else slice(*q)].contiguous()
 
-        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *[cut(t) for t in self.mask.vectors]))
+        mask = ResolvedMask(self.mask.left, self.mask.right, *[cut(t) for t in self.mask.vectors])
+        return replace(self, mask=mask, head=q[0])
 
     def to(self, device: torch.device) -> Piece:
         """With the vectors on a device."""
@@ -155,9 +158,10 @@ class Sharded:
         make = offset_pieces if dropout else partial(pieces, keys=self._all)
         return self._placed(("gathered", dropout), lambda: make(self.whole, self.queries, self.rank))
 
-    def of_all(self) -> tuple[Piece, ...]:
+    def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""
-        return self._placed(("all",), lambda: pieces(self.whole, whole_layout(self.whole.seqlen_q), 0, self._all))
+        make = offset_pieces if dropout else partial(pieces, keys=self._all)
+        return self._placed(("all", dropout), lambda: make(self.whole, whole_layout(self.whole.seqlen_q), 0))
 
     def against(self, source: int) -> tuple[Piece, ...]:
         """This rank's queries against what it needs of another's keys, or of its own."""

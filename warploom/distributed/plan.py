@@ -211,11 +211,9 @@ def planned(
         raise ValueError(f"method must be one of {', '.join(METHODS)} or auto, got {method!r}")
     starts = _starts(cu_seqlens, seqlen_q, seqlen_k)
     whole = Whole.of(resolved(mask, causal, window, seqlen_q, seqlen_k, starts is not None), seqlen_q, seqlen_k, starts)
-    work = torch.nn.functional.pad(whole.work().cumsum(0), (1, 0))
-    queries, size = balanced(work, ranks, chunk)
+    queries, size, work = balanced(whole.work(), seqlen_q, ranks, chunk)
     keys = queries if seqlen_k == seqlen_q else split(seqlen_k, ranks)
-    each = tuple([int(sum(work[b] - work[a] for a, b in runs)) for runs in queries.runs])
-    return ShardPlan(seqlen_q, seqlen_k, ranks, rank, size, method, queries, keys, each, starts, whole, group)
+    return ShardPlan(seqlen_q, seqlen_k, ranks, rank, size, method, queries, keys, work, starts, whole, group)
 
 
 def _starts(cu_seqlens: Any, seqlen_q: int, seqlen_k: int) -> tuple[int, ...] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from warploom.attention.arguments import PACKED_MASKS, resolve
 from warploom.distributed.layout import Layout
+from warploom.distributed.work import ByBand, ByRow, Runs, Work, digest
 from warploom.masks import Mask
 from warploom.masks.intervals import (
     Interval,
@@ -105,7 +105,19 @@ class Whole:
         first, end = torch.broadcast_tensors(first, end)
         return first, end, found
 
-    def work(self) -> Tensor:
+    @cached_property
+    def runs(self) -> Runs | None:
+        """Of the mask's vectors, or None where going through all columns is better."""
+        sequences = None if self.starts is None else torch.tensor([*self.starts, self.seqlen_k])
+        return Runs.of(self.mask, self.seqlen_q, self.seqlen_k, sequences)
+
+    def work(self) -> Work:
+        """What the mask shows, by chunks of rows."""
+        if self.starts is None and all([t is None for t in self.mask.vectors]):
+            return ByBand(self.mask.left, self.mask.right, self.seqlen_q, self.seqlen_k)
+        return ByRow(self.work_of_rows()) if self.runs is None else self.runs.work()
+
+    def work_of_rows(self) -> Tensor:
         """Visible keys of each query, summed over what batch entries and heads the mask has: int64 (seqlen_q,)."""
         first, end, hidden = self.shown
         own = first.shape[0] * first.shape[1]
@@ -141,14 +153,13 @@ class Whole:
         return finish(ResolvedMask(None, None, *vectors))
 
     def digest(self) -> str:
-        """Equal where masks and lengths are."""
-        found = hashlib.blake2b(digest_size=16)
-        found.update(repr((self.seqlen_q, self.seqlen_k, self.mask.left, self.mask.right, self.starts)).encode())
-        for t in self.mask.vectors:
-            found.update(repr(None if t is None else tuple(t.shape)).encode())
-            if t is not None:
-                found.update(t.contiguous().numpy().tobytes())
-        return found.hexdigest()
+        """Equal where lengths are, and bands and vectors that show the same."""
+        shapes = [None if t is None else tuple(t.shape) for t in self.mask.vectors]
+        words = repr((self.seqlen_q, self.seqlen_k, self.mask.left, self.mask.right, self.starts, shapes))
+        vectors = [t for t in self.mask.vectors if t is not None]
+        if vectors and self.runs is not None:
+            vectors = [self.runs.starts, self.runs.ends]
+        return digest(words, vectors)
 
 
 def _bounds(starts: tuple[int, ...], total: int) -> tuple[Tensor, Tensor]:

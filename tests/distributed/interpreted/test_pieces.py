@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "documents": {"mask": masks.Document([20, 17, 11])},
     "causal, two runs": {"causal": True, "chunk": 12},
     "causal, dropout": {"causal": True, "dropout_p": 0.3},
+    "causal, dropout of later heads": {"causal": True, "dropout_p": 0.3, "head": 5},
 }
 
 
@@ -31,13 +33,14 @@ def test_rows_of_a_rank(name: str) -> None:
     torch.manual_seed(seed)
     band = dict(CALLS[name])
     dropout = {"dropout_p": band.pop("dropout_p", 0.0), "dropout_seed": seed}
+    head = band.pop("head", 0)
     plan = planned(SEQLEN, 2, 0, **{"chunk": 6, **band})
     band.pop("chunk", None)
     q, k, v, dout = torch.randn(4, 1, SEQLEN, 2, 16).unbind()
     here = torch.zeros(SEQLEN, dtype=torch.bool).index_fill_(0, plan.positions(), True)
     dout = dout.masked_fill(~here[:, None, None], 0.0)  # of the other rank's rows nothing comes
     seen = band.get("mask", masks.Causal()).dense(SEQLEN, SEQLEN)
-    sizes = (torch.arange(n) for n in (1, 2, SEQLEN, SEQLEN))
+    sizes = (torch.arange(1), torch.arange(head, head + 2), torch.arange(SEQLEN), torch.arange(SEQLEN))
     keep = philox.keep_mask(torch.tensor(seed), dropout["dropout_p"], *sizes).double() / (1.0 - dropout["dropout_p"])
     models = []
     for dtype in (torch.float64, torch.float32):
@@ -48,6 +51,7 @@ def test_rows_of_a_rank(name: str) -> None:
     run = local.Run(dense_args(rows, rows, rows, **dropout), "triton", True)
     whole = _whole(plan, band.get("mask"), band.get("causal", False), None)
     pieces = _sharded(plan, whole, torch.device("cpu")).gathered(dropout["dropout_p"] > 0.0)
+    pieces = tuple(replace(piece, head=head) for piece in pieces)
     out, lse = torch.zeros_like(rows), torch.full((1, 2, rows.shape[1]), float("-inf"))
     for some, part, part_lse in local.forward(run, rows, k, v, None, pieces):
         out[:, some], lse[:, :, some] = part, part_lse

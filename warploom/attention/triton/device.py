@@ -414,8 +414,10 @@ def kept(dropout, batch, offset, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_
     seed = tl.load(dropout.seed).to(tl.uint64)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
+    head = dropout.head.to(tl.uint32)
     if offset is not None:
         batch = batch // dropout.chunks
+        head += tl.load(dropout.seed + 1).to(tl.uint32)  # the whole's number of the first one
         m0 += offset
     rows = m0 + tl.arange(0, M)
     keys = n0 // 4 + tl.arange(0, N // 4)
@@ -427,7 +429,7 @@ def kept(dropout, batch, offset, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_
         zero = tl.zeros([M, N // 4], tl.uint32)
         c0 = zero + keys.to(tl.uint32)[None, :]
         c1 = zero + rows.to(tl.uint32)[:, None]
-    w0, w1, w2, w3 = tl.philox_impl(c0, c1, zero + dropout.head.to(tl.uint32), zero + batch.to(tl.uint32), low, high, 10)
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, zero + head, zero + batch.to(tl.uint32), low, high, 10)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (.., i, j) holds word 2i + j
     if KEYS_FIRST:
         words = tl.permute(words, (0, 2, 3, 1))

@@ -227,7 +227,11 @@ def _key_boxes(
 
 
 def _seed(args: AttentionArgs) -> Tensor | None:
-    return args.dropout_seed if args.dropout_p else None
+    """Of calls with query offsets the seed and the number of the first head, which kernels read behind it."""
+    seed = args.dropout_seed if args.dropout_p else None
+    if seed is None or args.q_offset is None or seed.numel() == 2:
+        return seed
+    return torch.cat([seed.reshape(1), seed.new_zeros(1)])
 
 
 def _options(variant: Variant, tiling: Tiling) -> dict[str, Any]:

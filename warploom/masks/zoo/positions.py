@@ -48,8 +48,14 @@ def locate(bounds: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     """
     count = bounds.shape[1] - 1
     position = columns(seqlen_k, bounds.device).expand(bounds.shape[0], seqlen_k)
-    # Searched in another dtype: of a view Inductor knows no strides up to torch 2.11, and a clone it leaves out.
-    index = torch.searchsorted(bounds[:, 1:].to(torch.int64), position.to(torch.int64), right=True)
+    ends = bounds[:, 1:].to(torch.int64)
+    if bounds.device.type == "cpu":  # counting takes a quarter of the time of searching
+        ended = ends.new_zeros(bounds.shape[0], seqlen_k + 1)
+        ended.scatter_add_(1, ends.clamp(0, seqlen_k), torch.ones_like(ends))
+        index = ended[:, :seqlen_k].cumsum(1)
+    else:
+        # Searched in another dtype: of a view Inductor knows no strides up to torch 2.11, and a clone it leaves out.
+        index = torch.searchsorted(ends, position.to(torch.int64), right=True)
     start = bounds.gather(1, index)
     end = bounds.gather(1, (index + 1).clamp(max=count))
     return index, (index < count) & (position >= bounds[:, :1]), start, end
