@@ -56,9 +56,7 @@ def checked_names(return_stats: Any, block_table: Any = None) -> tuple[str, ...]
     if type(return_stats) is tuple and not return_stats:
         return ()
     if not isinstance(return_stats, (tuple, list)) or not all([type(name) is str for name in return_stats]):
-        raise TypeError(
-            f"return_stats must be a tuple of names, of {', '.join(map(repr, NAMES))}, got {arguments.describe(return_stats)}"
-        )
+        raise TypeError(f"return_stats must be a tuple of names, out of {NAMES}, got {arguments.describe(return_stats)}")
     for name in return_stats:
         if name not in NAMES:
             raise ValueError(f"return_stats takes {' and '.join(map(repr, NAMES))}, got {name!r}")

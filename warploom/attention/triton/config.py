@@ -105,7 +105,7 @@ _BIASED = {
 
 # The kernel of stats: a tile of scores, and as much again for their sums and for the largest. Compiled, not timed.
 _STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 4, 2)}
-_STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 32, 4, 1), 256: Tiling(16, 16, 4, 1)}
+_STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 16, 4, 1), 256: Tiling(32, 16, 8, 1)}
 
 
 @cache
@@ -114,7 +114,7 @@ def stats_tiling(features: Features) -> Tiling:
     width = next(w for w in (64, 128, 256) if features.head_dim <= w)
     if features.dtype == torch.float32:
         return _STATS_FLOAT32[width]
-    return replace(_STATS[width], n=64, stages=2) if features.bias in ("tensor", "distance") else _STATS[width]
+    return replace(_STATS[width], n=64, warps=8, stages=2) if features.bias in ("tensor", "distance") else _STATS[width]
 
 
 @cache
