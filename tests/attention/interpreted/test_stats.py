@@ -62,12 +62,30 @@ def test_case(name: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", [None, "of heads", "alibi", "relative"])
-def test_everything_at_once_in_small_tiles(kind: str | None, seed: int) -> None:
+@pytest.mark.parametrize("kind", ["of heads", "alibi", "relative"])
+def test_everything_at_once_in_small_tiles(kind: str, seed: int) -> None:
     """Column vectors, a band, a softcap and a bias, in fp32."""
     vectors = torch.randint(0, 40, (2, 1, 2, 70), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     options = {"mask": masks.ColumnMask(vectors[0], vectors[1]), "window": (60, 9), "softcap": 3.0}
     check_stats(Call(seed, seqlen_q=40, seqlen_k=70, **ONE, keywords=options), "triton", kind)
+
+
+@pytest.mark.usefixtures("small")
+def test_bands_in_small_tiles(seed: int) -> None:
+    """Tiles that lie whole within a band, that its left edge cuts and that its right edge cuts."""
+    for window in ((40, 5), (None, -5), (50, None)):
+        check_stats(Call(seed, 1, 100, 90, 1, 1, dtype=HALF, keywords={"window": window}), "triton")
+
+
+@pytest.mark.usefixtures("small")
+def test_keys_past_the_end_have_no_logit() -> None:
+    """Loaded as zeros, whose logit would be the largest here."""
+    q, k = torch.ones(1, 64, 1, 16), -torch.ones(1, 53, 1, 16)
+    assert of(q, k, k).max_logits.item() == -4.0
+    cu, used = torch.tensor([0, 64], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    packed = (q[0], k[0], k[0], cu, torch.tensor([0, 53], dtype=torch.int32))
+    _, found = warploom.attention_varlen(*packed, seqused_k=used, return_stats=BOTH, backend="triton")
+    assert found.max_logits.item() == -4.0 and not found.column_sums[:, 40:].any()
 
 
 @pytest.mark.parametrize("mask", [masks.Document([100, 37, 63]), masks.GlobalWindow(5, 40, 30)], ids=str)
@@ -77,10 +95,10 @@ def test_bounds_of_blocks(mask: masks.Mask, seed: int) -> None:
     check_stats(call, "triton")
 
 
-STARTS_Q, STARTS_K = [0, 5, 5, 44, 60], [0, 9, 13, 13, 93]  # no queries, no keys, and tokens past the last sequence
+STARTS_Q, STARTS_K = [0, 5, 5, 44, 60], [0, 9, 13, 63, 93]  # a sequence without queries, and tokens past the last one
 
 
-@pytest.mark.parametrize("used,tile", [(None, (32, 16)), ([7, 0, 0, 58], (16, 64))])
+@pytest.mark.parametrize("used,tile", [(None, (32, 16)), ([7, 0, 45, 0], (16, 64))])
 def test_packed(used: list[int] | None, tile: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "stats_tiling", lambda features: Tiling(*tile, 4, 1))
     call = Call(seed, 1, 63, 95, 2, 1, 16, keywords={"window": (30, 2), "softcap": 3.0})
