@@ -38,7 +38,8 @@ from warploom import masks  # noqa: E402
 from warploom.attention.arguments import dense_args, varlen_args  # noqa: E402
 from warploom.attention.chunks import chunk_args  # noqa: E402
 from warploom.attention.problem import AttentionArgs  # noqa: E402
-from warploom.attention.triton import bias_sums, call, run  # noqa: E402
+from warploom.attention.stats import stats_args  # noqa: E402
+from warploom.attention.triton import bias_sums, call, run, stats  # noqa: E402
 from warploom.decode.problem import DecodeArgs  # noqa: E402
 from warploom.decode.triton import launch as decode_launch  # noqa: E402
 from warploom.decode.triton import plan as decode_plan  # noqa: E402
@@ -164,6 +165,13 @@ BIASES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "distance, packed": (_biased, {"kind": "distance", "packed": True}),
 }  # fmt: skip
 
+STATS: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
+    "stats": (_dense, {"causal": True}),
+    "stats, columns": (_dense, {"mask": masks.Document([100, 156]), "softcap": 5.0}),
+    "stats, packed": (_packed, {"mask": _vectors(), "window": (64, 32)}),
+    "stats, bias matrix": (_biased, {"kind": "matrix", "dtype": torch.float32, "causal": True}),
+}
+
 DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", "decode, queries, odd strides")
 TREES = ("decode, tree", "paged decode, tree")
 TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
@@ -179,7 +187,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES or BIASES, or decode: one of DECODE, TREES, TREE_WINDOWS, FP8 or DECODE_BIASES
+    feature: str  # of FEATURES or BIASES or STATS, or decode: one of DECODE, TREES, TREE_WINDOWS, FP8 or DECODE_BIASES
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -197,6 +205,8 @@ def cases() -> list[Case]:
     found += [Case(90, "bf16", d, d, f) for d in (64, 128) for f in BIASES]
     others = ((90, "bf16", 256), (90, "fp32", 128), (80, "fp16", 128), (80, "fp32", 256))
     found += [Case(a, t, d, d, f) for a, t, d in others for f in ("bias of all heads", "distance")]
+    found += [Case(90, "bf16", d, d, f) for d in widths for f in STATS]
+    found += [Case(a, t, d, d, "stats, columns") for a, t in ((90, "fp32"), (80, "fp16"), (80, "fp32")) for d in widths]
     # Tiles of unequal widths, by turns in one place of shared memory.
     unequal = ((64, 16), (40, 24), (24, 16), (72, 32), (96, 16), (256, 32), (16, 64), (32, 128), (64, 128), (192, 128))
     found += [Case(90, "fp16", *dims, f) for dims in unequal for f in ("odd strides", "columns", "packed")]
@@ -218,13 +228,17 @@ def recorded(case: Case) -> dict[str, Recorded]:
         if "decode" in case.feature:
             _decode(case, dtype)
         else:
-            build, options = (FEATURES | BIASES)[case.feature]
+            build, options = (FEATURES | BIASES | STATS)[case.feature]
             heads, dims = (2, 1, 1), (case.head_dim, case.head_dim, case.head_dim_v)
             q, k, v = (torch.zeros(1, _SEQLEN, h, d, dtype=dtype) for h, d in zip(heads, dims, strict=True))
             args = build(q, k, v, **options)
-            out, lse = run.forward(args)
-            if case.feature != "paged":
-                run.backward(args, torch.zeros_like(out), None, out, lse)
+            if case.feature in STATS:
+                lse = torch.zeros((2, _SEQLEN) if args.cu_seqlens_q is not None else (1, 2, _SEQLEN))
+                stats.stats(stats_args(args)._replace(bounds=args.bounds), lse, True)
+            else:
+                out, lse = run.forward(args)
+                if case.feature != "paged":
+                    run.backward(args, torch.zeros_like(out), None, out, lse)
     named = {}
     for launch in launches:
         name = launch.kernel.__name__.removesuffix("_kernel")
@@ -279,12 +293,14 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
 
     caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch, decode_tree._launch)
     caches += (bias_sums._gradient_launch, bias_sums._sums_launch, bias_sums._distance_launch)
+    caches += (stats._stats_launch, stats._largest_launch)
     for cached in caches:
         cached.cache_clear()
     try:
         with (
             patch.object(run, "Launch", Recorder),
             patch.object(bias_sums, "Launch", Recorder),
+            patch.object(stats, "Launch", Recorder),
             patch.object(decode_plan, "Launch", Recorder),
             patch.object(decode_tree, "Launch", Recorder),
             patch.object(decode_launch, "plan", planned),

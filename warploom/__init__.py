@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from warploom.deferred import defer, defers
 
 __all__ = [
+    "AttentionStats",
     "KVCache",
     "LinearState",
     "PagedKVCache",
@@ -28,6 +29,7 @@ __all__ = [
 if TYPE_CHECKING or not defers():
     from warploom import bias, masks
     from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
+    from warploom.attention.stats import AttentionStats
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache
     from warploom.delta.api import gated_delta_rule, gated_delta_step

@@ -367,3 +367,11 @@ def test_transforms_refused() -> None:
     with torch.no_grad():
         q, k, v = quantize(*[x[0].clone().requires_grad_() for _ in range(3)])
     assert attention(q, k, v).shape == x[0].shape
+
+
+def test_stats_are_of_what_is_dequantised() -> None:
+    call = quantize(*drawn(seqlen=40), seed=3)
+    out, stats = warploom.attention(*call, return_stats=["column_sums"], causal=True)
+    again = warploom.attention(*call, causal=True)
+    assert torch.equal(out, again) and stats.column_sums is not None
+    torch.testing.assert_close(stats.column_sums.sum(-1), torch.full(stats.column_sums.shape[:2], 40.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -15,9 +15,10 @@ from warploom.attention import (
     registry,  # noqa: F401  (it fills the dispatch list)
 )
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.ops import attention_op
+from warploom.attention.ops import attention_op, stats_op
 from warploom.attention.plan import Plan, plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, checked_names, stats_args, stats_backend
 from warploom.bias import Bias
 from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from warploom.fp8 import Fp8Tensor
 
 Descale = tuple[Tensor, Tensor, Tensor]
+_Some = tuple[str] | tuple[str, str]  # names of stats
 
 
 @overload
@@ -39,7 +41,7 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor: ...
 
 
@@ -50,7 +52,7 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -61,8 +63,35 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
+    backend: str | None = ..., bias: Tensor | Bias | None = ..., return_stats: _Some,
+) -> tuple[Tensor, AttentionStats]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
+    backend: str | None = ..., bias: Tensor | Bias | None = ..., return_stats: _Some,
+) -> tuple[Tensor, Tensor, AttentionStats]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., causal: bool = ..., window: Window | None = ...,
+    scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool = ...,
+    backend: str | None = ..., bias: Tensor | Bias | None = ..., return_stats: Sequence[str],
+) -> Any: ...
 
 
 def attention(
@@ -84,7 +113,8 @@ def attention(
     bias: Tensor | Bias | None = None,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_stats: Sequence[str] = (),
+) -> Any:
     """Exact softmax attention, softmax(scale · q kᵀ + bias, masked) v, differentiable in q, k, v, sink and bias.
 
     Causal masks and windows are bottom-right aligned: with p = i + seqlen_k - seqlen_q, query i sees key j when
@@ -116,22 +146,26 @@ def attention(
             may require grad.
         out_dtype: of out, with FP8 inputs: float16, bfloat16, float32 or float64; default: what q had before quantize(),
             bfloat16 with descale.
+        return_stats: names of `warploom.AttentionStats` to compute and return last: "max_logits", the largest logits of each
+            head, and "column_sums", the probabilities of each key summed over queries. Both are exact, float32, without a
+            gradient, and ignore sink and dropout. Each costs one more pass over the scores, both together one; column sums of
+            a call with a sink another forward pass.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, lse).
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or a tuple of it, of lse and of an `AttentionStats`, as asked.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    found = launcher.NOTHING
-    if descale is None and out_dtype is None:
+    names, found = checked_names(return_stats), launcher.NOTHING
+    if not names and descale is None and out_dtype is None:
         found = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             bias=bias,
         )
-    if found.launch is not None:
-        out, lse = found.launch(q, k, v, sink, *found.others)
-        return (out, lse) if return_lse else out
+        if found.launch is not None:
+            out, lse = found.launch(q, k, v, sink, *found.others)
+            return (out, lse) if return_lse else out
     q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, {"sink": sink, "bias": bias})
     args = dense_args(
         q,
@@ -152,9 +186,7 @@ def attention(
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v), (args.q, args.k, args.v)):
         found = launcher.NOTHING
-    out, lse = _run(args, backend, found.key, found.records)
-    out = out if fp8 is None else out.to(fp8.out_dtype)
-    return (out, lse) if return_lse else out
+    return _results(args, backend, found, return_lse, names, None if fp8 is None else fp8.out_dtype)
 
 
 @overload
@@ -166,7 +198,7 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor: ...
 
 
@@ -179,7 +211,7 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -192,8 +224,41 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
+    deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+    bias: Tensor | Bias | None = ..., return_stats: _Some,
+) -> tuple[Tensor, AttentionStats]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
+    deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
+    bias: Tensor | Bias | None = ..., return_stats: _Some,
+) -> tuple[Tensor, Tensor, AttentionStats]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., *, seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    mask: Mask | None = ..., causal: bool = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
+    deterministic: bool | None = ..., return_lse: bool = ..., backend: str | None = ...,
+    bias: Tensor | Bias | None = ..., return_stats: Sequence[str],
+) -> Any: ...
 
 
 def attention_varlen(
@@ -221,7 +286,8 @@ def attention_varlen(
     bias: Tensor | Bias | None = None,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_stats: Sequence[str] = (),
+) -> Any:
     """attention() over sequences packed without padding; masks apply within each sequence.
 
     Args:
@@ -238,14 +304,15 @@ def attention_varlen(
         bias: as attention()'s, by rows and keys of each sequence: a tensor has (sequences|1, heads_q|1, max_seqlen_q|1,
             max_seqlen_k|1), the last two or more; slopes of `warploom.bias.ALiBi` (heads_q,) or (sequences, heads_q).
 
-    The other keywords are attention()'s.
+    The other keywords are attention()'s. Stats are (sequences, heads_q) and (heads_q, total_k); return_stats does not go with
+    block_table.
 
     Returns:
-        out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
+        out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
-    found = launcher.NOTHING
+    names, found = checked_names(return_stats, block_table), launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if block_table is None and descale is None and out_dtype is None:
+    if block_table is None and not names and descale is None and out_dtype is None:
         longest = (max_seqlen_q, max_seqlen_k)
         found = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
@@ -282,9 +349,7 @@ def attention_varlen(
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         found = launcher.NOTHING
-    out, lse = _run(args, backend, found.key, found.records)
-    out = out if fp8 is None else out.to(fp8.out_dtype)
-    return (out, lse) if return_lse else out
+    return _results(args, backend, found, return_lse, names, None if fp8 is None else fp8.out_dtype)
 
 
 def scaled_dot_product_attention(
@@ -328,6 +393,7 @@ def explain(
     is_causal: bool = False,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    return_stats: Sequence[str] = (),
     backend: str | None = None,
     **keywords: Any,
 ) -> Plan:
@@ -339,6 +405,7 @@ def explain(
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     arguments.flag("return_lse", return_lse)
+    names = checked_names(return_stats, keywords.get("block_table"))
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
         reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
@@ -346,10 +413,12 @@ def explain(
             return torch_plan(reason)
         q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal)
         keywords = {**keywords, **options}
-    return _planned(q, k, v, packed, keywords, backend)[1]
+    return _planned(q, k, v, packed, keywords, backend, names)[1]
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None = None, **keywords: Any) -> Plan:
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, *packed: Any, return_stats: Sequence[str] = (), backend: str | None = None, **keywords: Any
+) -> Plan:
     """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
 
     A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
@@ -359,13 +428,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *packed: Any, backend: str | None =
     Raises:
         RuntimeError: the code can be neither loaded nor built here; the message says why.
     """
-    args, plan = _planned(q, k, v, packed, keywords, backend)
+    names = checked_names(return_stats, keywords.get("block_table"))
+    args, plan = _planned(q, k, v, packed, keywords, backend, names)
     dispatch.find(plan.implementation).warm(args)
     return plan
 
 
 def _planned(
-    q: Any, k: Any, v: Any, packed: tuple[Any, ...], keywords: dict[str, Any], backend: str | None
+    q: Any, k: Any, v: Any, packed: tuple[Any, ...], keywords: dict[str, Any], backend: str | None, names: tuple[str, ...]
 ) -> tuple[AttentionArgs, Plan]:
     """A call of attention() or attention_varlen(), as it would run."""
     rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}
@@ -378,7 +448,7 @@ def _planned(
     q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, rest.get("block_table") is not None)
     make: Any = dense_args if starts is None else varlen_args
     args = make(q, k, v, *packed, **rest)
-    plan = plan_of(args, _problem(args), backend)
+    plan = plan_of(args, _problem(args), backend, names=names)
     return args, plan if fp8 is None else replace(plan, reason=f"{plan.reason}; {fp8.words}")
 
 
@@ -403,26 +473,63 @@ def _of_fp8(
     return found.q, found.k, found.v, found
 
 
-def _run(
-    args: AttentionArgs, backend: str | None, call_key: Hashable = None, records: bool = False
-) -> tuple[Tensor, Tensor]:
+def _results(
+    args: AttentionArgs,
+    backend: str | None,
+    found: launcher.Found,
+    return_lse: bool,
+    names: tuple[str, ...],
+    out_dtype: torch.dtype | None,
+) -> Tensor | tuple[Any, ...]:
+    """What a validated call returns; ``names``: of the stats that it asks for; ``out_dtype``: None as the args'."""
+    chosen, settled = _choose(args, backend)
+    measuring = stats_backend(_problem(args), chosen) if names else None
+    out, lse = _run(args, chosen, found.key if settled else None, found.records)
+    out = out if out_dtype is None else out.to(out_dtype)
+    if measuring is None:
+        return (out, lse) if return_lse else out
+    stats = _stats(args, lse, measuring, names)
+    return (out, lse, stats) if return_lse else (out, stats)
+
+
+def _choose(args: AttentionArgs, backend: str | None) -> tuple[str, bool]:
+    """The implementation that runs a call, and whether it will run all calls of this kind."""
     if backend is not None and not isinstance(backend, str):
         dispatch.find(backend)  # says what there is
     key = _key(args, backend) if args.q.is_cuda and not torch.compiler.is_compiling() else None
     chosen = None if key is None else dispatch.settled(key)
-    if chosen is None:
-        chosen = dispatch.choose(_problem(args), backend)
-        if key is not None:
-            dispatch.settle(key, chosen, by_name=backend is not None)
+    if chosen is not None:
+        return chosen, True
+    chosen = dispatch.choose(_problem(args), backend)
+    if key is not None:
+        dispatch.settle(key, chosen, by_name=backend is not None)
+    return chosen, key is not None and dispatch.settled(key) is not None
+
+
+def _run(args: AttentionArgs, chosen: str, call_key: Hashable, records: bool) -> tuple[Tensor, Tensor]:
     implementation = dispatch.find(chosen)
     if implementation.eager:
         out, lse = implementation.forward(args)
         return out, lse.float()
     args = implementation.prepare(args)._replace(backend=chosen)
     result: tuple[Tensor, Tensor] = attention_op(*args)
-    if call_key is not None and type(implementation).bind is not Backend.bind and dispatch.settled(key) is not None:
+    if call_key is not None and type(implementation).bind is not Backend.bind:
         dispatch.bind(call_key, partial(launcher.bind, implementation, args, records))
     return result
+
+
+def _stats(args: AttentionArgs, lse: Tensor, measuring: str, names: tuple[str, ...]) -> AttentionStats:
+    """The stats of a call that has run, by the implementation called ``measuring``."""
+    implementation = dispatch.find(measuring, FAMILY)
+    assert isinstance(implementation, StatsBackend)
+    max_logits, column_sums = "max_logits" in names, "column_sums" in names
+    if implementation.eager:
+        found = implementation.stats(stats_args(args), None, max_logits, column_sums)
+        return AttentionStats(*[None if t is None else t.float() for t in found])
+    given = lse.detach() if column_sums and args.sink is None else None
+    args = implementation.prepare(stats_args(args))._replace(backend=measuring)
+    largest, sums = stats_op(*args, given, max_logits, column_sums)
+    return AttentionStats(largest if max_logits else None, sums if column_sums else None)
 
 
 def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:

@@ -21,9 +21,9 @@ from warploom.attention import philox
 from warploom.attention.bias_terms import add_chunk_gradient, add_gradient, terms
 from warploom.attention.packing import Gradients, chunks, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.stats import StatsBackend
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
 from warploom.masks.visible import visible
-from warploom.runtime.backend import Backend
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -517,7 +517,35 @@ def _arithmetic_backward(
             _add(totals[2], part, heads_kv, cols, dv)
 
 
-class Cpu(Backend):
+def _stats_dense(args: AttentionArgs, lse: Tensor | None, max_logits: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Max logits, if asked for, and column sums, given lse, of a dense call, column step by step."""
+    batch, _, heads_q, _ = args.q.shape
+    largest = torch.full((batch, heads_q), float("-inf")) if max_logits else None
+    sums = None if lse is None else torch.zeros((batch, heads_q, args.k.shape[1]))
+    for part in _parts(args, 0, 0):
+        for tile in _tiles(args, part):
+            for heads, heads_kv in _by_group(part, heads_q // args.k.shape[2]):
+                all_q = _take(args.q, part, heads, tile.rows).float()
+                for step in _steps(tile):
+                    k, q = _take(args.k, part, heads_kv, step.take(tile.cols)).float(), all_q
+                    added = _added(args, part, heads, tile, step)
+                    if added is not None:
+                        k, q = added.keys(k), added.queries(q)
+                    scores, _ = _scores(args, q, k, tile, step, added)
+                    if largest is not None:
+                        view = largest[part.batches, heads]
+                        view.copy_(torch.maximum(view, scores.amax((-2, -1))))
+                    if sums is not None and lse is not None:
+                        row_lse = lse[part.batches][:, heads][:, :, tile.rows][..., None]
+                        # At most 1: an lse of huge scores is rounded by more than its sum is worth.
+                        weights = torch.exp((scores - row_lse).clamp(max=0.0))
+                        # What is hidden weighs nothing, whatever the row's lse.
+                        weights = weights.masked_fill(scores == float("-inf"), 0.0).sum(-2)
+                        sums[part.batches, heads].index_add_(2, tile.col_index[step.start : step.stop], weights)
+    return largest, sums
+
+
+class Cpu(StatsBackend):
     """Every call on CPU tensors but those in float64."""
 
     name = "cpu"
@@ -553,6 +581,28 @@ class Cpu(Backend):
         """dq, dk, dv, dsink (empty without a sink) and a bias's gradient in the dtypes of what they are of."""
         args = _readable(args)
         return gradients(args, dout, dlse, out, lse, _backward_dense)
+
+    def stats(
+        self, args: AttentionArgs, lse: Tensor | None, max_logits: bool, column_sums: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both from one more walk over the visible tiles, in fp32."""
+        lse = lse if column_sums else None
+        if args.cu_seqlens_q is None:
+            return _stats_dense(args, lse, max_logits)
+        heads = args.q.shape[1]
+        sums = None if lse is None else torch.zeros((heads, args.k.shape[0]))
+        largest = [torch.empty((0, heads))]
+        for sequence in sequences(args):
+            if not (sequence.args.q.shape[1] and sequence.args.k.shape[1]):
+                largest.append(torch.full((1, heads), float("-inf")))
+                continue
+            part = _stats_dense(sequence.args, None if lse is None else lse[None, :, sequence.queries], max_logits)
+            if part[0] is not None:
+                largest.append(part[0])
+            if sums is not None and part[1] is not None:
+                assert sequence.keys is not None
+                sums[:, sequence.keys] = part[1][0]
+        return torch.cat(largest) if max_logits else None, sums
 
 
 BACKEND = Cpu()

@@ -1,4 +1,4 @@
-"""The op of exact attention: its results where there is nothing to compute, shapes for tracers, its backward pass."""
+"""The op of exact attention, with its backward pass, and that of its stats: shapes for tracers, results of empty calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
+from warploom.attention.stats import FAMILY, StatsBackend
 from warploom.runtime import dispatch
 from warploom.runtime.flops import lengths_of
-from warploom.runtime.op import DifferentiableOp, schema, settled_dtypes
+from warploom.runtime.op import DifferentiableOp, Op, schema, settled_dtypes
 
 
 class AttentionOp(DifferentiableOp):
@@ -70,6 +71,47 @@ class AttentionOp(DifferentiableOp):
         return 2 * _scores(args) * (3 * args.q.shape[-1] + 2 * args.v.shape[-1])  # q kᵀ, ds k, dsᵀ q; do vᵀ, pᵀ do
 
 
+class StatsOp(Op):
+    """max_logits, column_sums = attention_stats(*AttentionArgs, lse, …), fp32; no elements in what is not asked for.
+
+    The call is one that `warploom.attention.stats.stats_args` made, and lse is its; None: column sums need one that is computed
+    here.
+    """
+
+    name, public = "attention_stats", "warploom.attention with return_stats"
+    without = AttentionOp.without
+    signature = f"({schema(AttentionArgs)}, Tensor? lse, bool max_logits, bool column_sums) -> (Tensor, Tensor)"
+
+    def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
+        args, (lse, max_logits, column_sums) = AttentionArgs(*flat[:-3]), flat[-3:]
+        if _is_empty(args):
+            largest, sums = self.fake(*flat)
+            return largest.fill_(float("-inf")), sums.zero_()
+        backend = dispatch.find(args.backend, FAMILY)
+        assert isinstance(backend, StatsBackend)
+        with settled_dtypes(args.q):
+            if column_sums and lse is None:
+                _, lse = backend.forward(args)
+            found = backend.stats(args, lse, max_logits, column_sums)
+        largest, sums = [args.q.new_empty(0, dtype=torch.float32) if t is None else t for t in found]
+        return largest, sums
+
+    def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
+        args, (_, max_logits, column_sums) = AttentionArgs(*flat[:-3]), flat[-3:]
+        q, k = args.q, args.k
+        batch = q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+        shape = (batch, q.shape[2], k.shape[1]) if q.ndim == 4 else (q.shape[1], k.shape[0])
+        return (
+            q.new_empty((batch, q.shape[-2]) if max_logits else 0, dtype=torch.float32),
+            q.new_empty(shape if column_sums else 0, dtype=torch.float32),
+        )
+
+    def flops(self, *flat: Any) -> Any:
+        args, (lse, _, column_sums) = AttentionArgs(*flat[:-3]), flat[-3:]
+        products = 3 if column_sums and lse is None else 1  # q kᵀ, and those of a forward pass for lse
+        return 2 * products * _scores(args) * args.q.shape[-1]
+
+
 def _no_bias_gradient(args: AttentionArgs) -> Tensor:
     """Zeros of the bias's shape, where nobody read it; no elements where no gradient is asked for."""
     if not args.bias_grad:
@@ -116,3 +158,4 @@ def _only_sinks(args: AttentionArgs) -> Tensor:
 
 
 attention_op = AttentionOp()
+stats_op = StatsOp()

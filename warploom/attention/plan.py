@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.stats import stats_backend
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import TileClasses
 from warploom.runtime import dispatch
@@ -25,6 +26,8 @@ class Plan:
     tiles: dict[str, int] | None = None  # counts: hidden, partial, full
     skipped: float | None = None  # fraction of tiles that are skipped, as none of their elements is visible
     refused: tuple[tuple[str, str], ...] = ()  # (implementation, why), in dispatch order
+    stats: tuple[str, ...] = ()  # those that the call returns
+    stats_implementation: str | None = None  # which computes them
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -35,6 +38,8 @@ class Plan:
             "backward_tiles": {name: list(tile) for name, tile in self.backward_tiles},
             "tiles": self.tiles,
             "skipped": self.skipped,
+            "stats": list(self.stats),
+            "stats_implementation": self.stats_implementation,
             "refused": [{"implementation": name, "why": why} for name, why in self.refused],
         }
 
@@ -48,16 +53,22 @@ class Plan:
             lines.append(line)
         if self.backward_tiles:
             lines.append("backward  " + ", ".join(f"{name} {m}×{n}" for name, (m, n) in self.backward_tiles))
+        if self.stats:
+            lines.append(f"stats     {', '.join(self.stats)} by {self.stats_implementation}")
         lines += [f"refused   {name}: {why}" for name, why in self.refused]
         return "\n".join(lines)
 
 
 def plan_of(
-    args: AttentionArgs, problem: AttentionProblem, backend: str | None, mask: ResolvedMask | None = None
+    args: AttentionArgs,
+    problem: AttentionProblem,
+    backend: str | None,
+    mask: ResolvedMask | None = None,
+    names: tuple[str, ...] = (),
 ) -> Plan:
     """The plan of a validated call; raises as the call would where ``backend`` refuses.
 
-    ``mask``: the call's, with vectors on the CPU, where those of ``args`` hold no values.
+    ``mask``: the call's, with vectors on the CPU, where those of ``args`` hold no values. ``names``: of the stats it asks for.
     """
     chosen = dispatch.choose(problem, backend)
     refused, reason = [], f"forced by backend={backend!r}"
@@ -80,7 +91,8 @@ def plan_of(
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
-    return Plan(problem.describe(), chosen, reason, tile, backward, counts, skipped, tuple(refused))
+    measuring = stats_backend(problem, chosen) if names else None
+    return Plan(problem.describe(), chosen, reason, tile, backward, counts, skipped, tuple(refused), names, measuring)
 
 
 def torch_plan(reason: str) -> Plan:

@@ -15,8 +15,9 @@ from warploom.attention import philox
 from warploom.attention.bias_terms import add_gradient, terms
 from warploom.attention.packing import Gradients, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.stats import StatsBackend
 from warploom.masks.visible import visible
-from warploom.runtime.backend import Backend
+from warploom.runtime.op import settled_dtypes
 
 
 def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -53,13 +54,7 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, seen, bias = _shown(args)
     accumulate, seqlen_k = q.dtype, k.shape[2]
     exact = _has_nonfinite(q, k, v)
-    scores = _scores(q, k, seen, exact) * args.scale
-    if args.softcap:
-        scores = args.softcap * torch.tanh(scores / args.softcap)
-    if bias is not None:
-        scores = scores + bias
-    scores = scores.masked_fill(~seen, float("-inf"))
-
+    scores = _logits(args, q, k, seen, bias, exact)
     top = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
     sink = None if args.sink is None else args.sink.to(accumulate)[:, None, None]
     if sink is not None:
@@ -78,6 +73,27 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
         weights = weights * _keep(args, q, k, batches) / (1.0 - args.dropout_p)
     out = _weighted_sum(weights, v, seen, exact)
     return out.transpose(1, 2).to(args.q.dtype), lse
+
+
+def _logits(args: AttentionArgs, q: Tensor, k: Tensor, seen: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+    """What enters the softmax, of what ``_shown`` returns: -inf where nothing is seen."""
+    scores = _scores(q, k, seen, exact) * args.scale
+    if args.softcap:
+        scores = args.softcap * torch.tanh(scores / args.softcap)
+    if bias is not None:
+        scores = scores + bias
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+def _stats(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Max logits (batch, heads_q) and column sums (batch, heads_q, seqlen_k) of a dense call."""
+    q, k, _, seen, bias = _shown(args)
+    if not q.shape[2] or not k.shape[2]:
+        return q.new_full(q.shape[:2], float("-inf")), q.new_zeros((*q.shape[:2], k.shape[2]))
+    scores = _logits(args, q, k, seen, bias, _has_nonfinite(q, k))
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.softmax(scores, -1).masked_fill(~seen | (top == float("-inf")), 0.0)  # NaN in a row of nothing but -inf
+    return top.amax((-2, -1)), weights.sum(-2)
 
 
 def _shown(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -211,7 +227,7 @@ class _Product(torch.autograd.Function):
             return _product(gradient, b.transpose(-1, -2)), _product(a.transpose(-1, -2), gradient)
 
 
-class Reference(Backend):
+class Reference(StatsBackend):
     """Every call."""
 
     name = "reference"
@@ -236,6 +252,23 @@ class Reference(Backend):
         A call of the reference itself is differentiated op by op.
         """
         return gradients(args, dout, dlse, out, lse, _backward_dense)
+
+    def stats(
+        self, args: AttentionArgs, lse: Tensor | None, max_logits: bool, column_sums: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both from the matrix of scores; lse is not read."""
+        with settled_dtypes(args.q):
+            if args.cu_seqlens_q is None:
+                largest, sums = _stats(args)
+            else:
+                found = [(sequence, *_stats(sequence.args)) for sequence in sequences(args)]
+                wide, heads = torch.promote_types(args.q.dtype, torch.float32), args.q.shape[1]
+                sums = args.q.new_zeros((heads, args.k.shape[0]), dtype=wide)
+                for sequence, _, part in found:
+                    assert sequence.keys is not None
+                    sums[:, sequence.keys] = part[0]
+                largest = torch.cat([args.q.new_empty((0, heads), dtype=wide), *[part for _, part, _ in found]])
+        return largest if max_logits else None, sums if column_sums else None
 
 
 BACKEND = Reference()

@@ -1,6 +1,8 @@
-"""The implementations of exact attention, fastest first."""
+"""The implementations of exact attention, fastest first, and those that compute stats."""
 
 from warploom.attention import ampere, cpu, hopper, reference, triton
+from warploom.attention.stats import FAMILY
 from warploom.runtime import dispatch
 
 dispatch.register("attention", *(module.BACKEND for module in (cpu, hopper, ampere, triton, reference)))
+dispatch.register(FAMILY, *(module.BACKEND for module in (cpu, triton, reference)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.attention.bounds import BLOCK, with_bounds
+from warploom.attention.stats import StatsBackend
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from warploom.attention.triton.config import Config
 
 
-class Triton(TritonBackend):
+class Triton(TritonBackend, StatsBackend):
     """Dense, packed and paged calls with any mask, from 16 to 256 dims a head."""
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -89,6 +90,14 @@ class Triton(TritonBackend):
         from warploom.attention.triton.run import backward as run
 
         return run(args, dout, dlse, out, lse)
+
+    def stats(
+        self, args: AttentionArgs, lse: Tensor | None, max_logits: bool, column_sums: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Max logits, and column sums by a second look at the scores, one tile at a time."""
+        from warploom.attention.triton.stats import stats as run
+
+        return run(args, lse if column_sums else None, max_logits)
 
 
 def _config(args: AttentionArgs) -> Config:

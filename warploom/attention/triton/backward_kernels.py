@@ -28,7 +28,6 @@ from warploom.attention.triton.device import (
     EDGE,
     OUT_UNIT,
     Dropout,
-    Extrema,
     Heads,
     Lengths,
     Mask,
@@ -50,6 +49,7 @@ from warploom.attention.triton.device import (
     used_keys,
     visible,
 )
+from warploom.attention.triton.row_runs import Runs, band_rows, extrema_of, run_of, visible_runs
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
 from warploom.kernels.triton.columns import Band, Columns, load_columns, load_offset, normalised, of_chunk, shifted
 from warploom.kernels.triton.numerics import LOG2E, clamp, dot
@@ -147,67 +147,6 @@ def rows_kernel(
 def _holds_no_number(tile):
     """Rows of a tile that hold NaN or an infinity."""
     return tl.max((tl.abs(tile) < float("inf")).to(tl.int32) ^ 1, 1) != 0
-
-
-@triton.jit
-def _row_blocks_before(row, count, len_q, M: tl.constexpr):
-    """Row tiles that end at or before `row`; the last one ends at len_q."""
-    return tl.where(row >= len_q, count, tl.maximum(row, 0) // M)
-
-
-@triton.jit
-def _row_blocks_begun(row, len_q, M: tl.constexpr):
-    """Row tiles that begin before `row`."""
-    return tl.cdiv(clamp(row, 0, len_q), M)
-
-
-@triton.jit
-def _hidden_run(start, stop, begin, end, count, len_q, M: tl.constexpr):
-    """Row tiles within [begin, end) that rows [start, stop) cover; both `begin` where none."""
-    a = tl.maximum(_row_blocks_begun(start, len_q, M), begin)
-    b = tl.minimum(_row_blocks_before(stop, count, len_q, M), end)
-    return tl.where(a < b, a, begin), tl.where(a < b, b, begin)
-
-
-class Runs(NamedTuple):
-    """Row tiles [begin, a0), [b0, a1) and [b1, end): what is left between two hidden runs."""
-
-    begin: Any
-    a0: Any
-    b0: Any
-    a1: Any
-    b1: Any
-    end: Any
-
-
-@triton.jit
-def _extrema(lts, lte, uts, ute):
-    """Of columns themselves."""
-    lts_min, lts_max, lte_min, lte_max = tl.min(lts, 0), tl.max(lts, 0), tl.min(lte, 0), tl.max(lte, 0)
-    return Extrema(lts_min, lts_max, lte_min, lte_max, tl.min(uts, 0), tl.max(uts, 0), tl.min(ute, 0), tl.max(ute, 0))
-
-
-@triton.jit
-def _visible_runs(extrema, begin, end, count, len_q, M: tl.constexpr):
-    """What is left of row tiles [begin, end) where every column hides rows: two runs, or one where the intervals meet."""
-    lts_max, lte_min, uts_max, ute_min = extrema.lts_max, extrema.lte_min, extrema.uts_max, extrema.ute_min
-    meet = (ute_min >= lts_max) & (lte_min >= uts_max)
-    start0 = tl.where(meet, tl.minimum(lts_max, uts_max), uts_max)
-    stop0 = tl.where(meet, tl.maximum(lte_min, ute_min), ute_min)
-    a0, b0 = _hidden_run(start0, stop0, begin, end, count, len_q, M)
-    a1, b1 = _hidden_run(lts_max, tl.where(meet, 0, lte_min), begin, end, count, len_q, M)
-    swap = b1 < b0  # disjoint, so ends order them; an unused one comes first
-    a0, a1 = tl.where(swap, a1, a0), tl.where(swap, a0, a1)
-    b0, b1 = tl.where(swap, b1, b0), tl.where(swap, b0, b1)
-    return Runs(begin, a0, b0, a1, b1, end)
-
-
-@triton.jit
-def _run(runs, part):
-    """The first and past-the-last tile of a run."""
-    a = tl.where(part == 0, runs.begin, tl.where(part == 1, runs.b0, runs.b1))
-    b = tl.where(part == 0, runs.a0, tl.where(part == 1, runs.a1, runs.end))
-    return a, b
 
 
 class Rows(NamedTuple):
@@ -488,23 +427,8 @@ def dkdv_kernel(
     live = None if DIM == D else dims < DIM
     live_v = None if DIM_V == DV else dims_v < DIM_V
     first, last = live_columns(lengths, offset, band)
-    # Rows that the band shows to some column, in tiles.
     n1 = tl.minimum(n0 + N, len_k)
-    begin, end = 0, count
-    if right is not None:
-        begin = _row_blocks_before(n0 - right - shift, count, len_q, M)
-    if left is not None:
-        end = _row_blocks_begun(n1 + left - shift, len_q, M)
-    end = tl.where(n0 < len_k, tl.maximum(begin, end), begin)
-    if left is not None and right is not None:
-        end = tl.where(left < -right, begin, end)
-
-    # Tiles that begin from here on, and up to here, show all of their rows every column, as far as the band goes.
-    all_from, all_until = 0, seqlen_q
-    if right is not None:
-        all_from = n1 - 1 - shift - right
-    if left is not None:
-        all_until = n0 - shift + left - (M - 1)
+    begin, end, all_from, all_until = band_rows(n0, n1, shift, band, count, seqlen_q, lengths, M)
 
     m = tl.arange(0, M).to(tl.int64) if WIDE else tl.arange(0, M)
     k_at = (batch * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh) * UNIT
@@ -536,11 +460,11 @@ def dkdv_kernel(
             readable = readable & (dead == 0)
             if bounds_ptr is None:
                 # Columns past the end repeat the last one, which changes no extremum.
-                extrema = _extrema(lts, lte, uts, ute)
+                extrema = extrema_of(lts, lte, uts, ute)
             else:
                 at = bounds_ptr + batch * stride_bb + tl.cast(head // mask_group, tl.int64) * stride_bh
                 extrema = block_extrema(at, n0, len_k, N)
-            runs = _visible_runs(extrema, begin, end, count, len_q, M)
+            runs = visible_runs(extrema, begin, end, count, len_q, M)
         else:
             runs = Runs(begin, end, end, end, end, end)
         k = load_rows(k_ptrs, readable, live, True)
@@ -571,7 +495,7 @@ def dkdv_kernel(
         for part in range(PARTS):
             if EDGES:
                 # Each run is cut in two where edge tiles lie between.
-                a, b = _run(runs, part // 2)
+                a, b = run_of(runs, part // 2)
                 edge_a = clamp(first_edge, a, tl.maximum(a, b))
                 edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
                 if part % 2 == 0:
@@ -585,7 +509,7 @@ def dkdv_kernel(
                         True, EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
                     )  # fmt: skip
             else:
-                a, b = _run(runs, part)
+                a, b = run_of(runs, part)
             # An empty pipeline would fill and drain all the same. (Beside an edge loop a guard would make ptxas serialise
             # the products.)
             for _ in range(1 if EDGES else (a < b).to(tl.int32)):

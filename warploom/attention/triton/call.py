@@ -121,10 +121,7 @@ class Call:
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
         tiling = config(features, capability(q.device), boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
-        wide = any([t.stride(-3) * longest >= limit for t in inputs])
-        if args.bias is not None and args.bias_kind == "tensor":
-            # The gradient's rows are as many elements apart as there are columns.
-            wide = wide or longest * (sum(args.bias.stride()[2:]) + args.bias.shape[3]) >= limit
+        wide = is_wide(args, inputs, longest)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
         small = small and all([n is None or n < limit for n in bias_numbers])
         all_see = left is None or (left >= 0 and args.q_offset is None)
@@ -182,6 +179,16 @@ class Call:
         if self.packed:
             return seqlen // rows + self.batches + 1, 1
         return -(-seqlen // rows), self.batches
+
+
+def is_wide(args: AttentionArgs, inputs: Sequence[Tensor], longest: int) -> bool:
+    """Whether offsets within a tile of ``longest`` rows or keys of these tensors, or of a bias, pass 31 bits."""
+    limit = 2**31
+    wide = any([t.stride(-3) * longest >= limit for t in inputs])
+    if args.bias is not None and args.bias_kind == "tensor":
+        # The gradient's rows are as many elements apart as there are columns.
+        wide = wide or longest * (sum(args.bias.stride()[2:]) + args.bias.shape[3]) >= limit
+    return wide
 
 
 def dims(variant: Variant) -> dict[str, int]:

@@ -103,6 +103,20 @@ _BIASED = {
 }
 
 
+# The kernel of stats: a tile of scores, and as much again for their sums and for the largest. Compiled, not timed.
+_STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 4, 2)}
+_STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 16, 4, 1), 256: Tiling(32, 16, 8, 1)}
+
+
+@cache
+def stats_tiling(features: Features) -> Tiling:
+    """The tiles of the kernel of stats, of any device."""
+    width = next(w for w in (64, 128, 256) if features.head_dim <= w)
+    if features.dtype == torch.float32:
+        return _STATS_FLOAT32[width]
+    return replace(_STATS[width], n=64, warps=8, stages=2) if features.bias in ("tensor", "distance") else _STATS[width]
+
+
 @cache
 def config(features: Features, capability: int, boxes: bool) -> Config:
     """The variant for a call's dtype, the wider of its head dims, its mask and a compute capability (90 for Hopper).
