@@ -211,16 +211,16 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
-    found = launcher.NOTHING
+    key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if block_table is None:
         longest = (max_seqlen_q, max_seqlen_k)
-        found = launcher.find(
+        key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest, bias,
         )
-    if found.launch is not None:
-        out, lse = found.launch(q, k, v, sink, *found.others)
+    if launch is not None:
+        out, lse = launch(q, k, v, sink, *others)
         return (out, lse) if return_lse else out
     args = varlen_args(
         q,
@@ -242,12 +242,12 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         bias=bias,
-        resolved=found.resolved,
+        resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
-        found = launcher.NOTHING
-    out, lse = _run(args, backend, found.key, found.records)
+        key = None
+    out, lse = _run(args, backend, key, records)
     return (out, lse) if return_lse else out
 
 

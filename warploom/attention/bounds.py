@@ -20,16 +20,19 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
+from warploom.masks.base import Kept
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime import flops
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 from warploom.runtime.op import plain
 
 if TYPE_CHECKING:
@@ -73,6 +76,30 @@ def prepared_bounds(mask: ResolvedMask, seqlen_q: int, seqlen_k: int, q_offset: 
 def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int | None, seqlen_q: int) -> Tensor:
     """As ``prepared_bounds``, of lts, lte, uts, ute and the offsets."""
     return _kept_or_made(False, vectors, left, right, seqlen_q)
+
+
+def bounds_of_kept(mask: Kept, left: int | None, right: int | None, seqlen_q: int) -> Tensor:
+    """As ``prepared_bounds``, under the band of a call that nothing sees; the mask remembers where they are kept."""
+    vectors, prepared = mask.resolved[2:], mask.prepared
+    if prepared is None:
+        return bounds_of((*vectors, None), left, right, seqlen_q)
+    lts, lte, uts, ute = vectors
+    some = lts if lts is not None else ute
+    assert some is not None
+    key = (left, right, torch._C._cuda_getCurrentRawStream(some.device.index) if some.is_cuda else None)
+    state: Any = (some._version, some.data_ptr())
+    if lte is not None or uts is not None or (lts is not None and ute is not None):
+        state = [None if t is None else (t._version, t.data_ptr()) for t in vectors]
+    entry = prepared.get(key)
+    if entry is not None and entry[0] == state:
+        found: Tensor | None = entry[1]()
+        if found is not None:
+            return found
+    bounds = bounds_of((*vectors, None), left, right, seqlen_q)
+    if len(prepared) >= _KEPT:
+        prepared.clear()
+    prepared[key] = state, weakref.ref(bounds)  # which lives as long as the few that are kept for all masks
+    return bounds
 
 
 def packed_bounds_of(
@@ -135,7 +162,7 @@ def _made(packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, ri
 
 def _key(tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int) -> tuple[Any, ...] | None:
     """What the kept bounds depend on; None where nothing may be kept: while compiling or capturing, of tensors of inference."""
-    if torch.compiler.is_compiling() or any([t is not None and type(t) is not Tensor for t in tensors]):
+    if torch.compiler.is_compiling():
         return None
     some = tensors[0] if tensors[0] is not None else tensors[3]
     assert some is not None
@@ -144,11 +171,18 @@ def _key(tensors: tuple[Tensor | None, ...], left: int | None, right: int | None
         if torch.cuda.is_current_stream_capturing():
             return None
         stream = torch._C._cuda_getCurrentRawStream(some.device.index)
+    key: list[int | None] = [left, right, queries, stream]
     try:
-        versions = tuple([None if t is None else (t._version, t.data_ptr()) for t in tensors])
-    except RuntimeError:
+        for t in tensors:
+            if t is None:
+                key.append(None)
+            elif type(t) is Tensor:
+                key += (id(t), t._version, t.data_ptr())
+            else:
+                return None
+    except RuntimeError:  # of inference
         return None
-    return *map(id, tensors), versions, left, right, queries, stream
+    return tuple(key)
 
 
 def _column_bounds(
@@ -161,20 +195,43 @@ def _column_bounds(
     seqlen_q: int,
     q_offset: Tensor | None = None,
 ) -> Tensor:
-    vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
-    some = vectors[0] if vectors[0] is not None else vectors[3]
+    some = lts if lts is not None else ute
     assert some is not None
-    bounds = some.new_empty(_shape(some, q_offset))
-    blocks, groups = _blocks(some)
-    left, right = _near(left), _near(right)
-    if bounds.numel():
+    absent = (lts is None, lte is None, uts is None, ute is None)
+    offsets = None if q_offset is None else q_offset.shape[0]
+    like_bounds, launch = _dense(some.shape, some.device, absent, left, right, seqlen_q, offsets)
+    bounds = torch.empty_like(like_bounds)
+    if launch is not None:
+        vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
         with on_device(some):
-            _launch(*[x is None for x in (*vectors, left, right, q_offset)])(
-                (bounds.shape[0] * bounds.shape[1] * groups, 1),
-                *(*vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, q_offset),
-                *((None, None) if q_offset is None else (some.shape[1], some.shape[0])),
-            )
+            launch(*vectors, bounds, *(() if q_offset is None else (q_offset,)))
     return bounds
+
+
+@lru_cache(256)
+def _dense(
+    vector: torch.Size, device: torch.device, absent: tuple[bool, ...], left: int | None, right: int | None, seqlen_q: int,
+    offsets: int | None,
+) -> tuple[Tensor, Callable[..., None] | None]:  # fmt: skip
+    """What stands for the bounds of vectors of a shape, and what launches their kernel by vectors, bounds and offsets.
+
+    None in its place where there is nothing to do.
+    """
+    (batch, heads, columns), shape = vector, _shape(vector, offsets)
+    blocks, groups = _blocks(vector)
+    like_bounds = like(shape, torch.int32, device)
+    if 0 in (*shape, blocks):
+        return like_bounds, None
+    left, right, grid = _near(left), _near(right), (shape[0] * heads * groups, 1)
+    kernel = _launch(*absent, left is None, right is None, offsets is None)
+    numbers = (blocks, seqlen_q, columns, left, right)
+    if offsets is None:
+        return like_bounds, kernel.kept(grid, (*numbers, None, None, None))
+
+    def launch(*tensors: Tensor | None) -> None:
+        kernel(grid, *tensors[:-1], *numbers, tensors[-1], heads, batch)
+
+    return like_bounds, launch
 
 
 def _packed_bounds(
@@ -231,7 +288,7 @@ def _column_bounds_fake(
     q_offset: Tensor | None = None,
 ) -> Tensor:
     some = next(t for t in (lts, lte, uts, ute) if t is not None)
-    return some.new_empty(_shape(some, q_offset))
+    return some.new_empty(_shape(some.shape, None if q_offset is None else q_offset.shape[0]))
 
 
 def _packed_bounds_fake(
@@ -255,14 +312,13 @@ def _packed_shape(vector: Tensor, cu_q: Tensor) -> tuple[int, ...]:
     return (1, heads, total_k // BLOCK + total_k // COARSE_BLOCK + 2 * (cu_q.shape[0] - 1), 8)
 
 
-def _shape(vector: Tensor, q_offset: Tensor | None) -> tuple[int, ...]:
-    batch = vector.shape[0] if q_offset is None else q_offset.shape[0]
-    return (batch, vector.shape[1], sum(_blocks(vector)), 8)
+def _shape(vector: Sequence[int], offsets: int | None) -> tuple[int, ...]:
+    return (vector[0] if offsets is None else offsets, vector[1], sum(_blocks(vector)), 8)
 
 
-def _blocks(vector: Tensor) -> tuple[int, int]:
+def _blocks(vector: Sequence[int]) -> tuple[int, int]:
     """Blocks and coarse blocks of a vector."""
-    columns = vector.shape[2]
+    columns = vector[2]
     return (columns + BLOCK - 1) // BLOCK, (columns + COARSE_BLOCK - 1) // COARSE_BLOCK
 
 

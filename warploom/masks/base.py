@@ -20,6 +20,34 @@ from warploom.runtime.limits import LONGEST
 _CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or two (prefill and decode)
 
 
+class Kept:
+    """A mask resolved for one pair of lengths, with what is found out of it once.
+
+    Attributes:
+        kind: all of it but its vectors' contents; None where these are not plain tensors.
+        prepared: what others made of the vectors, by keys of theirs; None where nothing may be kept.
+    """
+
+    __slots__ = ("kind", "prepared", "resolved")
+
+    def __init__(self, resolved: ResolvedMask, lasts: bool) -> None:
+        self.resolved = resolved
+        self.kind = _kind(resolved)
+        self.prepared: dict[Any, Any] | None = {} if lasts else None
+
+
+def _kind(mask: ResolvedMask) -> tuple[Any, ...] | None:
+    left, right, lts, lte, uts, ute = mask
+    some = lts if lts is not None else ute
+    if some is None:
+        return left, right
+    for t in (lts, lte, uts, ute):
+        if t is not None and type(t) is not Tensor:
+            return None
+    # They have one shape, and are contiguous.
+    return left, right, some.shape, some.device, lts is None, lte is None, uts is None, ute is None
+
+
 class BaseMask:
     """A description of a mask, which resolves to a band and column intervals once the sequence lengths are known.
 
@@ -62,42 +90,49 @@ class BaseMask:
         if torch.compiler.is_compiling():
             where = self.device if device is None else _device(device)
             return finish(self._resolve(seqlen_q, seqlen_k, where))
-        if not (type(seqlen_q) is int and type(seqlen_k) is int and 0 <= seqlen_q <= LONGEST and 0 <= seqlen_k <= LONGEST):
+        if not (type(seqlen_q) is int and type(seqlen_k) is int and seqlen_q >= 0 and seqlen_k >= 0):
             seqlen_q, seqlen_k = (
                 integer("seqlen_q", seqlen_q, minimum=0),
                 integer("seqlen_k", seqlen_k, minimum=0),
             )
-            if self._columns:
-                _check_longest(seqlen_q, seqlen_k)
         where = self.device if device is None else device if type(device) is torch.device else _device(device)
-        if where.index is None:
-            where = _indexed(where)
+        return self.kept(seqlen_q, seqlen_k, where if where.index is not None else _indexed(where)).resolved
+
+    def kept(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Kept:
+        """As ``resolve`` outside of torch.compile, of lengths that are ints and a device whose index is known."""
         state = self._state()
-        cache: dict[Any, ResolvedMask] | None = self.__dict__.get("_cache")
+        cache: dict[Any, Kept] | None = self.__dict__.get("_cache")
         if cache is None:
             cache = self.__dict__["_cache"] = {}
-        key = (seqlen_q, seqlen_k, where, state, checked())
-        if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        key = (seqlen_q, seqlen_k, device, state, checked())
+        found = cache.get(key)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if all([t.device.type == "cuda" for t in self._tensors()]):
-                return finish(self._resolve(seqlen_q, seqlen_k, where))
-            if key in cache:
-                return cache[key]
+                return self._made(seqlen_q, seqlen_k, device, False)
+            if found is not None:
+                return Kept(found.resolved, False)
             raise ValueError(
                 f"{type(self).__name__} holds host data, which no CUDA graph capture can copy: call "
                 "it once before the capture with the same lengths, or move it with .to(device) first"
             )
-        if state is not None and key in cache:
-            return cache[key]
+        if found is not None:
+            return found
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # kept vectors must be usable by autograd later
-                resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
+                made = self._made(seqlen_q, seqlen_k, device, state is not None)
         else:
-            resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
-        if state is not None and all([t is None or type(t) is Tensor for t in resolved.vectors]):
+            made = self._made(seqlen_q, seqlen_k, device, state is not None)
+        if made.prepared is not None:
             if len(cache) >= _CACHED_SIZES:
                 cache.pop(next(iter(cache)))
-            cache[key] = resolved
-        return resolved
+            cache[key] = made
+        return made
+
+    def _made(self, seqlen_q: int, seqlen_k: int, device: torch.device, lasts: bool) -> Kept:
+        if self._columns:
+            _check_longest(seqlen_q, seqlen_k)
+        resolved = finish(self._resolve(seqlen_q, seqlen_k, device))
+        return Kept(resolved, lasts and all([t is None or type(t) is Tensor for t in resolved.vectors]))
 
     def dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
         """The whole matrix, for tests and small masks: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible."""
@@ -184,10 +219,10 @@ class BaseMask:
         found: list[Tensor] = []
         for name in self._fields:
             value = getattr(self, name)
-            if isinstance(value, BaseMask):
-                found.extend(value._tensors())
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 found.append(value)
+            elif isinstance(value, BaseMask):
+                found.extend(value._tensors())
         return found
 
     def _state(self) -> tuple[int, ...] | None:
@@ -195,8 +230,9 @@ class BaseMask:
         held: list[Tensor] | None = self.__dict__.get("_held")
         if held is None:
             held = self._tensors()
-            if any([type(t) is not Tensor or t.is_inference() for t in held]):
-                return None
+            for t in held:
+                if type(t) is not Tensor or t.is_inference():
+                    return None
             self.__dict__["_held"] = held
         return tuple([t._version for t in held])
 

@@ -156,10 +156,19 @@ class ColumnMask(Mask):
         found = from_mask_mod(mask_mod, seqlen_q, seqlen_k, batch, heads, device)
         return rebuild(cls, finish(found)._asdict())
 
-    def _extent(self) -> int | None:
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors are."""
+        return self._some.device
+
+    @property
+    def _some(self) -> Tensor:
         vector = self.lts if self.lts is not None else self.ute
         assert vector is not None
-        return vector.shape[-1]
+        return vector
+
+    def _extent(self) -> int | None:
+        return self._some.shape[-1]
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         extent = self._extent()
