@@ -95,7 +95,7 @@ def bounds_of_kept(mask: Kept, left: int | None, right: int | None, seqlen_q: in
         found: Tensor | None = entry[1]()
         if found is not None:
             return found
-    bounds = bounds_of((*vectors, None), left, right, seqlen_q)
+    bounds = _kept_or_made(False, (*vectors, None), left, right, seqlen_q, straight=True)
     if len(prepared) >= _KEPT:
         prepared.clear()
     prepared[key] = state, weakref.ref(bounds)  # which lives as long as the few that are kept for all masks
@@ -108,6 +108,7 @@ def packed_bounds_of(
     left: int | None,
     right: int | None,
     total_q: int,
+    straight: bool = False,
 ) -> Tensor:
     """Bounds of a packed mask, as the module has them, in one launch, or kept from before.
 
@@ -117,20 +118,21 @@ def packed_bounds_of(
             the first, without the third all keys count.
         left, right: the band.
         total_q: packed queries.
+        straight: nothing sees the call.
 
     Returns:
         int32 (1, heads|1, total_k // 64 + total_k // 2048 + 2 · sequences, 8).
     """
-    return _kept_or_made(True, (*vectors, *sequences), left, right, total_q)
+    return _kept_or_made(True, (*vectors, *sequences), left, right, total_q, straight)
 
 
 def _kept_or_made(
-    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int
+    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int, straight: bool = False
 ) -> Tensor:
     """Bounds by the vectors and, behind them, the offsets or what says where sequences are."""
     key = _key(tensors, left, right, queries)
     if key is None:
-        return _made(packed, tensors, left, right, queries)
+        return _made(packed, tensors, left, right, queries, straight)
     entry = _kept.get(key)
     if entry is not None:
         for ref in entry[0]:
@@ -140,17 +142,19 @@ def _kept_or_made(
             return entry[1]
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # autograd may save them later
-            bounds = _made(packed, tensors, left, right, queries)
+            bounds = _made(packed, tensors, left, right, queries, straight)
     else:
-        bounds = _made(packed, tensors, left, right, queries)
+        bounds = _made(packed, tensors, left, right, queries, straight)
     _kept[key] = [weakref.ref(t) for t in tensors if t is not None], bounds
     if len(_kept) > _KEPT:
         _kept.popitem(last=False)
     return bounds
 
 
-def _made(packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int) -> Tensor:
-    straight = not torch.compiler.is_compiling() and plain(*tensors)
+def _made(
+    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int, straight: bool
+) -> Tensor:
+    straight = straight or (not torch.compiler.is_compiling() and plain(*tensors))
     run: Any
     if packed:
         run = _packed_bounds if straight else torch.ops.warploom.packed_column_bounds

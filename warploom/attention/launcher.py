@@ -110,7 +110,9 @@ def _packed_launch(run: Launch, left: int | None, right: int | None, with_bounds
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None, mask: Kept, *seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         vectors = mask.resolved[2:]
-        bounds = packed_bounds_of(vectors, (cu_q, cu_k, used), left, right, q.shape[0]) if with_bounds else None
+        bounds = None
+        if with_bounds:
+            bounds = packed_bounds_of(vectors, (cu_q, cu_k, used), left, right, q.shape[0], straight=True)
         return run(q, k, v, sink, cu_q, cu_k, used, *vectors, bounds, *seed)
 
     return launch

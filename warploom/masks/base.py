@@ -33,7 +33,7 @@ class Kept:
     def __init__(self, resolved: ResolvedMask, lasts: bool) -> None:
         self.resolved = resolved
         self.kind = _kind(resolved)
-        self.prepared: dict[Any, Any] | None = {} if lasts else None
+        self.prepared: dict[Any, Any] | None = {} if lasts and self.kind is not None else None
 
 
 def _kind(mask: ResolvedMask) -> tuple[Any, ...] | None:
@@ -100,10 +100,12 @@ class BaseMask:
 
     def kept(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Kept:
         """As ``resolve`` outside of torch.compile, of lengths that are ints and a device whose index is known."""
-        state = self._state()
-        cache: dict[Any, Kept] | None = self.__dict__.get("_cache")
+        own = self.__dict__
+        held: list[Tensor] | None = own.get("_held")
+        state = self._state() if held is None else tuple([t._version for t in held])
+        cache: dict[Any, Kept] | None = own.get("_cache")
         if cache is None:
-            cache = self.__dict__["_cache"] = {}
+            cache = own["_cache"] = {}
         key = (seqlen_q, seqlen_k, device, state, checked())
         found = cache.get(key)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -131,8 +133,7 @@ class BaseMask:
     def _made(self, seqlen_q: int, seqlen_k: int, device: torch.device, lasts: bool) -> Kept:
         if self._columns:
             _check_longest(seqlen_q, seqlen_k)
-        resolved = finish(self._resolve(seqlen_q, seqlen_k, device))
-        return Kept(resolved, lasts and all([t is None or type(t) is Tensor for t in resolved.vectors]))
+        return Kept(finish(self._resolve(seqlen_q, seqlen_k, device)), lasts)
 
     def dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
         """The whole matrix, for tests and small masks: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible."""
@@ -226,14 +227,12 @@ class BaseMask:
         return found
 
     def _state(self) -> tuple[int, ...] | None:
-        """Versions of the tensors; None where they have none, and nothing may be kept."""
-        held: list[Tensor] | None = self.__dict__.get("_held")
-        if held is None:
-            held = self._tensors()
-            for t in held:
-                if type(t) is not Tensor or t.is_inference():
-                    return None
-            self.__dict__["_held"] = held
+        """Versions of the tensors, which it holds from now on; None where they have none, and nothing may be kept."""
+        held = self._tensors()
+        for t in held:
+            if type(t) is not Tensor or t.is_inference():
+                return None
+        self.__dict__["_held"] = held
         return tuple([t._version for t in held])
 
     def _sizes(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:

@@ -171,10 +171,11 @@ class ColumnMask(Mask):
         return self._some.shape[-1]
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        extent = self._extent()
-        assert extent is not None
-        self._check_length("the mask", extent, seqlen_k)
-        vectors = [None if v is None else v.to(device) for v in (self.lts, self.lte, self.uts, self.ute)]
+        some = self._some
+        self._check_length("the mask", some.shape[-1], seqlen_k)
+        vectors = self.lts, self.lte, self.uts, self.ute
+        if some.device != device:
+            vectors = tuple([None if v is None else v.to(device) for v in vectors])
         return ResolvedMask(self.left, self.right, *vectors)
 
     def _and(self, other: Mask) -> Mask | None:

@@ -108,7 +108,8 @@ class Document(Mask):
         assert rows is not None
         if not may_launch(device, rows):
             return None
-        self._check_fits(seqlen_k)
+        if self.ids is not None or readable(rows):
+            self._check_fits(seqlen_k)
         rows = rows if rows.device == device else rows.to(device)
         if self.ids is None:
             return _by_kernel()[0](rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
