@@ -15,6 +15,7 @@ from tools.frozen.pretend import Recorder, hopper
 from warploom import masks
 from warploom.attention import api
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
+from warploom.runtime.likeness import like
 
 SEQLEN = 256
 PREPARING = ["document_kernel", "bounds_kernel"]
@@ -105,6 +106,7 @@ def check_memory() -> None:
     blocks = -(-seqlen // BLOCK) + -(-seqlen // COARSE_BLOCK)
     with hopper(Recorder()) as fresh:
         fresh()
+        like((1,), torch.int32, torch.device("cuda", 0))  # an element that stands for shapes ever after
         for mask, count in (
             (masks.Document(lengths), 1),
             (masks.Document.from_position_ids(torch.arange(seqlen), causal=False), 2),
