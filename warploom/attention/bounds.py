@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
-from warploom.masks.base import Kept
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.kept import Kept
 from warploom.runtime import flops
 from warploom.runtime.device import on_device
 from warploom.runtime.likeness import like

@@ -14,8 +14,8 @@ from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.bias import Bias
 from warploom.masks import ColumnMask, Mask
-from warploom.masks.base import Kept
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.kept import Kept
 from warploom.runtime import dispatch
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.op import plain, recorded

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from warploom.masks import intervals as iv
 from warploom.masks.arguments import describe, integer, summary
 from warploom.masks.intervals import ResolvedMask, finish
+from warploom.masks.kept import Kept
 from warploom.masks.startend import startend
 from warploom.masks.tiles import TileClasses
 from warploom.masks.visible import visible
@@ -18,34 +19,6 @@ from warploom.runtime.arguments import checked
 from warploom.runtime.limits import LONGEST
 
 _CACHED_SIZES = 8  # resolved forms one mask object keeps; a model uses one or two (prefill and decode)
-
-
-class Kept:
-    """A mask resolved for one pair of lengths, with what is found out of it once.
-
-    Attributes:
-        kind: all of it but its vectors' contents; None where these are not plain tensors.
-        prepared: what others made of the vectors, by keys of theirs; None where nothing may be kept.
-    """
-
-    __slots__ = ("kind", "prepared", "resolved")
-
-    def __init__(self, resolved: ResolvedMask, lasts: bool) -> None:
-        self.resolved = resolved
-        self.kind = _kind(resolved)
-        self.prepared: dict[Any, Any] | None = {} if lasts and self.kind is not None else None
-
-
-def _kind(mask: ResolvedMask) -> tuple[Any, ...] | None:
-    left, right, lts, lte, uts, ute = mask
-    some = lts if lts is not None else ute
-    if some is None:
-        return left, right
-    for t in (lts, lte, uts, ute):
-        if t is not None and type(t) is not Tensor:
-            return None
-    # They have one shape, and are contiguous.
-    return left, right, some.shape, some.device, lts is None, lte is None, uts is None, ute is None
 
 
 class BaseMask:
