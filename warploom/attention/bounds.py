@@ -44,6 +44,7 @@ BLOCK, COARSE_BLOCK = 64, 2048
 # Masks whose bounds are kept: a model alternates between a few (full and windowed layers, micro-batches).
 _KEPT = 8
 _FAR = 2**30  # beyond it a limit of the band changes nothing
+_NONE = (None,)
 
 _kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = OrderedDict()
 
@@ -175,18 +176,18 @@ def _key(tensors: tuple[Tensor | None, ...], left: int | None, right: int | None
         if torch.cuda.is_current_stream_capturing():
             return None
         stream = torch._C._cuda_getCurrentRawStream(some.device.index)
-    key: list[int | None] = [left, right, queries, stream]
+    key: tuple[int | None, ...] = (left, right, queries, stream)
     try:
         for t in tensors:
             if t is None:
-                key.append(None)
+                key += _NONE
             elif type(t) is Tensor:
                 key += (id(t), t._version, t.data_ptr())
             else:
                 return None
     except RuntimeError:  # of inference
         return None
-    return tuple(key)
+    return key
 
 
 def _column_bounds(

@@ -104,7 +104,7 @@ class BaseMask:
         return made
 
     def _made(self, seqlen_q: int, seqlen_k: int, device: torch.device, lasts: bool) -> Kept:
-        if self._columns:
+        if self._columns and (seqlen_q > LONGEST or seqlen_k > LONGEST):
             _check_longest(seqlen_q, seqlen_k)
         return Kept(finish(self._resolve(seqlen_q, seqlen_k, device)), lasts)
 
