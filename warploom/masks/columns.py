@@ -173,7 +173,7 @@ class ColumnMask(Mask):
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         some = self._some
         self._check_length("the mask", some.shape[-1], seqlen_k)
-        vectors = self.lts, self.lte, self.uts, self.ute
+        vectors: tuple[Tensor | None, ...] = (self.lts, self.lte, self.uts, self.ute)
         if some.device != device:
             vectors = tuple([None if v is None else v.to(device) for v in vectors])
         return ResolvedMask(self.left, self.right, *vectors)
