@@ -165,6 +165,45 @@ def test_vectors_changed_in_place_are_prepared_anew(
     assert kernel.ways() == ["checked"] * 2 + ["bound"] * 6  # both are a vector under the same band
 
 
+def test_each_vector_changed_in_place_is_prepared_anew(kernel: Kernel, prepared: Prepared) -> None:
+    q = plain()
+    lts, lte, uts, ute = (torch.full((1, 1, 3), n, dtype=torch.int32) for n in (2, 3, 0, 1))
+    mask = masks.ColumnMask(lts, lte, uts, ute)
+    for _ in range(4):
+        call(q, mask=mask)
+    assert len(prepared.made) == 1
+    for n, vector in enumerate((lts, lte, uts, ute)):
+        vector.fill_(n)
+        for _ in range(2):
+            call(q, mask=mask)
+        assert len(prepared.made) == 2 + n
+    assert kernel.ways() == ["checked"] * 2 + ["bound"] * 10
+
+
+def test_another_stream_prepares_for_itself(kernel: Kernel, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, mask = plain(), masks.Document(lengths(1, 2))
+    for stream, made in ((0, 1), (7, 2), (0, 2), (7, 2)):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream, raising=False)
+        for _ in range(3):
+            call(q, mask=mask)
+        assert len(prepared.made) == made
+
+
+def test_a_mask_holds_no_bounds_beyond_the_few_that_are_kept(kernel: Kernel, prepared: Prepared) -> None:
+    q, mask = plain(), masks.Document(lengths(1, 2))
+    for _ in range(3):
+        call(q, mask=mask)
+    found = weakref.ref(prepared.made.pop())
+    assert found() is not None
+    for _ in range(8):
+        call(q, mask=masks.Document(lengths(1, 2)))
+    prepared.made.clear()
+    assert found() is None
+    for _ in range(2):
+        call(q, mask=mask)
+    assert len(prepared.made) == 1
+
+
 def packed(q: Tensor, cu: Tensor, mask: masks.Mask, **keywords: Any) -> Any:
     return warploom.attention_varlen(q, q, q, cu, mask=mask, backend="hopper", **keywords)
 

@@ -50,12 +50,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
         def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
             found.append(Recorded(self.kernel, self.constants, arguments))
 
+        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
+            return lambda *first: self(grid, *first, *rest)
+
     caches = (
         document_kernel._launch,
         run_kernel.run_launch,
         span_kernel._launch,
         tree_kernel._launch,
         bounds._launch,
+        bounds._dense,
         position_kernel._launch,
     )
     for module in (document_kernel, position_kernel, run_kernel, span_kernel, tree_kernel, triton_launch):

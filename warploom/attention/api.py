@@ -157,14 +157,15 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    names, found = checked_names(return_stats), launcher.NOTHING
+    names = checked_names(return_stats)
+    key, launch, others, resolved, records = launcher.NOTHING
     if not names and descale is None and out_dtype is None:
-        found = launcher.find(
+        key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             bias=bias,
         )
-        if found.launch is not None:
-            out, lse = found.launch(q, k, v, sink, *found.others)
+        if launch is not None:
+            out, lse = launch(q, k, v, sink, *others)
             return (out, lse) if return_lse else out
     q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, {"sink": sink, "bias": bias})
     args = dense_args(
@@ -181,12 +182,12 @@ def attention(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         bias=bias,
-        resolved=found.resolved,
+        resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v), (args.q, args.k, args.v)):
-        found = launcher.NOTHING
-    return _results(args, backend, found, return_lse, names, None if fp8 is None else fp8.out_dtype)
+        key = None
+    return _results(args, backend, key, records, return_lse, names, None if fp8 is None else fp8.out_dtype)
 
 
 @overload
@@ -310,20 +311,20 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
-    names, found = checked_names(return_stats, block_table), launcher.NOTHING
+    names = checked_names(return_stats, block_table)
+    key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if block_table is None and not names and descale is None and out_dtype is None:
         longest = (max_seqlen_q, max_seqlen_k)
-        found = launcher.find(
+        key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest, bias,
         )
-    if found.launch is not None:
-        out, lse = found.launch(q, k, v, sink, *found.others)
+    if launch is not None:
+        out, lse = launch(q, k, v, sink, *others)
         return (out, lse) if return_lse else out
-    others = {"sink": sink, "bias": bias}
-    starts = (cu_seqlens_q, cu_seqlens_k)
-    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, block_table is not None)
+    beside, starts = {"sink": sink, "bias": bias}, (cu_seqlens_q, cu_seqlens_k)
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, beside, starts, block_table is not None)
     args = varlen_args(
         q,
         k,
@@ -344,12 +345,12 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         bias=bias,
-        resolved=found.resolved,
+        resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
-        found = launcher.NOTHING
-    return _results(args, backend, found, return_lse, names, None if fp8 is None else fp8.out_dtype)
+        key = None
+    return _results(args, backend, key, records, return_lse, names, None if fp8 is None else fp8.out_dtype)
 
 
 def scaled_dot_product_attention(
@@ -476,7 +477,8 @@ def _of_fp8(
 def _results(
     args: AttentionArgs,
     backend: str | None,
-    found: launcher.Found,
+    key: Hashable,
+    records: bool,
     return_lse: bool,
     names: tuple[str, ...],
     out_dtype: torch.dtype | None,
@@ -484,7 +486,7 @@ def _results(
     """What a validated call returns; ``names``: of the stats that it asks for; ``out_dtype``: None as the args'."""
     chosen, settled = _choose(args, backend)
     measuring = stats_backend(_problem(args), chosen) if names else None
-    out, lse = _run(args, chosen, found.key if settled else None, found.records)
+    out, lse = _run(args, chosen, key if settled else None, records)
     out = out if out_dtype is None else out.to(out_dtype)
     if measuring is None:
         return (out, lse) if return_lse else out

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,10 @@ from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.kept import Kept
 from warploom.runtime import flops
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 from warploom.runtime.op import plain
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ BLOCK, COARSE_BLOCK = 64, 2048
 # Masks whose bounds are kept: a model alternates between a few (full and windowed layers, micro-batches).
 _KEPT = 8
 _FAR = 2**30  # beyond it a limit of the band changes nothing
+_NONE = (None,)
 
 _kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = OrderedDict()
 
@@ -75,12 +79,37 @@ def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int |
     return _kept_or_made(False, vectors, left, right, seqlen_q)
 
 
+def bounds_of_kept(mask: Kept, left: int | None, right: int | None, seqlen_q: int) -> Tensor:
+    """As ``prepared_bounds``, under the band of a call that nothing sees; the mask remembers where they are kept."""
+    vectors, prepared = mask.resolved[2:], mask.prepared
+    if prepared is None:
+        return bounds_of((*vectors, None), left, right, seqlen_q)
+    lts, lte, uts, ute = vectors
+    some = lts if lts is not None else ute
+    assert some is not None
+    key = (left, right, torch._C._cuda_getCurrentRawStream(some.device.index) if some.is_cuda else None)
+    state: Any = (some._version, some.data_ptr())
+    if lte is not None or uts is not None or (lts is not None and ute is not None):
+        state = [None if t is None else (t._version, t.data_ptr()) for t in vectors]
+    entry = prepared.get(key)
+    if entry is not None and entry[0] == state:
+        found: Tensor | None = entry[1]()
+        if found is not None:
+            return found
+    bounds = _kept_or_made(False, (*vectors, None), left, right, seqlen_q, straight=True)
+    if len(prepared) >= _KEPT:
+        prepared.clear()
+    prepared[key] = state, weakref.ref(bounds)  # which lives as long as the few that are kept for all masks
+    return bounds
+
+
 def packed_bounds_of(
     vectors: tuple[Tensor | None, ...],
     sequences: tuple[Tensor | None, ...],
     left: int | None,
     right: int | None,
     total_q: int,
+    straight: bool = False,
 ) -> Tensor:
     """Bounds of a packed mask, as the module has them, in one launch, or kept from before.
 
@@ -90,20 +119,21 @@ def packed_bounds_of(
             the first, without the third all keys count.
         left, right: the band.
         total_q: packed queries.
+        straight: nothing sees the call.
 
     Returns:
         int32 (1, heads|1, total_k // 64 + total_k // 2048 + 2 · sequences, 8).
     """
-    return _kept_or_made(True, (*vectors, *sequences), left, right, total_q)
+    return _kept_or_made(True, (*vectors, *sequences), left, right, total_q, straight)
 
 
 def _kept_or_made(
-    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int
+    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int, straight: bool = False
 ) -> Tensor:
     """Bounds by the vectors and, behind them, the offsets or what says where sequences are."""
     key = _key(tensors, left, right, queries)
     if key is None:
-        return _made(packed, tensors, left, right, queries)
+        return _made(packed, tensors, left, right, queries, straight)
     entry = _kept.get(key)
     if entry is not None:
         for ref in entry[0]:
@@ -113,17 +143,19 @@ def _kept_or_made(
             return entry[1]
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # autograd may save them later
-            bounds = _made(packed, tensors, left, right, queries)
+            bounds = _made(packed, tensors, left, right, queries, straight)
     else:
-        bounds = _made(packed, tensors, left, right, queries)
+        bounds = _made(packed, tensors, left, right, queries, straight)
     _kept[key] = [weakref.ref(t) for t in tensors if t is not None], bounds
     if len(_kept) > _KEPT:
         _kept.popitem(last=False)
     return bounds
 
 
-def _made(packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int) -> Tensor:
-    straight = not torch.compiler.is_compiling() and plain(*tensors)
+def _made(
+    packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int, straight: bool
+) -> Tensor:
+    straight = straight or (not torch.compiler.is_compiling() and plain(*tensors))
     run: Any
     if packed:
         run = _packed_bounds if straight else torch.ops.warploom.packed_column_bounds
@@ -135,7 +167,7 @@ def _made(packed: bool, tensors: tuple[Tensor | None, ...], left: int | None, ri
 
 def _key(tensors: tuple[Tensor | None, ...], left: int | None, right: int | None, queries: int) -> tuple[Any, ...] | None:
     """What the kept bounds depend on; None where nothing may be kept: while compiling or capturing, of tensors of inference."""
-    if torch.compiler.is_compiling() or any([t is not None and type(t) is not Tensor for t in tensors]):
+    if torch.compiler.is_compiling():
         return None
     some = tensors[0] if tensors[0] is not None else tensors[3]
     assert some is not None
@@ -144,11 +176,18 @@ def _key(tensors: tuple[Tensor | None, ...], left: int | None, right: int | None
         if torch.cuda.is_current_stream_capturing():
             return None
         stream = torch._C._cuda_getCurrentRawStream(some.device.index)
+    key: tuple[int | None, ...] = (left, right, queries, stream)
     try:
-        versions = tuple([None if t is None else (t._version, t.data_ptr()) for t in tensors])
-    except RuntimeError:
+        for t in tensors:
+            if t is None:
+                key += _NONE
+            elif type(t) is Tensor:
+                key += (id(t), t._version, t.data_ptr())
+            else:
+                return None
+    except RuntimeError:  # of inference
         return None
-    return *map(id, tensors), versions, left, right, queries, stream
+    return key
 
 
 def _column_bounds(
@@ -161,20 +200,43 @@ def _column_bounds(
     seqlen_q: int,
     q_offset: Tensor | None = None,
 ) -> Tensor:
-    vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
-    some = vectors[0] if vectors[0] is not None else vectors[3]
+    some = lts if lts is not None else ute
     assert some is not None
-    bounds = some.new_empty(_shape(some, q_offset))
-    blocks, groups = _blocks(some)
-    left, right = _near(left), _near(right)
-    if bounds.numel():
+    absent = (lts is None, lte is None, uts is None, ute is None)
+    offsets = None if q_offset is None else q_offset.shape[0]
+    like_bounds, launch = _dense(some.shape, some.device, absent, left, right, seqlen_q, offsets)
+    bounds = torch.empty_like(like_bounds)
+    if launch is not None:
+        vectors = [None if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
         with on_device(some):
-            _launch(*[x is None for x in (*vectors, left, right, q_offset)])(
-                (bounds.shape[0] * bounds.shape[1] * groups, 1),
-                *(*vectors, bounds, blocks, seqlen_q, some.shape[2], left, right, q_offset),
-                *((None, None) if q_offset is None else (some.shape[1], some.shape[0])),
-            )
+            launch(*vectors, bounds, *(() if q_offset is None else (q_offset,)))
     return bounds
+
+
+@lru_cache(256)
+def _dense(
+    vector: torch.Size, device: torch.device, absent: tuple[bool, ...], left: int | None, right: int | None, seqlen_q: int,
+    offsets: int | None,
+) -> tuple[Tensor, Callable[..., None] | None]:  # fmt: skip
+    """What stands for the bounds of vectors of a shape, and what launches their kernel by vectors, bounds and offsets.
+
+    None in its place where there is nothing to do.
+    """
+    (batch, heads, columns), shape = vector, _shape(vector, offsets)
+    blocks, groups = _blocks(vector)
+    like_bounds = like(shape, torch.int32, device)
+    if 0 in (*shape, blocks):
+        return like_bounds, None
+    left, right, grid = _near(left), _near(right), (shape[0] * heads * groups, 1)
+    kernel = _launch(*absent, left is None, right is None, offsets is None)
+    numbers = (blocks, seqlen_q, columns, left, right)
+    if offsets is None:
+        return like_bounds, kernel.kept(grid, (*numbers, None, None, None))
+
+    def launch(*tensors: Tensor | None) -> None:
+        kernel(grid, *tensors[:-1], *numbers, tensors[-1], heads, batch)
+
+    return like_bounds, launch
 
 
 def _packed_bounds(
@@ -231,7 +293,7 @@ def _column_bounds_fake(
     q_offset: Tensor | None = None,
 ) -> Tensor:
     some = next(t for t in (lts, lte, uts, ute) if t is not None)
-    return some.new_empty(_shape(some, q_offset))
+    return some.new_empty(_shape(some.shape, None if q_offset is None else q_offset.shape[0]))
 
 
 def _packed_bounds_fake(
@@ -255,14 +317,13 @@ def _packed_shape(vector: Tensor, cu_q: Tensor) -> tuple[int, ...]:
     return (1, heads, total_k // BLOCK + total_k // COARSE_BLOCK + 2 * (cu_q.shape[0] - 1), 8)
 
 
-def _shape(vector: Tensor, q_offset: Tensor | None) -> tuple[int, ...]:
-    batch = vector.shape[0] if q_offset is None else q_offset.shape[0]
-    return (batch, vector.shape[1], sum(_blocks(vector)), 8)
+def _shape(vector: Sequence[int], offsets: int | None) -> tuple[int, ...]:
+    return (vector[0] if offsets is None else offsets, vector[1], sum(_blocks(vector)), 8)
 
 
-def _blocks(vector: Tensor) -> tuple[int, int]:
+def _blocks(vector: Sequence[int]) -> tuple[int, int]:
     """Blocks and coarse blocks of a vector."""
-    columns = vector.shape[2]
+    columns = vector[2]
     return (columns + BLOCK - 1) // BLOCK, (columns + COARSE_BLOCK - 1) // COARSE_BLOCK
 
 

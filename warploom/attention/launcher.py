@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from warploom.attention.arguments import PACKED_MASKS, seed_of
-from warploom.attention.bounds import bounds_of, packed_bounds_of
+from warploom.attention.bounds import bounds_of_kept, packed_bounds_of
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.bias import Bias
 from warploom.masks import ColumnMask, Mask
 from warploom.masks.intervals import ResolvedMask
+from warploom.masks.kept import Kept
 from warploom.runtime import dispatch
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.op import plain, recorded
@@ -79,8 +80,8 @@ class Launcher:
 def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     """What launches further calls of the kind of ``args``, which has run; None: nothing quicker.
 
-    It takes q, k, v and sink, of packed calls the three that say where sequences are, then of calls under a column mask its
-    vectors, and last the seed of those that drop.
+    It takes q, k, v and sink, of packed calls the three that say where sequences are, then of calls under a column mask that
+    mask as it is kept, and last the seed of those that drop.
     ``records``: gradients are recorded.
     """
     forward = backend.bind(args)
@@ -94,12 +95,9 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
         return _packed_launch(run, left, right, args.bounds is not None)
     seqlen_q = args.q.shape[1]
 
-    def launch(
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None, *seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        bounds = bounds_of((lts, lte, uts, ute, None), left, right, seqlen_q)
-        return run(q, k, v, sink, lts, lte, uts, ute, bounds, *seed)
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Kept, *seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, _, lts, lte, uts, ute = mask.resolved
+        return run(q, k, v, sink, lts, lte, uts, ute, bounds_of_kept(mask, left, right, seqlen_q), *seed)
 
     return launch
 
@@ -107,24 +105,24 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
 def _packed_launch(run: Launch, left: int | None, right: int | None, with_bounds: bool) -> Launch:
     """What gives ``run`` the bounds of packed vectors too, or None in their place where no bounds were prepared."""
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        bounds = packed_bounds_of(tensors[3:7], tensors[:3], left, right, q.shape[0]) if with_bounds else None
-        return run(q, k, v, sink, *tensors[:7], bounds, *tensors[7:])
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None, mask: Kept, *seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        vectors = mask.resolved[2:]
+        bounds = None
+        if with_bounds:
+            bounds = packed_bounds_of(vectors, (cu_q, cu_k, used), left, right, q.shape[0], straight=True)
+        return run(q, k, v, sink, cu_q, cu_k, used, *vectors, bounds, *seed)
 
     return launch
 
 
-class Found(NamedTuple):
-    """What is known of a call before its arguments are checked."""
+# What is known of a call before its arguments are checked: the key that a launcher is or may be kept under (None: none may),
+# the launcher, what it takes behind q, k, v and sink, the call's mask where it was asked, and whether gradients are recorded.
+Found = tuple[Hashable, Launch | None, tuple[Any, ...], ResolvedMask | None, bool]
 
-    key: Hashable  # that a launcher is or may be kept under; None: none may
-    launch: Launch | None
-    others: tuple[Tensor | None, ...]  # that it takes behind q, k, v and sink
-    resolved: ResolvedMask | None  # the call's mask, where it was asked
-    records: bool
-
-
-NOTHING = Found(None, None, (), None, False)
+NOTHING: Found = (None, None, (), None, False)
 
 
 def find(
@@ -150,8 +148,7 @@ def find(
 
     The key holds all that a call on a GPU depends on but contents and addresses; None where something would see the op, or a
     keyword is not of the plainest type: 1 is equal to True, and would find what True left. A call with a bias has neither.
-    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths. The vectors of a mask
-    come behind them.
+    ``vectors`` and ``longest``: of a packed call, what says where sequences are, and its two lengths. A mask comes behind them.
     """
     if (
         not (type(dropout_p) is float or type(dropout_p) is int)
@@ -174,15 +171,17 @@ def find(
         ):
             return NOTHING
         records = recorded(q, k, v, sink)
+        shape, shape_k, device = q.shape, k.shape, q.device
         key: tuple[Any, ...] = (
-            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
-            *(q.device, k.device, v.device, causal, scale, softcap, deterministic, backend, records),
-            *(torch.are_deterministic_algorithms_enabled(), dropout_p),
-        )
+            shape, shape_k, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            device, k.device, v.device, causal, scale, softcap, deterministic, backend, records,
+            torch.are_deterministic_algorithms_enabled(), dropout_p,
+        )  # fmt: skip
         if window is not None:
             key += (type(window), *window, *map(type, window))
         if sink is not None:
             key += (sink.shape, sink.stride(), sink.dtype, sink.device)
+        others: tuple[Any, ...] = vectors
         rank, length = 4, 1  # of q and k, and where their lengths stand
         if vectors:
             key += (
@@ -192,34 +191,22 @@ def find(
             )
             rank, length = 3, 0
         if mask is not None:
-            if not isinstance(mask, PACKED_MASKS if vectors else Mask) or q.ndim != rank or k.ndim != rank:
+            if not isinstance(mask, PACKED_MASKS if vectors else Mask) or len(shape) != rank or len(shape_k) != rank:
                 return NOTHING
-            resolved = mask.resolve(q.shape[length], k.shape[length], None if isinstance(mask, ColumnMask) else q.device)
-            of_mask = _described(resolved)
-            if of_mask is None:
-                return Found(None, None, (), resolved, records)
-            key += of_mask
-            if len(of_mask) > 2:
-                vectors += resolved.vectors
+            kept = mask.kept(shape[length], shape_k[length], mask.device if isinstance(mask, ColumnMask) else device)
+            resolved, kind = kept.resolved, kept.kind
+            if kind is None:
+                return None, None, (), resolved, records
+            key += kind
+            if len(kind) > 2:
+                others = (*vectors, kept)
         launch = dispatch.bound(key)
         if launch is not None and (dropout_p or dropout_seed is not None):
             seed = seed_of(dropout_p, dropout_seed, q)  # drawn here only where the checks, which draw too, are left out
-            vectors = (*vectors, seed) if dropout_p else vectors
-        return Found(key, launch, vectors, resolved, records)
+            others = (*others, seed) if dropout_p else others
+        return key, launch, others, resolved, records
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return NOTHING  # whatever this is, the checks say it in words
-
-
-def _described(mask: ResolvedMask) -> tuple[Any, ...] | None:
-    """All of a mask but its vectors' contents; None where these are not plain tensors."""
-    left, right, lts, lte, uts, ute = mask
-    some = lts if lts is not None else ute
-    if some is None:
-        return left, right
-    if any([t is not None and type(t) is not Tensor for t in (lts, lte, uts, ute)]):
-        return None
-    # They have one shape, and are contiguous.
-    return left, right, some.shape, some.device, lts is None, lte is None, uts is None, ute is None
 
 
 def _is_cast(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from warploom.masks import intervals as iv
 from warploom.masks.arguments import describe, integer, summary
 from warploom.masks.intervals import ResolvedMask, finish
+from warploom.masks.kept import Kept
 from warploom.masks.startend import startend
 from warploom.masks.tiles import TileClasses
 from warploom.masks.visible import visible
@@ -62,42 +63,50 @@ class BaseMask:
         if torch.compiler.is_compiling():
             where = self.device if device is None else _device(device)
             return finish(self._resolve(seqlen_q, seqlen_k, where))
-        if not (type(seqlen_q) is int and type(seqlen_k) is int and 0 <= seqlen_q <= LONGEST and 0 <= seqlen_k <= LONGEST):
+        if not (type(seqlen_q) is int and type(seqlen_k) is int and seqlen_q >= 0 and seqlen_k >= 0):
             seqlen_q, seqlen_k = (
                 integer("seqlen_q", seqlen_q, minimum=0),
                 integer("seqlen_k", seqlen_k, minimum=0),
             )
-            if self._columns:
-                _check_longest(seqlen_q, seqlen_k)
         where = self.device if device is None else device if type(device) is torch.device else _device(device)
-        if where.index is None:
-            where = _indexed(where)
-        state = self._state()
-        cache: dict[Any, ResolvedMask] | None = self.__dict__.get("_cache")
+        return self.kept(seqlen_q, seqlen_k, where if where.index is not None else _indexed(where)).resolved
+
+    def kept(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Kept:
+        """As ``resolve`` outside of torch.compile, of lengths that are ints and a device whose index is known."""
+        own = self.__dict__
+        held: list[Tensor] | None = own.get("_held")
+        state = self._state() if held is None else tuple([t._version for t in held])
+        cache: dict[Any, Kept] | None = own.get("_cache")
         if cache is None:
-            cache = self.__dict__["_cache"] = {}
-        key = (seqlen_q, seqlen_k, where, state, checked())
-        if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            cache = own["_cache"] = {}
+        key = (seqlen_q, seqlen_k, device, state, checked())
+        found = cache.get(key)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if all([t.device.type == "cuda" for t in self._tensors()]):
-                return finish(self._resolve(seqlen_q, seqlen_k, where))
-            if key in cache:
-                return cache[key]
+                return self._made(seqlen_q, seqlen_k, device, False)
+            if found is not None:
+                return Kept(found.resolved, False)
             raise ValueError(
                 f"{type(self).__name__} holds host data, which no CUDA graph capture can copy: call "
                 "it once before the capture with the same lengths, or move it with .to(device) first"
             )
-        if state is not None and key in cache:
-            return cache[key]
+        if found is not None:
+            return found
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # kept vectors must be usable by autograd later
-                resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
+                made = self._made(seqlen_q, seqlen_k, device, state is not None)
         else:
-            resolved = finish(self._resolve(seqlen_q, seqlen_k, where))
-        if state is not None and all([t is None or type(t) is Tensor for t in resolved.vectors]):
+            made = self._made(seqlen_q, seqlen_k, device, state is not None)
+        if made.prepared is not None:
             if len(cache) >= _CACHED_SIZES:
                 cache.pop(next(iter(cache)))
-            cache[key] = resolved
-        return resolved
+            cache[key] = made
+        return made
+
+    def _made(self, seqlen_q: int, seqlen_k: int, device: torch.device, lasts: bool) -> Kept:
+        if self._columns and (seqlen_q > LONGEST or seqlen_k > LONGEST):
+            _check_longest(seqlen_q, seqlen_k)
+        return Kept(finish(self._resolve(seqlen_q, seqlen_k, device)), lasts)
 
     def dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
         """The whole matrix, for tests and small masks: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible."""
@@ -184,20 +193,19 @@ class BaseMask:
         found: list[Tensor] = []
         for name in self._fields:
             value = getattr(self, name)
-            if isinstance(value, BaseMask):
-                found.extend(value._tensors())
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 found.append(value)
+            elif isinstance(value, BaseMask):
+                found.extend(value._tensors())
         return found
 
     def _state(self) -> tuple[int, ...] | None:
-        """Versions of the tensors; None where they have none, and nothing may be kept."""
-        held: list[Tensor] | None = self.__dict__.get("_held")
-        if held is None:
-            held = self._tensors()
-            if any([type(t) is not Tensor or t.is_inference() for t in held]):
+        """Versions of the tensors, which it holds from now on; None where they have none, and nothing may be kept."""
+        held = self._tensors()
+        for t in held:
+            if type(t) is not Tensor or t.is_inference():
                 return None
-            self.__dict__["_held"] = held
+        self.__dict__["_held"] = held
         return tuple([t._version for t in held])
 
     def _sizes(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:

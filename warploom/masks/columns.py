@@ -156,16 +156,26 @@ class ColumnMask(Mask):
         found = from_mask_mod(mask_mod, seqlen_q, seqlen_k, batch, heads, device)
         return rebuild(cls, finish(found)._asdict())
 
-    def _extent(self) -> int | None:
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors are."""
+        return self._some.device
+
+    @property
+    def _some(self) -> Tensor:
         vector = self.lts if self.lts is not None else self.ute
         assert vector is not None
-        return vector.shape[-1]
+        return vector
+
+    def _extent(self) -> int | None:
+        return self._some.shape[-1]
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        extent = self._extent()
-        assert extent is not None
-        self._check_length("the mask", extent, seqlen_k)
-        vectors = [None if v is None else v.to(device) for v in (self.lts, self.lte, self.uts, self.ute)]
+        some = self._some
+        self._check_length("the mask", some.shape[-1], seqlen_k)
+        vectors: tuple[Tensor | None, ...] = (self.lts, self.lte, self.uts, self.ute)
+        if some.device != device:
+            vectors = tuple([None if v is None else v.to(device) for v in vectors])
         return ResolvedMask(self.left, self.right, *vectors)
 
     def _and(self, other: Mask) -> Mask | None:

@@ -8,7 +8,7 @@ on a device combine without synchronising wherever that alone decides.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,12 +55,16 @@ class Resolvable(Protocol):
 def finish(mask: ResolvedMask) -> ResolvedMask:
     """The band within 64 bits; vectors as kernels take them: int32, contiguous, one shape."""
     left, right, *vectors = mask
-    present = [t for t in vectors if t is not None]
-    if present:
-        shape = present[0].shape
-        if any([t.shape != shape or t.dtype != torch.int32 or not t.is_contiguous() for t in present]):
-            shape = torch.broadcast_shapes(*[t.shape for t in present])
+    shape: Any = None
+    for t in vectors:
+        if t is None:
+            continue
+        if shape is None:
+            shape = t.shape
+        if t.shape != shape or t.dtype != torch.int32 or not t.is_contiguous():
+            shape = torch.broadcast_shapes(*[t.shape for t in vectors if t is not None])
             vectors = [None if t is None else saturated(t).expand(shape).contiguous() for t in vectors]
+            break
     return ResolvedMask(near(left), near(right), *vectors)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 # The launcher behind CompiledKernel is internal to Triton; these versions take the arguments below.
 _DIRECT = triton.__version__.startswith("3.6.")
 _LINES = "TRITON_DISABLE_LINE_INFO"
+_PLAIN = frozenset((int, float, bool, type(None)))  # what is no tensor, sooner told than by isinstance
 
 
 class Launch:
@@ -41,7 +42,7 @@ class Launch:
         raw = self.raw()
         if raw is not None:
             stream = torch._C._cuda_getCurrentRawStream(raw.device)
-            raw(grid, stream, *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+            raw(grid, stream, *[a if type(a) in _PLAIN else a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
             return
         with without_lines():
             compiled = self._kernel[grid](*arguments, **self._constants)

@@ -102,13 +102,13 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        launch = bounds._launch
+        prepare = bounds._column_bounds
 
-        def counted(*absent: bool) -> Any:
+        def counted(*given: Any) -> Any:
             self.count += 1
-            return launch(*absent)
+            return prepare(*given)
 
-        monkeypatch.setattr(bounds, "_launch", counted)
+        monkeypatch.setattr(bounds, "_column_bounds", counted)
 
 
 def test_twelve_layers_prepare_a_mask_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

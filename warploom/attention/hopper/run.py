@@ -136,14 +136,11 @@ def column_mask(
     some = lts if lts is not None else ute
     assert some is not None and bounds is not None
     some = some.contiguous()
-    given, present = [], 0
-    for bit, t in ((1, lts), (2, lte), (4, uts), (8, ute)):
-        if t is None:
-            given.append(some)
-        else:
-            given.append(t.contiguous())
-            present |= bit
-    return *given, bounds, present
+    present = (lts is not None) + 2 * (lte is not None) + 4 * (uts is not None) + 8 * (ute is not None)
+    if present in (1, 8):
+        return some, some, some, some, bounds, present
+    lts, lte, uts, ute = [some if t is None else t.contiguous() for t in (lts, lte, uts, ute)]
+    return lts, lte, uts, ute, bounds, present
 
 
 def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tuple[Tensor | float, ...] | None]:

@@ -57,6 +57,7 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
         right = None if right is None else right + (seqlen_k - end)
     launch, variant, tiles = _bind_dense(args, with_dlse, first if cut else 0, keys, (left, right))
     shape = args.q.shape[0], args.q.shape[2], -1, 2, variant.tile_m
+    no_sink = like((0,), args.q.dtype, args.q.device)
 
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
@@ -74,10 +75,10 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
         if masked and sink is not None:  # beside which the kernel does not know such rows
             q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
         workspace = launch((q, k, v, out, dout), lse, dlse, gradients, columns=columns, seed=seed)
-        delta = None
-        if sink is not None:
-            stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
-            delta = stats.view(shape)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
+        if sink is None:
+            return dq, dk, dv, no_sink
+        stats = workspace[variant.sums(tiles) :][: variant.stats(tiles)]
+        delta = stats.view(shape)[:, :, :, 1].flatten(2)[:, :, :seqlen_q]
         return dq, dk, dv, _dsink(q, sink, dlse, delta, lse)
 
     return with_seed(args, run)

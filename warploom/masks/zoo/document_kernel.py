@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warploom.masks.zoo.launched import loads
+from warploom.masks.zoo.launched import empty_vector, loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -148,8 +148,7 @@ def part_vectors(
             other_batch = 0
         elif batch == 1:
             batch, step_batch = others.shape[0], 0
-    one, at = rows.new_empty((batch, 1, seqlen_k), dtype=torch.int32), wanted.index(True)
-    found = tuple([None if not want else one if i == at else torch.empty_like(one) for i, want in enumerate(wanted)])
+    found = [empty_vector(batch, seqlen_k, rows.device) if want else None for want in wanted]
     blocks = -(-seqlen_k // COLUMNS)
     if batch and blocks:
         count -= kind == "cu_seqlens"
@@ -158,7 +157,7 @@ def part_vectors(
                 (batch * blocks, 1), rows, step_batch, step, others, other_batch, other_step, *found,
                 count, min(question, 2**30), blocks, seqlen_q, seqlen_k,
             )  # fmt: skip
-    return found
+    return tuple(found)
 
 
 def document_vectors(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,15 +108,12 @@ class Document(Mask):
         assert rows is not None
         if not may_launch(device, rows):
             return None
-        self._check_fits(seqlen_k)
+        if self.ids is not None or readable(rows):
+            self._check_fits(seqlen_k)
         rows = rows if rows.device == device else rows.to(device)
         if self.ids is None:
-            from warploom.masks.zoo.document_kernel import document_vectors
-
-            return document_vectors(rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
-        from warploom.masks.zoo.run_kernel import run_vectors
-
-        return run_vectors(rows, self.kind == "segment_ids", self.causal, seqlen_q, seqlen_k)
+            return _by_kernel()[0](rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
+        return _by_kernel()[1](rows, self.kind == "segment_ids", self.causal, seqlen_q, seqlen_k)
 
     def _check_fits(self, seqlen_k: int) -> None:
         """ValueError if ids are not those of the keys, or documents end past them, where contents may be read."""
@@ -177,6 +176,15 @@ class PrefixDocument(Mask):
         lts = rows_of(end, seqlen_q, seqlen_k).where(inside, 0)
         ute = rows_of(first, seqlen_q, seqlen_k).where(inside, seqlen_q)
         return ResolvedMask(None, None, lts, None, None, ute)
+
+
+@cache
+def _by_kernel() -> tuple[Callable[..., tuple[Tensor | None, ...] | None], Callable[..., tuple[Tensor | None, ...] | None]]:
+    """What launches a kernel on lengths and on ids. Kept: an import takes a microsecond though its module is loaded."""
+    from warploom.masks.zoo.document_kernel import document_vectors
+    from warploom.masks.zoo.run_kernel import run_vectors
+
+    return document_vectors, run_vectors
 
 
 def _check_runs(ids: Tensor) -> None:

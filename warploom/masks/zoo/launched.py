@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from warploom.runtime.likeness import like
 from warploom.runtime.op import plain
 
 if TYPE_CHECKING:
     from warploom.runtime.triton_launch import Launch
 
 _HAS_TRITON = find_spec("triton") is not None
-_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
 
 def may_launch(device: torch.device, *tensors: Tensor) -> bool:
     """Whether Triton runs on the device and nothing would have to see torch's operations on these tensors."""
-    return (
-        device.type == "cuda"
-        and _HAS_TRITON
-        and not torch.compiler.is_compiling()
-        and all([t.dtype in _DTYPES for t in tensors])
-        and plain(*tensors)
-    )
+    if device.type != "cuda" or not _HAS_TRITON or torch.compiler.is_compiling():
+        return False
+    for t in tensors:
+        if t.dtype not in _DTYPES:
+            return False
+    return plain(*tensors)
+
+
+def empty_vector(batch: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """A vector for a kernel to write, int32 (batch, 1, seqlen_k)."""
+    return torch.empty_like(_like_vector(batch, seqlen_k, device))
+
+
+@lru_cache(256)
+def _like_vector(batch: int, seqlen_k: int, device: torch.device) -> Tensor:
+    return like((batch, 1, seqlen_k), torch.int32, device)
 
 
 def loads(t: Tensor, launch: Launch) -> bool:

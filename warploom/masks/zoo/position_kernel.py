@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warploom.masks.zoo.launched import loads
+from warploom.masks.zoo.launched import empty_vector, loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -87,7 +87,7 @@ def position_vectors(
     """
     given, batch = (number.to(device), number.shape[0]) if isinstance(number, Tensor) else (None, 1)
     launch = _launch(kind, None if given is None else given.dtype, wanted)
-    empty = torch.empty((batch, 1, seqlen_k), dtype=torch.int32, device=device)
+    empty = empty_vector(batch, seqlen_k, device)
     if not loads(empty, launch):
         return None
     some = wanted.index(True)

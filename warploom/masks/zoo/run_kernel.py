@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warploom.masks.zoo.launched import loads
+from warploom.masks.zoo.launched import empty_vector, loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -110,7 +110,7 @@ def run_vectors(ids: Tensor, segments: bool, causal: bool, seqlen_q: int, seqlen
     launch, batch = run_launch(ids.dtype, segments, causal), ids.shape[0]
     if not loads(ids, launch):
         return None
-    lts = ids.new_empty((batch, 1, seqlen_k), dtype=torch.int32)
+    lts = empty_vector(batch, seqlen_k, ids.device)
     ute = None if causal else torch.empty_like(lts)
     blocks = -(-seqlen_k // COLUMNS)
     if lts.numel():

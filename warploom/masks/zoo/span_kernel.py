@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warploom.masks.zoo.launched import loads
+from warploom.masks.zoo.launched import empty_vector, loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -60,7 +60,7 @@ def span_vector(starts: Tensor, lengths: Tensor, seqlen_q: int, seqlen_k: int) -
     if not loads(starts, launch):
         return None
     batch = max(starts.shape[0], lengths.shape[0])
-    ute = starts.new_empty((batch, 1, seqlen_k), dtype=torch.int32)
+    ute = empty_vector(batch, seqlen_k, starts.device)
     blocks = -(-seqlen_k // COLUMNS)
     if ute.numel():
         steps = [(t.stride(0) if t.shape[0] > 1 else 0, t.stride(1)) for t in (starts, lengths)]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warploom.masks.zoo.launched import loads
+from warploom.masks.zoo.launched import empty_vector, loads
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -78,7 +78,7 @@ def tree_vector(parents: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor | None:
     launch, (batch, count) = _launch(parents.dtype), parents.shape
     if not loads(parents, launch):
         return None
-    lts = parents.new_empty((batch, 1, seqlen_k), dtype=torch.int32)
+    lts = empty_vector(batch, seqlen_k, parents.device)
     blocks = -(-seqlen_k // COLUMNS)
     if lts.numel():
         with on_device(parents):
