@@ -157,7 +157,7 @@ def attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    names = checked_names(return_stats)
+    names = () if return_stats == () else checked_names(return_stats)
     key, launch, others, resolved, records = launcher.NOTHING
     if not names and descale is None and out_dtype is None:
         key, launch, others, resolved, records = launcher.find(
@@ -311,7 +311,7 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
-    names = checked_names(return_stats, block_table)
+    names = () if return_stats == () else checked_names(return_stats, block_table)
     key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if block_table is None and not names and descale is None and out_dtype is None:
