@@ -195,7 +195,7 @@ def benchmark(rank: int, world: int, seed: int) -> None:
     """Every contender that runs here gives one device's result, and all ranks hold the same rows."""
     from warploom.bench import distributed as suite
 
-    for one in suite.distributed_cases(quick=True, only=None):
+    for one in suite.distributed_cases(quick=True):
         rows = list(suite.rows_of(one, torch.device("cpu"), ["all-gather + SDPA"], 2))
         assert [row["measure"] for row in rows] == ["forward", "backward"]
         for row in rows:

@@ -43,10 +43,7 @@ def run(options: argparse.Namespace) -> int:
         return _on_ranks(options)
     device = torch.device(options.device)
     chosen = _cases(options, device)
-    for text in options.only or ():
-        if not any(text in case.name for case in chosen):
-            raise ValueError(f"--only {text}: no case of these suites has that in its name; see --list")
-    chosen = [case for case in chosen if not options.only or any(text in case.name for text in options.only)]
+    chosen = _named(chosen, options.only)
     if not chosen:
         raise ValueError("no case of these suites has what was chosen; see --list")
     if options.list:
@@ -60,6 +57,14 @@ def run(options: argparse.Namespace) -> int:
     return _time(chosen, device, options)
 
 
+def _named(cases: list[Any], texts: list[str] | None) -> list[Any]:
+    """Those with any of the texts in their names, all without texts; ValueError for a text that none has."""
+    for text in texts or ():
+        if not any(text in case.name for case in cases):
+            raise ValueError(f"--only {text}: no case of these suites has that in its name; see --list")
+    return [case for case in cases if not texts or any(text in case.name for text in texts)]
+
+
 def _on_ranks(options: argparse.Namespace) -> int:
     """The distributed suite: this process is one rank of those that torchrun started. The first one prints and writes."""
     from warploom.bench import distributed
@@ -68,9 +73,7 @@ def _on_ranks(options: argparse.Namespace) -> int:
         raise ValueError("the distributed suite runs alone, under torchrun: leave the other suites out")
     if options.warm is not None or options.budget is not None:
         raise ValueError("--warm and --budget are not for the distributed suite, whose ranks run the same cases together")
-    chosen = distributed.distributed_cases(options.quick, options.only)
-    if not chosen:
-        raise ValueError(f"--only {options.only}: no case of these suites has that in its name; see --list")
+    chosen = _named(distributed.distributed_cases(options.quick), options.only)
     if options.list:
         listed = [{"suite": "distributed", "case": case.name, **case.__dict__} for case in chosen]
         print(json.dumps(listed) if options.json else "\n".join(f"distributed  {case.name}" for case in chosen))

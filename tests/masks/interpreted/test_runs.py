@@ -62,7 +62,8 @@ def test_drawn_documents(segments: bool, dtype: torch.dtype) -> None:
     draw = random.Random(seed)
     for _ in range(2):
         rows = [ids_of(draw.choices(LENGTHS, k=9), segments) for _ in range(draw.choice((1, 2)))]
-        seqlen_k = min(map(len, rows)) - draw.choice((0, 1, 50))
+        shortest = min(map(len, rows))
+        seqlen_k = max(1, shortest - draw.choice((0, 1, 50)))
         ids = torch.stack([row[:seqlen_k] for row in rows])
         if segments and dtype.is_signed:
             ids[ids == draw.randrange(4)] = -1
