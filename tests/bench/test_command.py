@@ -173,6 +173,15 @@ def row(suite: str, measure: str, case: str, **contenders: dict[str, Any]) -> di
     return {"suite": suite, "measure": measure, "case": case, "contenders": contenders}
 
 
+def reported(rows: list[dict[str, Any]], folder: Path) -> tuple[dict[str, Any], str]:
+    """A run of the linear suite with these rows, and the page that is made of it."""
+    run = {"roofs": {"gemm_tflops": 1.0, "copy_gb_s": 1.0}, "device": "Some GPU", "date": "today", "commit": "0", "rows": rows}
+    data = folder / "linear.json"
+    data.write_text(json.dumps(run))
+    report.write([data], folder)
+    return run, (folder / "performance.md").read_text()
+
+
 def test_report_of_made_up_numbers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = {
         "device": "Some GPU",
@@ -227,11 +236,7 @@ def test_report_of_linear_attention(tmp_path: Path) -> None:
         row("B8 H16 L2048 D64", "backward", warploom=1.0, fla_chunk=1.5),
         row("step, B64 H16 D128", "graph", warploom=1.0, copy=0.9),
     ]
-    run = {"roofs": {"gemm_tflops": 1.0, "copy_gb_s": 1.0}, "device": "Some GPU", "date": "today", "commit": "0", "rows": rows}
-    data = tmp_path / "linear.json"
-    data.write_text(json.dumps(run))
-    report.write([data], tmp_path)
-    page = (tmp_path / "performance.md").read_text()
+    _, page = reported(rows, tmp_path)
     for line in (
         "| the better fla kernel over ours, mean | 2.00 | 4.00 | met |",
         "| the better fla kernel over ours, the worst case | 1.00 | 2.00 | met |",
@@ -270,11 +275,7 @@ def test_report_of_decays_and_of_the_delta_rule(tmp_path: Path) -> None:
         decayed("forward, decay a token", 1.0, 0.7),
         host,
     ]
-    run = {"roofs": {"gemm_tflops": 1.0, "copy_gb_s": 1.0}, "device": "Some GPU", "date": "today", "commit": "0", "rows": rows}
-    data = tmp_path / "linear.json"
-    data.write_text(json.dumps(run))
-    report.write([data], tmp_path)
-    page = (tmp_path / "performance.md").read_text()
+    run, page = reported(rows, tmp_path)
     for line in (
         "### Forward, delta rule",
         "| 1.25 ms over ours, B1 H16/64 L32768 D128 | 1.00 | 1.25 | met |",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tests.fuzz.views import ALIASED, EVEN, KINDS, View
@@ -135,6 +136,16 @@ class Draw:
                 return unit * self.integer(1, max(1, full // unit - 1))
             return self.integer(1, max(1, full - 1))
         return 0
+
+    def places(self, shapes: dict[str, tuple[int, ...]], off: Sequence[bool], unit: bool) -> dict[str, View]:
+        """A view of each shape by its name: with strides in units of 8, or aligned where it is not ``off``."""
+        found = {}
+        for (name, shape), shifted in zip(shapes.items(), off, strict=True):
+            view = self.view(shape, unit=8, aligned=True) if unit else self.view(shape, aligned=not shifted)
+            if not unit and shifted and view.offset == 4:
+                view = replace(view, offset=5)  # four elements of fp32 are 16 bytes
+            found[name] = view
+        return found
 
     def hostile(self) -> str:
         """What all that is hidden holds: 'nan', 'inf', '-inf', 'mixed' or '' (ordinary numbers)."""

@@ -182,15 +182,7 @@ def _with_views(d: Draw, p: DeltaProblem, w: DeltaVariant) -> DeltaProblem:
         "v_view": (batch, p.seqlen, heads_v, p.m),
         "dout_view": (batch, p.seqlen, heads_v, p.m),
     }
-    found: dict[str, Any] = {}
-    for (name, shape), off in zip(shapes.items(), w.off, strict=True):
-        if w.layout == "unit":
-            view = d.view(shape, unit=8, aligned=True)
-        else:
-            view = d.view(shape, aligned=not off)
-            if off and view.offset == 4:
-                view = replace(view, offset=5)  # four elements of fp32 are 16 bytes
-        found[name] = view
+    found: dict[str, Any] = {**d.places(shapes, w.off, w.layout == "unit")}
     own = f"{p.visible_nan}_view"
     if p.visible_nan and found[own].aliased:
         found[own] = View(offset=found[own].offset)  # the NaN is to be one

@@ -261,15 +261,7 @@ def _with_views(d: Draw, p: LinearProblem, w: LinearVariant) -> LinearProblem:
         "v_view": (max(p.batch, 1), p.seqlen_k, p.heads_kv, p.m),
         "dout_view": (max(p.batch, 1), p.seqlen_q, heads_q, p.m),
     }
-    found: dict[str, Any] = {}
-    for (name, shape), off in zip(shapes.items(), w.off, strict=True):
-        if w.layout == "unit":
-            view = d.view(shape, unit=8, aligned=True)
-        else:
-            view = d.view(shape, aligned=not off)
-            if off and view.offset == 4:
-                view = replace(view, offset=5)  # four elements of fp32 are 16 bytes
-        found[name] = view
+    found: dict[str, Any] = {**d.places(shapes, w.off, w.layout == "unit")}
     own = f"{p.visible_nan}_view"
     if p.visible_nan and found[own].aliased:
         found[own] = View(offset=found[own].offset)  # the NaN is to be one

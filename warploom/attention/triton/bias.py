@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import LOG2E, clamp
-
-# A finite bias hides nothing, however low: what dtypes hold would pass the lowest number in log2 units.
-_LOWEST = tl.constexpr(-3.0e38)
+from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2
 
 
 class Bias(NamedTuple):
@@ -110,8 +107,7 @@ def biased(s, bias, m0, n0, m, n, shift, offset):
                 inside = (m < bias.rows - r0) & (n < bias.columns - n0)
                 b = tl.load(at + (m * bias.row + n * bias.column), mask=inside, other=0.0)
             b = b.to(tl.float32)
-        low = tl.maximum(b * LOG2E, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        return tl.where(b == float("-inf"), float("-inf"), s + low)
+        return tl.where(b == float("-inf"), float("-inf"), s + in_log2(b))
 
 
 @triton.jit

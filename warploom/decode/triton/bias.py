@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import LOG2E, clamp
-
-# A finite bias hides nothing, however low: what dtypes hold would pass the lowest number in log2 units.
-_LOWEST = tl.constexpr(-3.0e38)
+from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2
 
 
 @triton.jit
@@ -44,5 +41,4 @@ def biased(s, seen, rows, position, place, stride_k, entries, origin, KIND: tl.c
             # Clamped first: near the last of 2^31 positions the sum would pass 32 bits.
             at = rows[:, None] + (clamp(position[:, None] - place[None, :], -origin, entries - 1 - origin) + origin)
         b = tl.load(at, mask=seen, other=0.0).to(tl.float32)
-        low = tl.maximum(b * LOG2E, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        return s + low, seen & (b != float("-inf"))
+        return s + in_log2(b), seen & (b != float("-inf"))

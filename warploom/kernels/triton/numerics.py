@@ -44,6 +44,12 @@ def tanh(x):
 
 
 @triton.jit
+def in_log2(b):
+    """An fp32 bias in log2 units, finite where it is: what dtypes hold would pass the lowest number, which hides."""
+    return tl.maximum(b * LOG2E, -3.0e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def capped(products, scale, softcap):
     """softcap * tanh(scale * products / softcap) in log2 units, and the tanh, of which the derivative is made."""
     bent = tanh(products * (scale / softcap))
