@@ -176,6 +176,7 @@ DECODE = ("decode", "paged decode", "decode, queries", "paged decode, queries", 
 TREES = ("decode, tree", "paged decode, tree")
 TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
 FP8 = ("decode, fp8", "paged decode, fp8", "decode, queries, fp8")
+LATENT = ("decode, latent", "decode, queries, latent", "paged decode, queries, latent", "decode, tree, latent")
 DECODE_BIASES = ("decode, alibi", "decode, distance", "paged decode, key", "decode, queries, distance", "decode, tree, key")
 
 
@@ -187,7 +188,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES or BIASES or STATS, or decode: one of DECODE, TREES, TREE_WINDOWS, FP8 or DECODE_BIASES
+    feature: str  # of FEATURES or BIASES or STATS, or decode: one of DECODE, TREES, TREE_WINDOWS, FP8, LATENT or DECODE_BIASES
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -217,6 +218,8 @@ def cases() -> list[Case]:
     found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in FP8]
     found += [Case(90, "bf16", d, d, f) for d in (128, 256) for f in TREE_WINDOWS]
     found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in DECODE_BIASES]
+    found += [Case(90, "bf16", 576, 512, f) for f in LATENT]
+    found += [Case(a, t, 576, 512, LATENT[0]) for a, t in ((90, "fp32"), (80, "fp16"))] + [Case(90, "bf16", 96, 64, LATENT[0])]
     found += [Case(a, t, 128, 128, "decode, queries, distance") for a, t in ((90, "fp32"), (80, "fp16"))]
     return found
 
@@ -266,7 +269,9 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
     tree = torch.full((1, queries), -1, dtype=torch.int32) if "tree" in case.feature else None
     scale = torch.ones(k.shape[:3]) if "fp8" in case.feature else None
     left = 4096 if "window" in case.feature else None
-    args = DecodeArgs(q, k, v, lengths, table, None, tree, scale, scale, left, 0, 0.1, 0.0, "triton")
+    latent = "latent" in case.feature
+    v = k[..., : case.head_dim_v] if latent else v
+    args = DecodeArgs(q, k, v, lengths, table, None, tree, scale, scale, left, 0, 0.1, 0.0, "triton", latent=latent)
     biases = {"alibi": (1, 8), "distance": (8, 8192), "key": (batch, 8, capacity)}
     for kind in biases.keys() & set(case.feature.split(", ")):
         args = args._replace(bias=torch.zeros(biases[kind]), bias_kind=kind)

@@ -34,6 +34,7 @@ class Case:
     spread: float = 1.0  # standard deviation of q: larger makes the softmax peak
     tree: list[list[int]] | None = None  # parents, one row a sequence or one for all
     bias: str = ""  # of biases.KINDS
+    latent: bool = False  # values are the first columns of keys
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def q(self) -> Tensor:
@@ -80,9 +81,8 @@ class Case:
         for b, length in enumerate(self.lengths):
             generator = torch.Generator().manual_seed(1000 * self.seed + b)
             dims = (self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v)
-            drawn.append(
-                tuple(torch.randn(length, self.heads_kv, dim, generator=generator).to(self.device, self.dtype) for dim in dims)
-            )
+            k, v = (torch.randn(length, self.heads_kv, dim, generator=generator).to(self.device, self.dtype) for dim in dims)
+            drawn.append((k, k[..., : dims[1]] if self.latent else v))
         return drawn
 
     def cache(self, poison: float = float("nan")) -> KVCache | PagedKVCache:
@@ -95,12 +95,14 @@ class Case:
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         if self.page_size is None:
             k, v = (torch.full((batch, capacity, heads, dim), poison, **options) for dim in dims)
+            v = k[..., : dims[1]] if self.latent else v
             for b, (keys, values) in enumerate(sequences):
                 k[b, : len(keys)], v[b, : len(values)] = keys, values
             return KVCache(k, v, lengths)
         each = -(-capacity // self.page_size)
         pages = batch * each + 3
         k, v = (torch.full((pages, self.page_size, heads, dim), poison, **options) for dim in dims)
+        v = k[..., : dims[1]] if self.latent else v
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(self.seed + 2))[: batch * each]
         table = order.view(batch, each).to(self.device, torch.int32)
         for b, (keys, values) in enumerate(sequences):

@@ -42,6 +42,14 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, page_size: int | N
     check(c, "triton")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(576, 512), (288, 256), (96, 64), (72, 72), (104, 40)])
+@pytest.mark.parametrize("heads,queries,page_size", [(16, 1, None), (128, 1, 64), (6, 3, 16)])
+def test_latent(dims: tuple[int, int], heads: int, queries: int, page_size: int | None, dtype: torch.dtype) -> None:
+    shape: dict[str, Any] = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype, "latent": True}
+    check(Case(secrets.randbelow(2**31), [1300, 77, 0], queries, heads, 1, device="cuda", **shape), "triton")
+
+
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3 in hardware")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (72, 40), (128, 128), (256, 256)])

@@ -12,14 +12,14 @@ from warploom.runtime import arguments
 
 
 def accept(
-    k: Tensor, v: Tensor, scales: Sequence[Tensor], lengths: Tensor, block_table: Tensor | None, path: Any, drafted: Any
+    tensors: Sequence[Tensor], lengths: Tensor, block_table: Tensor | None, path: Any, drafted: Any
 ) -> None:
-    """`KVCache.accept` on bare tensors; in plain torch ops, none of which waits for a device. ``scales``: of single tokens."""
+    """`KVCache.accept` on bare tensors that hold something of each token; in torch ops, none of which waits for a device."""
     drafted = arguments.integer("drafted", drafted, 0)
     path = _checked(path, drafted, lengths)
-    page_size = k.shape[1]
+    pages, page_size = tensors[0].shape[:2]
     capacity = page_size if block_table is None else block_table.shape[1] * page_size
-    if not path.shape[0] or not capacity or not k.shape[0]:
+    if not path.shape[0] or not capacity or not pages:
         return
     order = torch.arange(path.shape[1], device=path.device)
     # What comes behind a negative entry is not of the path either: each such slot is written with what it holds.
@@ -33,9 +33,9 @@ def accept(
         old, new = (row, source), (row, target)
     else:
         old, new = (
-            (block_table.gather(1, at // page_size).clamp(0, k.shape[0] - 1).long(), at % page_size) for at in (source, target)
+            (block_table.gather(1, at // page_size).clamp(0, pages - 1).long(), at % page_size) for at in (source, target)
         )
-    for t in (k, v, *scales):
+    for t in tensors:
         t[new] = t[old]  # the right side is a copy: no token is overwritten before it is read
     lengths.copy_(first + kept.sum(1))
 

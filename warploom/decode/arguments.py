@@ -83,7 +83,9 @@ def decode_args(
         q = rotate(q, cache.hadamard_seed).to(q.dtype)
     scales = cache.k_scale, cache.v_scale
     q = last_contiguous(q)
-    args = DecodeArgs(q, k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "")
+    args = DecodeArgs(
+        q, k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "", latent=cache.latent
+    )
     return with_bias(args, bias)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.accept import accept
-from warploom.decode.contents import check_append, check_cache
+from warploom.decode.contents import check_append, check_cache, is_latent
 from warploom.decode.ops import append_op
 from warploom.decode.problem import AppendArgs
 from warploom.decode.scales import Granularity, append_quantized, check_scales, scale_memory
@@ -24,7 +24,8 @@ class KVCache:
 
     Attributes:
         k: (batch, max_seqlen, heads_kv, head_dim), the last dimension contiguous; other strides are free.
-        v: (batch, max_seqlen, heads_kv, head_dim_v).
+        v: (batch, max_seqlen, heads_kv, head_dim_v). The first columns of k itself, ``k[..., :n]``, where values are those of
+            the keys, as in multi-head latent attention: the cache is ``latent`` then, and its memory is read once.
         lengths: int32 (batch,) on k's device, keys held by each sequence. Of another integer dtype a copy is kept.
         k_scale: of a cache of float8_e4m3fn, float32 (1,), (heads_kv,) or (batch, max_seqlen, heads_kv): what k's numbers are
             multiplied by.
@@ -38,6 +39,7 @@ class KVCache:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     hadamard_seed: int | None = None
+    latent: bool = field(default=False, init=False)
     ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class KVCache:
         lengths, _ = check_cache("k", self.k, "v", self.v, layout, self.lengths, None, paged=False)
         _keep(self, "lengths", lengths)
         check_scales("k", self.k, self.k_scale, self.v_scale, self.hadamard_seed)
+        _keep(self, "latent", is_latent("k", self.k, "v", self.v))
 
     def __getstate__(self) -> dict[str, Any]:
         return _state(self)
@@ -62,6 +65,7 @@ class KVCache:
         device: torch.device | str | None = None,
         granularity: Granularity = "token",
         hadamard_seed: int | None = 0,
+        latent: bool = False,
     ) -> KVCache:
         """An empty cache for ``batch`` sequences of up to ``max_seqlen`` keys.
 
@@ -69,9 +73,11 @@ class KVCache:
         which append() finds, or one for each "head" or the whole "tensor", which are 1 until you write them into
         k_scale and v_scale, before the first append. ``hadamard_seed``: of the keys' rotation, None for none. Other dtypes
         have neither.
+
+        ``latent``: values are the first ``head_dim_v`` columns of the keys, and take no memory of their own.
         """
         sizes = _sizes(batch=batch, max_seqlen=max_seqlen, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
-        k, v = _memory(sizes[:3], sizes[3:], dtype, device)
+        k, v = _memory(sizes[:3], sizes[3:], dtype, device, latent)
         lengths = torch.zeros(sizes[0], dtype=torch.int32, device=k.device)
         if k.dtype != E4M3:
             return cls(k, v, lengths)
@@ -86,7 +92,7 @@ class KVCache:
         """Keys a sequence can hold."""
         return self.k.shape[1]
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new keys and values behind each sequence, in place, and advance the lengths.
 
         No host synchronisation; works inside a CUDA graph. Tokens for which a sequence has no room are an error in words
@@ -95,9 +101,9 @@ class KVCache:
 
         Args:
             k: (batch, T, heads_kv, head_dim) in the cache's dtype; floats of any kind for a cache of FP8.
-            v: (batch, T, heads_kv, head_dim_v).
+            v: (batch, T, heads_kv, head_dim_v); left out of a latent cache, whose values are in k.
         """
-        _append(self, AppendArgs(self.k, self.v, self.lengths, None, None, k, v))
+        _append(self, self.k, self.v, None, None, k, v)
 
     def accept(self, path: Tensor, drafted: int) -> None:
         """Keep of the last ``drafted`` tokens those of ``path``, side by side in its order, and drop the others, in place.
@@ -110,7 +116,7 @@ class KVCache:
                 on, -1 behind the last. All -1 rejects the draft.
             drafted: tokens of the draft, the last ones of every sequence.
         """
-        accept(self.k, self.v, _token_scales(self), self.lengths, None, path, drafted)
+        accept(_tensors(self, self.k, self.v), self.lengths, None, path, drafted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +125,7 @@ class PagedKVCache:
 
     Attributes:
         k_pages: (pages, page_size, heads_kv, head_dim), page_size a power of two (or one page a sequence: any size).
-        v_pages: (pages, page_size, heads_kv, head_dim_v).
+        v_pages: (pages, page_size, heads_kv, head_dim_v), or the first columns of k_pages, as in a `KVCache`.
         block_table: int32 (batch, pages_per_sequence), the pages of each sequence in order.
         lengths: int32 (batch,), keys held by each sequence. Of it and the table copies are kept where the dtype is another.
         k_scale, v_scale, hadamard_seed: of pages of float8_e4m3fn, as in a `KVCache`; a scale a token and head is (pages,
@@ -133,6 +139,7 @@ class PagedKVCache:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     hadamard_seed: int | None = None
+    latent: bool = field(default=False, init=False)
     ready: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # decode's short ways, by call
 
     def __post_init__(self) -> None:
@@ -143,6 +150,7 @@ class PagedKVCache:
         _keep(self, "lengths", lengths)
         _keep(self, "block_table", table)
         check_scales("k_pages", self.k_pages, self.k_scale, self.v_scale, self.hadamard_seed)
+        _keep(self, "latent", is_latent("k_pages", self.k_pages, "v_pages", self.v_pages))
 
     def __getstate__(self) -> dict[str, Any]:
         return _state(self)
@@ -161,8 +169,9 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         granularity: Granularity = "token",
         hadamard_seed: int | None = 0,
+        latent: bool = False,
     ) -> PagedKVCache:
-        """An empty cache whose sequences own ⌈max_seqlen / page_size⌉ pages each, in order; FP8 as in a `KVCache`."""
+        """An empty cache whose sequences own ⌈max_seqlen / page_size⌉ pages each, in order; FP8, latent as in a `KVCache`."""
         sizes = _sizes(batch=batch, max_seqlen=max_seqlen, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v)
         batch, max_seqlen, kv_heads, *dims = sizes
         page_size = arguments.integer("page_size", page_size)
@@ -171,7 +180,7 @@ class PagedKVCache:
         each = -(-max_seqlen // page_size)
         if batch * each > arguments.INT32[1]:
             raise ValueError(f"batch of {batch} takes {batch * each} pages, and page numbers are int32; take larger pages")
-        k, v = _memory((batch * each, page_size, kv_heads), dims, dtype, device)
+        k, v = _memory((batch * each, page_size, kv_heads), dims, dtype, device, latent)
         table = torch.arange(batch * each, dtype=torch.int32, device=k.device).view(batch, each)
         lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
         if k.dtype != E4M3:
@@ -191,23 +200,23 @@ class PagedKVCache:
         """Keys a sequence can hold."""
         return self.block_table.shape[1] * self.page_size
 
-    def append(self, k: Tensor, v: Tensor, slot_mapping: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, slot_mapping: Tensor | None = None) -> None:
         """Write new keys and values behind each sequence, in place, and advance the lengths.
 
         Args:
             k: (batch, T, heads_kv, head_dim) in the cache's dtype; floats of any kind for a cache of FP8.
-            v: (batch, T, heads_kv, head_dim_v).
+            v: (batch, T, heads_kv, head_dim_v); left out of a latent cache, whose values are in k.
             slot_mapping: int32 or int64 (batch, T), where in the pool each token goes, page · page_size + offset, in place
                 of what block_table says. A negative slot leaves its token out, and the length does not count it.
 
         Tokens without room, or whose page is outside the pool, are an error in words on the CPU and under WARPLOOM_CHECK=1,
         and not written otherwise.
         """
-        _append(self, AppendArgs(self.k_pages, self.v_pages, self.lengths, self.block_table, slot_mapping, k, v))
+        _append(self, self.k_pages, self.v_pages, self.block_table, slot_mapping, k, v)
 
     def accept(self, path: Tensor, drafted: int) -> None:
         """As `KVCache.accept`, within the pages of block_table; a page that sequences share must hold no draft."""
-        accept(self.k_pages, self.v_pages, _token_scales(self), self.lengths, self.block_table, path, drafted)
+        accept(_tensors(self, self.k_pages, self.v_pages), self.lengths, self.block_table, path, drafted)
 
 
 def append(args: AppendArgs) -> None:
@@ -217,7 +226,17 @@ def append(args: AppendArgs) -> None:
     append_op(*args)
 
 
-def _append(cache: KVCache | PagedKVCache, args: AppendArgs) -> None:
+def _append(
+    cache: KVCache | PagedKVCache, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, slots: Any, k: Any, v: Any
+) -> None:
+    if cache.latent:
+        if v is not None:
+            raise TypeError(f"v has no place in a latent cache: its values are the first {v_cache.shape[3]} columns of k")
+        v_cache = k_cache[..., :0]
+        v = arguments.strided("k", k)[..., :0] if isinstance(k, Tensor) else k
+    elif v is None:
+        raise TypeError("v must be a tensor, got None; only a latent cache takes keys alone")
+    args = AppendArgs(k_cache, v_cache, cache.lengths, table, slots, k, v)
     if cache.k_scale is None or cache.v_scale is None:
         append(args)
     else:
@@ -231,9 +250,10 @@ def _slots_widened(args: AppendArgs) -> AppendArgs:
     return args
 
 
-def _token_scales(cache: KVCache | PagedKVCache) -> list[Tensor]:
-    """The scales that lie beside each token."""
-    return [t for t in (cache.k_scale, cache.v_scale) if t is not None and t.ndim > 1]
+def _tensors(cache: KVCache | PagedKVCache, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The memory of each token: keys, values that are not among them, and scales that lie beside them."""
+    scales = [t for t in (cache.k_scale, cache.v_scale) if t is not None and t.ndim > 1]
+    return [k, *scales] if cache.latent else [k, v, *scales]
 
 
 def _state(cache: KVCache | PagedKVCache) -> dict[str, Any]:
@@ -241,10 +261,10 @@ def _state(cache: KVCache | PagedKVCache) -> dict[str, Any]:
     return {**vars(cache), "ready": {}}
 
 
-def _keep(cache: KVCache | PagedKVCache, name: str, t: Tensor | None) -> None:
-    """Set a frozen cache's field where its tensor came in another dtype."""
-    if t is not getattr(cache, name):
-        object.__setattr__(cache, name, t)
+def _keep(cache: KVCache | PagedKVCache, name: str, value: Tensor | bool | None) -> None:
+    """Set a frozen cache's field to what was found out about it."""
+    if value is not getattr(cache, name):
+        object.__setattr__(cache, name, value)
 
 
 def _sizes(**given: Any) -> list[int]:
@@ -253,8 +273,12 @@ def _sizes(**given: Any) -> list[int]:
     return [arguments.integer(name, value, 0, arguments.INT32[1]) for name, value in given.items()]
 
 
-def _memory(shape: Sequence[int], dims: Sequence[int], dtype: Any, device: Any) -> tuple[Tensor, Tensor]:
-    """Memory for keys and values, uninitialised."""
+def _memory(shape: Sequence[int], dims: Sequence[int], dtype: Any, device: Any, latent: Any) -> tuple[Tensor, Tensor]:
+    """Memory for keys and values, uninitialised; of a latent cache the same."""
+    latent = arguments.flag("latent", latent)
+    if latent and dims[1] > dims[0]:
+        raise ValueError(f"head_dim_v of a latent cache is at most head_dim, {dims[0]}, got {dims[1]}")
     dtype = dtype if dtype == E4M3 else arguments.float_dtype("dtype", dtype)
     options: dict[str, Any] = {"dtype": dtype, "device": arguments.device("device", device)}
-    return torch.empty((*shape, dims[0]), **options), torch.empty((*shape, dims[1]), **options)
+    k = torch.empty((*shape, dims[0]), **options)
+    return k, k[..., : dims[1]] if latent else torch.empty((*shape, dims[1]), **options)

@@ -27,6 +27,8 @@ class DecodeArgs(NamedTuple):
     - "key": values of any float dtype and strides, (batch|1, heads_q|1, capacity or more): that of max(j, 0).
 
     For fp64 inputs slopes and tables are fp64.
+
+    ``latent``: v is the first columns of k, in the same memory.
     """
 
     q: Tensor
@@ -46,6 +48,7 @@ class DecodeArgs(NamedTuple):
     bias: Tensor | None = None
     bias_kind: str = ""
     bias_origin: int = 0
+    latent: bool = False
 
     @property
     def capacity(self) -> int:
@@ -99,6 +102,7 @@ class DecodeProblem:
     tree: bool = False
     fp8: bool = False
     bias: str = ""  # its kind
+    latent: bool = False  # values are the first columns of keys
 
     @classmethod
     def from_args(cls, args: DecodeArgs) -> DecodeProblem:
@@ -120,4 +124,5 @@ class DecodeProblem:
             tree=args.tree is not None,
             fp8=args.k_scale is not None,
             bias=args.bias_kind,
+            latent=args.latent,
         )

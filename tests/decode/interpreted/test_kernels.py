@@ -36,6 +36,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, **constants: int) -> None:
         return Config(block_m=config(rows, 16, 16, 2, 8).block_m, block_n=16, split=32, max_splits=16, warps=4, stages=2)
 
     monkeypatch.setattr(plan, "config", small)
+    monkeypatch.setattr(plan, "latent_config", small)
     for name, value in constants.items():
         monkeypatch.setattr(plan, name, value)
 
@@ -51,7 +52,7 @@ def interpretable(name: str) -> Case:
     return c if name in TWO_HEADS else replace(c, heads_q=c.heads_q // c.heads_kv, heads_kv=1)
 
 
-@pytest.mark.parametrize("name", ["one query", "float16", "head_dim 256", "pages of 16", "pages of 256"])
+@pytest.mark.parametrize("name", ["one query", "float16", "head_dim 256", "pages of 16", "pages of 256", "latent"])
 def test_case_as_configured(name: str) -> None:
     check(interpretable(name), "triton")
 

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
     from warploom.decode.triton.launch import Ready
 
 
+def _latent_refusal(head_dim: int, head_dim_v: int) -> str | None:
+    if not 16 <= head_dim_v <= 512 or head_dim_v % 8:
+        return f"takes head_dim_v from 16 to 512 in steps of 8 of a latent cache, not {head_dim_v}"
+    if head_dim - head_dim_v > 128 or head_dim % 8:
+        return f"takes at most 128 columns behind a latent cache's values, in steps of 8, not {head_dim - head_dim_v}"
+    return None
+
+
 class Triton(TritonBackend, DecodeBackend):
-    """Caches of either kind, from 16 to 256 dims a head."""
+    """Caches of either kind, from 16 to 256 dims a head; latent ones to 512, and 128 more that are not values."""
 
     def supports(self, problem: DecodeProblem) -> str | None:
         refused = self.tensors_refusal(problem.device, problem.dtype)
@@ -28,6 +36,8 @@ class Triton(TritonBackend, DecodeBackend):
             return "reads FP8 caches on GPUs of compute capability 8.9 and up"
         if problem.capacity >= 2**31:
             return f"counts keys in 32 bits; the cache's capacity is {problem.capacity}"
+        if problem.latent:
+            return _latent_refusal(problem.head_dim, problem.head_dim_v)
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if not 16 <= dim <= 256 or dim % 8:
                 return f"takes {name} from 16 to 256 in steps of 8, not {dim}"

@@ -10,6 +10,8 @@ from warploom.kernels.triton.widths import power_of_two
 # Splits of a group, which one program may stream whole: fewer parts to store and merge. Writing the parts costs several
 # times their share of the bytes (8 MB beside 1 GB of keys: 15 of 365 us on an H100).
 GROUP_SPLITS = 8
+# Bytes of a row from which on all tiles are swizzled alike, as `warploom.kernels.triton.widths` has it.
+_SWIZZLED = 128
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,26 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         warps=4 if block_m <= 32 else 8,
         stages=3,
     )
+
+
+@cache
+def latent_config(rows: int, itemsize: int, heads_kv: int) -> Config:
+    """The variant for a latent cache, whose keys of up to 576 columns are values too."""
+    block_m = min(max(power_of_two(rows), 16), 16 if itemsize == 4 else 64)
+    row_blocks = -(-rows // block_m)
+    return Config(
+        block_m=block_m,
+        block_n=16 if itemsize == 4 else 64 if block_m == 64 else 32,
+        split=512,
+        max_splits=min(max(power_of_two(256 // (heads_kv * row_blocks)), 32), 256),
+        # A warp's share of an accumulator of 64 rows and 512 columns is 128 registers a thread.
+        warps=8 if block_m == 64 else 4,
+        stages=2 if block_m == 64 or itemsize == 4 else 3,
+    )
+
+
+def latent_widths(head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, int]:
+    """Elements of a latent cache's two tiles: of the columns that are values, and of those behind them, 0 for none."""
+    row = _SWIZZLED // itemsize
+    rest = head_dim - head_dim_v
+    return max(power_of_two(head_dim_v), row), max(power_of_two(rest), row) if rest else 0

@@ -1,8 +1,9 @@
 """The two kernels: `split_kernel` computes one split of one sequence, `merge_kernel` folds a row's splits.
 
-Tile legend: M rows (queries of a group of heads, t · group + g), N keys, D head_dim, DV head_dim of v. Scores are in
-units of log2, so that exp2 needs no multiply. Splits depend on the sequence's own length alone, and every row's
-arithmetic has one order: a sequence's bits are the same in any batch, cache size and page layout.
+Tile legend: M rows (queries of a group of heads, t · group + g), N keys, D head_dim, DV head_dim of v. Of a latent cache,
+whose values are the first columns of its keys, D is DV, and REST holds what keys have behind them: a tile is loaded once for
+both products. Scores are in units of log2, so that exp2 needs no multiply. Splits depend on the sequence's own length alone,
+and every row's arithmetic has one order: a sequence's bits are the same in any batch, cache size and page layout.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def split_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    REST: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
@@ -172,6 +174,7 @@ def split_kernel(
     TREE_DEPTHS: tl.constexpr,
     FP8: tl.constexpr,
     BIAS: tl.constexpr,
+    LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -199,8 +202,11 @@ def split_kernel(
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     n = tl.arange(0, N)
-    d_live = d < HEAD_DIM
+    d_live = d < (HEAD_DIM_V if LATENT else HEAD_DIM)
     dv_live = dv < HEAD_DIM_V
+    if REST > 0:
+        rest = HEAD_DIM_V + tl.arange(0, REST)
+        rest_live = rest < HEAD_DIM
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -208,6 +214,8 @@ def split_kernel(
     q_ptr += batch * stride_qb * UNIT
     q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
+    if REST > 0:
+        q_rest = tl.load(q_ptr + q_offset[:, None] + rest[None, :], mask=row_live[:, None] & rest_live[None, :], other=0.0)
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = _key_range(length, left, right, T, HAS_LEFT)
@@ -259,9 +267,10 @@ def split_kernel(
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, DV), tl.float32)
-        unit_top = tl.full((M,), float("-inf"), tl.float32)
-        unit_total = tl.zeros((M,), tl.float32)
-        unit_acc = tl.zeros((M, DV), tl.float32)
+        if not LATENT:
+            unit_top = tl.full((M,), float("-inf"), tl.float32)
+            unit_total = tl.zeros((M,), tl.float32)
+            unit_acc = tl.zeros((M, DV), tl.float32)
         for tile in range(begin, end, N):
             cols = tile + n
             live = (cols >= first) & (cols < end)
@@ -297,6 +306,14 @@ def split_kernel(
                 # e4m3 is exact in every type that q may have; its scales join the fp32 products.
                 k = k.to(q.dtype)
             s = dot(q, tl.trans(k), None)
+            if REST > 0:
+                k_rest = tl.load(
+                    k_ptr + k_offset[:, None] + rest[None, :],
+                    mask=live[:, None] & rest_live[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+                s = dot(q_rest, tl.trans(k_rest), s)
             if FP8:
                 s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
@@ -332,12 +349,17 @@ def split_kernel(
             p = tl.exp2(s - base[:, None])
             rescale = tl.exp2(top - base)
             total = total * rescale + tl.sum(p, 1)
-            v = tl.load(
-                v_ptr + v_offset[:, None] + dv[None, :],
-                mask=live[:, None] & dv_live[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
+            if LATENT:
+                v = k
+                if TREE_DEPTHS:
+                    v = tl.where(live[:, None], v, 0.0)
+            else:
+                v = tl.load(
+                    v_ptr + v_offset[:, None] + dv[None, :],
+                    mask=live[:, None] & dv_live[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
             if FP8:
                 v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
             if BIAS == "distance" or BIAS == "key":
@@ -345,7 +367,7 @@ def split_kernel(
                 v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
             acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
             top = new_top
-            if tile + N >= tl.minimum(edge, end):
+            if not LATENT and tile + N >= tl.minimum(edge, end):
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
                 part, part_lse = _settle(acc, total, top)
                 unit_acc, unit_total, unit_top = _fold(unit_acc, unit_total, unit_top, part, part_lse)
@@ -360,7 +382,8 @@ def split_kernel(
         elif PAGES == SCATTERED:
             live = (unit + programs < units) & (following + n < last)
             page = tl.load(table_ptr + ((following + n) >> page_shift), mask=live, other=0)
-        part, part_lse = _settle(unit_acc, unit_total, unit_top)
+        # A latent cache's units are single splits: registers hold no second accumulator of its width.
+        part, part_lse = _settle(acc, total, top) if LATENT else _settle(unit_acc, unit_total, unit_top)
         if FINAL:
             nothing = tl.full((M,), float("-inf"), tl.float32)
             acc, total, top = _fold(tl.zeros_like(acc), tl.zeros_like(total), nothing, part, part_lse)

@@ -186,6 +186,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             tree_depths=args.measures_paths,
             fp8=k_scale is not None,
             bias=bias,
+            latent=args.latent,
             left=left,
             softcap=softcap != 0.0,
             aligned=aligned,

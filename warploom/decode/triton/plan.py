@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.decode.triton.config import GROUP_SPLITS, Config, config
+from warploom.decode.triton.config import GROUP_SPLITS, Config, config, latent_config, latent_widths
 from warploom.decode.triton.kernels import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, merge_kernel, split_kernel
 from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
@@ -50,6 +50,7 @@ class Shape(NamedTuple):
     tree_depths: bool  # a window or a bias under a tree
     fp8: bool
     bias: BiasVariant | None
+    latent: bool
     left: int | None
     softcap: bool
     aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
@@ -75,13 +76,17 @@ def plan(shape: Shape) -> Plan:
     """The plan of a shape; nothing in it changes a bit of any sequence's result."""
     s = shape
     group = s.heads_q // s.heads_kv
-    c = config(s.queries * group, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv)
+    rows = s.queries * group
+    if s.latent:
+        c = latent_config(rows, s.dtype.itemsize, s.heads_kv)
+    else:
+        c = config(rows, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv)
     # Whole tiles from the first visible key on: at most this many keys of a sequence are seen.
     reach = s.capacity if s.left is None else min(s.capacity, max(s.left + s.queries + c.block_n, 0))
     max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
-    row_blocks = -(-s.queries * group // c.block_m)
+    row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
-    grouped = pairs * -(-max_splits // GROUP_SPLITS) >= _FULL
+    grouped = not s.latent and pairs * -(-max_splits // GROUP_SPLITS) >= _FULL
     # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
     if grouped and reach <= 2 * c.split * c.max_splits:
         max_units = -(-max_splits // GROUP_SPLITS)
@@ -130,7 +135,12 @@ def _constants(
     }
     if pdl:
         shared["launch_pdl"] = True
-    width, width_v = tile_widths(s.head_dim, s.head_dim_v, s.dtype.itemsize)
+    rest = 0
+    if s.latent:
+        width, rest = latent_widths(s.head_dim, s.head_dim_v, s.dtype.itemsize)
+        width_v = width
+    else:
+        width, width_v = tile_widths(s.head_dim, s.head_dim_v, s.dtype.itemsize)
     split = {
         "HEADS_KV": s.heads_kv,
         "GROUP": s.heads_q // s.heads_kv,
@@ -138,12 +148,14 @@ def _constants(
         "M": c.block_m,
         "D": width,
         "DV": width_v,
+        "REST": rest,
         "PAGES": pages.value,
         "SOFTCAP": s.softcap,
         "TREE": s.tree,
         "TREE_DEPTHS": s.tree_depths,
         "FP8": s.fp8,
         "BIAS": "" if s.bias is None else s.bias.kind,
+        "LATENT": s.latent,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,
         "num_warps": c.warps,
