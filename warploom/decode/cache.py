@@ -235,7 +235,7 @@ def _append(
         v_cache = k_cache[..., :0]
         v = arguments.strided("k", k)[..., :0] if isinstance(k, Tensor) else k
     elif v is None:
-        raise TypeError("v must be a tensor, got None; only a latent cache takes keys alone")
+        raise TypeError("v must be a torch.Tensor, got None; only a latent cache takes keys alone")
     args = AppendArgs(k_cache, v_cache, cache.lengths, table, slots, k, v)
     if cache.k_scale is None or cache.v_scale is None:
         append(args)
