@@ -88,6 +88,15 @@ def _settle(acc, total, top):
 
 
 @triton.jit
+def _product(a, b, acc, LATENT: tl.constexpr):
+    """a @ b + acc in fp32. Of a latent cache's 576 products in fp32 those of TF32 lose what shows."""
+    if LATENT and a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return dot(a, b, acc)
+
+
+@triton.jit
 def _shown(bits, cols, first_token):
     """Which keys a tree shows rows by the bits of their ancestors: of the keys from ``first_token`` on those; all before."""
     nth = cols - first_token
@@ -305,7 +314,7 @@ def split_kernel(
             if FP8:
                 # e4m3 is exact in every type that q may have; its scales join the fp32 products.
                 k = k.to(q.dtype)
-            s = dot(q, tl.trans(k), None)
+            s = _product(q, tl.trans(k), None, LATENT)
             if REST > 0:
                 k_rest = tl.load(
                     k_ptr + k_offset[:, None] + rest[None, :],
@@ -313,7 +322,7 @@ def split_kernel(
                     other=0.0,
                     eviction_policy="evict_first",
                 )
-                s = dot(q_rest, tl.trans(k_rest), s)
+                s = _product(q_rest, tl.trans(k_rest), s, LATENT)
             if FP8:
                 s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
@@ -365,7 +374,7 @@ def split_kernel(
             if BIAS == "distance" or BIAS == "key":
                 # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
                 v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-            acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
+            acc = _product(p.to(v.dtype), v, acc * rescale[:, None], LATENT)
             top = new_top
             if not LATENT and tile + N >= tl.minimum(edge, end):
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
