@@ -79,6 +79,7 @@ def features(p: DecodeProblem) -> frozenset[str]:
         "bias_hides": p.bias_hides,
         "fp8": bool(p.fp8),
         "fp8_rotated": p.rotation is not None,
+        "latent": p.latent,
         "q_a_view": p.q_view.kind != "contiguous",
         "cache_a_view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
         "shared_memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
@@ -111,7 +112,7 @@ def inputs(p: DecodeProblem, device: torch.device) -> dict[str, Any]:
     q = place((p.spread * normal(batch, p.queries, heads_q, p.dim)).to(dtype), p.q_view, hidden_q, p.hostile, device)
     keys, values, scales = _numbers(p, normal(*rows, p.dim), normal(*rows, p.dim_v))
     k = place(keys, p.k_view, hidden_cache, hostile, device)
-    v = place(values, p.v_view, hidden_cache, hostile, device)
+    v = replace(k, tensor=k.tensor[..., : p.dim_v]) if p.latent else place(values, p.v_view, hidden_cache, hostile, device)
     if p.fp8:
         k, v = (_in_fp8(each) for each in (k, v))
     placed = {"q": q, "k": k, "v": v}
@@ -525,8 +526,12 @@ def refusal(p: DecodeProblem, given: dict[str, Any], backend: str) -> str | None
             return "takes float16, bfloat16 or float32"
         if p.dtype == "bfloat16" and on_cpu:
             return "interpreter multiplies bfloat16"
-        if any(not 16 <= n <= 256 or n % 8 for n in (p.dim, p.dim_v)):
+        if any(not 16 <= n <= 256 or n % 8 for n in (p.dim, p.dim_v)) and not p.latent:
             return "from 16 to 256 in steps of 8"
+        if p.latent and (p.dim_v < 16 or p.dim_v % 8):
+            return "from 16 to 512 in steps of 8"
+        if p.latent and p.dim % 8:
+            return "at most 128 columns"
     return None
 
 
@@ -564,6 +569,8 @@ def shrink(p: DecodeProblem) -> Iterator[DecodeProblem]:
         yield replace(p, lengths=tuple(n // 2 for n in p.lengths))
     if p.capacity > max(p.lengths, default=0) + (p.appended or 0) + 1:
         yield replace(p, capacity=max(p.lengths, default=0) + (p.appended or 0) + 1)
-    for name in ("dim", "dim_v"):
+    if p.latent:
+        yield replace(p, latent=False)
+    for name in ("dim_v", "dim"):
         if getattr(p, name) > 16:
             yield replace(p, **{name: 16})

@@ -44,6 +44,7 @@ class DecodeVariant:
     fp8: str = ""  # a cache of it, with scales a "token", "head" or "tensor"
     bias: str = ""  # "alibi", "distance" or "key"
     bias_dtype: str = "float32"
+    latent: bool = False  # values are the first columns of keys
 
 
 @spec
@@ -91,6 +92,7 @@ class DecodeProblem:
     bias_hides: bool = False  # some of it is -inf
     bias_reach: int = 0  # a table's largest distance; keys that Key has beyond the capacity
     bias_step: int = 1  # elements from one number to the next
+    latent: bool = False
     q_view: View = PLAIN
     k_view: View = PLAIN
     v_view: View = PLAIN
@@ -147,6 +149,14 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
     fp8 = d.pick(("", "token", "head", "tensor"), (12, 3, 1, 1))
     bits = d.pick(("", "alone", "pages", "crowd"), (6, 1, 1, 1))
     bias = d.pick(("", "alibi", "distance", "key"), (9, 1, 1, 1))
+    # What is appended, quantised or laid out anew has values of its own.
+    latent = not (append or fp8 or bits or crowd) and parts < 3 and d.chance(0.15)
+    if latent:
+        dims = sorted(dims, reverse=True)
+        if max(dims) - min(dims) > 128:
+            dims[1] = dims[0]
+        if not interpreted and d.chance(0.3):
+            dims = [576, 512]
     return DecodeVariant(
         dtype=dtype,
         queries=queries,
@@ -170,6 +180,7 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         fp8=fp8,
         bias=bias,
         bias_dtype=d.pick(("float32", "float16", "bfloat16", "float64"), (4, 2, 2, 1)) if bias else "float32",
+        latent=latent,
     )
 
 
@@ -223,6 +234,7 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         fp8=w.fp8,
         # Rotated in another order keys round to other numbers: appending them is no matter of bits.
         rotation=d.pick((None, 0, d.seed64()), (2, 1, 1)) if w.fp8 and appended is None else None,
+        latent=w.latent,
     )
     return _with_views(d, _with_bias(d, _with_window(d, p, w, capacity, most), w), w)
 
