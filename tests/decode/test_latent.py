@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "keys of another width": (lambda: allocated(None).append(torch.ones(2, 1, 1, 4)), ValueError, "k must have shape"),
     "no tensor": (lambda: allocated(None).append([1.0]), TypeError, "k must be a torch.Tensor"),
     "more values than keys": (lambda: allocated(None, head_dim_v=8), ValueError, "head_dim_v of a latent cache"),
-    "FP8": (lambda: allocated(None, dtype=torch.float8_e4m3fn), TypeError, "latent cache, which takes"),
+    "FP8": (lambda: allocated(None, dtype=torch.float8_e4m3fn), TypeError, "a latent cache takes float16"),
     "no flag": (lambda: allocated(None, latent=1), TypeError, "latent must be"),
 }
 

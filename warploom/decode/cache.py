@@ -47,7 +47,7 @@ class KVCache:
         lengths, _ = check_cache("k", self.k, "v", self.v, layout, self.lengths, None, paged=False)
         _keep(self, "lengths", lengths)
         check_scales("k", self.k, self.k_scale, self.v_scale, self.hadamard_seed)
-        _keep(self, "latent", is_latent("k", self.k, "v", self.v))
+        _keep(self, "latent", is_latent(self.k, self.v))
 
     def __getstate__(self) -> dict[str, Any]:
         return _state(self)
@@ -150,7 +150,7 @@ class PagedKVCache:
         _keep(self, "lengths", lengths)
         _keep(self, "block_table", table)
         check_scales("k_pages", self.k_pages, self.k_scale, self.v_scale, self.hadamard_seed)
-        _keep(self, "latent", is_latent("k_pages", self.k_pages, "v_pages", self.v_pages))
+        _keep(self, "latent", is_latent(self.k_pages, self.v_pages))
 
     def __getstate__(self) -> dict[str, Any]:
         return _state(self)
@@ -278,6 +278,8 @@ def _memory(shape: Sequence[int], dims: Sequence[int], dtype: Any, device: Any, 
     latent = arguments.flag("latent", latent)
     if latent and dims[1] > dims[0]:
         raise ValueError(f"head_dim_v of a latent cache is at most head_dim, {dims[0]}, got {dims[1]}")
+    if latent and dtype == E4M3:
+        raise TypeError(f"a latent cache takes float16, bfloat16, float32 or float64, not {dtype}, whose keys are rotated")
     dtype = dtype if dtype == E4M3 else arguments.float_dtype("dtype", dtype)
     options: dict[str, Any] = {"dtype": dtype, "device": arguments.device("device", device)}
     k = torch.empty((*shape, dims[0]), **options)

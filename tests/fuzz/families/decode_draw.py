@@ -155,8 +155,10 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         dims = sorted(dims, reverse=True)
         if max(dims) - min(dims) > 128:
             dims[1] = dims[0]
-        if not interpreted and d.chance(0.3):
+        if not interpreted and d.chance(0.1):
             dims = [576, 512]
+        if layout == "off":
+            off = (off[0] or not off[1], off[1], off[1])  # values lie where keys do
     return DecodeVariant(
         dtype=dtype,
         queries=queries,
