@@ -289,6 +289,7 @@ def modules(
         right=band[1],
         softcap=p.softcap != 0.0,
         sink=bool(p.sink),
+        dropout=p.dropout_p > 0.0,
         deterministic=p.deterministic is True,
         backward=p.backward,
         seqused=used,
@@ -298,14 +299,15 @@ def modules(
 
         return [ampere(described, (9, 0)).spec]
     from warploom.attention.features import Features
-    from warploom.attention.hopper.plan import backward_config_for, config_for, takes_columns
+    from warploom.attention.hopper.plan import backward_config_for, config_for, takes_columns, takes_dropout
 
     ways = [described]
     if p.mask is not None and layout != "paged":  # it may be a band
         ways.append(replace(described, columns=("lts",)))
     found = [config_for(way).spec for way in ways]
     for way in ways:
-        if p.backward and (not way.columns or takes_columns(Features.of(way))):
+        features = Features.of(way)
+        if p.backward and takes_dropout(features) and (not way.columns or takes_columns(features)):
             found.append(backward_config_for(way, bool(p.lse_gradient)).spec)
     return found
 
