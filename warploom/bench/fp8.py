@@ -47,7 +47,7 @@ def fp8_cases(quick: bool) -> list[Case]:
 def _build(shape: Shape, causal: bool, device: torch.device) -> Iterator[tuple[str, Comparison]]:
     q, k, v, _ = shape.draw(device)
     mask = Causal() if causal else Full()
-    want = one_head(q, k, v, mask.resolve(shape.seqlen, shape.seqlen, device), None)
+    want = one_head(q, k, v, mask.resolve(shape.seqlen, shape.seqlen, q.device), None)
     numbers = quantize(q, k, v)
     half: dict[str, peers.Attention] = {
         "warploom, bf16": lambda q, k, v: warploom.attention(q, k, v, causal=causal),

@@ -64,6 +64,7 @@ def quantize_kernel(
     COLUMNS_V: tl.constexpr,
     SLICES: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     MATRIX_PARTS: tl.constexpr,
     NORM: tl.constexpr,
@@ -84,21 +85,21 @@ def quantize_kernel(
         _block_of(
             pid, q_ptr, q_out_ptr, q_scale_ptr, top_ptr, matrix_ptr, cu_q_ptr, used_q_ptr, stride_qb, stride_qs, stride_qh,
             rows_q, rows_q, heads_q, sequences, 0,
-            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
         )  # fmt: skip
     elif pid < programs_q + programs_k:
         first = heads_q if BY == "head" else 1
         _block_of(
             pid - programs_q, k_ptr, k_out_ptr, k_scale_ptr, top_ptr, matrix_ptr, cu_k_ptr, used_k_ptr, stride_kb, stride_ks,
             stride_kh, rows_k, rows_k, heads_kv, sequences, first,
-            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
         )  # fmt: skip
     else:
         first = heads_q + heads_kv if BY == "head" else 2
         _block_of(
             pid - programs_q - programs_k, v_ptr, v_out_ptr, v_scale_ptr, top_ptr, None, cu_k_ptr, used_k_ptr, stride_vb,
             stride_vs, stride_vh, rows_k, sixteens * 16, heads_kv, sequences, first,
-            DIM_V, COLUMNS_V, True, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM_V, COLUMNS_V, True, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
         )  # fmt: skip
 
 
@@ -107,8 +108,8 @@ def _block_of(
     pid, x_ptr, out_ptr, scale_ptr, top_ptr, matrix_ptr, cu_ptr, used_ptr, stride_b, stride_s, stride_h,
     rows, padded, heads, sequences, first_top,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr, TOPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
+    TOPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head. Of the rows from its first on, `counted` are read and `written` are written."""
     stride_b, stride_s, stride_h = stride_b * UNIT, stride_s * UNIT, stride_h * UNIT
@@ -142,14 +143,11 @@ def _block_of(
         target = row.to(tl.int64) * heads + head
     x_ptr += head * stride_h
     counted = tl.minimum(counted, written)
-    r = tl.arange(0, BLOCK)
-    x_ptr += r[:, None] * stride_s
-    read = (r < counted)[:, None]
-    kept = (r < written)[:, None]
-    step = heads * DIM
     if TRANSPOSED:
-        x = _read(x_ptr, read, DIM, COLUMNS)
-        top = _largest_of(x, True)
+        r = tl.arange(0, BLOCK)
+        x_ptr += r[:, None] * stride_s
+        read = (r < counted)[:, None]
+        top = _largest_finite(_read(x_ptr, read, DIM, COLUMNS))
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
             into = out_ptr + (place * DIM * padded + row) + r[None, :]
@@ -158,33 +156,71 @@ def _block_of(
                 y = tl.load(x_ptr + d[None, :], mask=read & (d < DIM)[None, :], other=0.0)
                 at = into + d[:, None].to(tl.int64) * padded
                 tl.store(at, tl.trans(_rounded(y, 1.0, scale)), mask=(d < DIM)[:, None] & (r < written)[None, :])
-    else:
-        COUNT: tl.constexpr = 1 if matrix_ptr is None else SLICES
-        PART: tl.constexpr = DIM // COUNT
-        FACTOR: tl.constexpr = 1.0 if matrix_ptr is None else NORM
-        if matrix_ptr is None:
-            a = _read(x_ptr, read, DIM, COLUMNS)
-        else:
-            a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-        b, c, d = a, a, a
-        if COUNT >= 2:
-            b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-            a, b = a + b, a - b
-        if COUNT == 4:
-            c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-            d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-            c, d = c + d, c - d
-            a, b, c, d = a + c, b + d, a - c, b - d
-        top = _largest(a, b, c, d, COUNT) * FACTOR
-        scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
+    elif matrix_ptr is None:
+        r = tl.arange(0, BLOCK)
+        x = _read(x_ptr + r[:, None] * stride_s, (r < counted)[:, None], DIM, COLUMNS)
+        scale = _scale(_largest_finite(x), scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
-            out_ptr += target * DIM + r[:, None] * (heads * DIM)
-            _write(out_ptr, a, FACTOR, scale, kept, PART)
-            if COUNT >= 2:
-                _write(out_ptr + PART, b, FACTOR, scale, kept, PART)
-            if COUNT == 4:
-                _write(out_ptr + 2 * PART, c, FACTOR, scale, kept, PART)
-                _write(out_ptr + 3 * PART, d, FACTOR, scale, kept, PART)
+            into = out_ptr + target * DIM + r[:, None] * (heads * DIM)
+            _write(into, x, 1.0, scale, (r < written)[:, None], DIM)
+    else:
+        PART: tl.constexpr = DIM // SLICES
+        out_ptr += target * DIM
+        r = tl.arange(0, ROWS)
+        if ROWS == BLOCK:
+            here = x_ptr + r[:, None] * stride_s
+            a, b, c, d = _rotated(here, matrix_ptr, (r < counted)[:, None], PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+            top = _largest(a, b, c, d, SLICES)
+            scale = _scale(top * NORM, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
+            if not TOPS:
+                kept = (r < written)[:, None]
+                _write_all(out_ptr + r[:, None] * (heads * DIM), a, b, c, d, NORM, scale, kept, PART, SLICES)
+        else:
+            top = 0.0
+            for first in range(0, BLOCK, ROWS):
+                at = first + r
+                here = x_ptr + at[:, None] * stride_s
+                a, b, c, d = _rotated(here, matrix_ptr, (at < counted)[:, None], PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+                top = tl.maximum(top, _largest(a, b, c, d, SLICES))
+            scale = _scale(top * NORM, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
+            if not TOPS:
+                for first in range(0, BLOCK, ROWS):
+                    at = first + r
+                    here = x_ptr + at[:, None] * stride_s
+                    a, b, c, d = _rotated(
+                        here, matrix_ptr, (at < counted)[:, None], PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS
+                    )
+                    kept = (at < written)[:, None]
+                    _write_all(out_ptr + at[:, None] * (heads * DIM), a, b, c, d, NORM, scale, kept, PART, SLICES)
+
+
+@triton.jit
+def _write_all(into, a, b, c, d, NORM: tl.constexpr, scale, kept, PART: tl.constexpr, SLICES: tl.constexpr):
+    _write(into, a, NORM, scale, kept, PART)
+    if SLICES >= 2:
+        _write(into + PART, b, NORM, scale, kept, PART)
+    if SLICES == 4:
+        _write(into + 2 * PART, c, NORM, scale, kept, PART)
+        _write(into + 3 * PART, d, NORM, scale, kept, PART)
+
+
+@triton.jit
+def _rotated(
+    x_ptr, matrix_ptr, read, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
+):  # fmt: skip
+    """The slices of some rows, rotated but for the last factor; of fewer than four some stand twice."""
+    a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+    b, c, d = a, a, a
+    if SLICES >= 2:
+        b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+        a, b = a + b, a - b
+    if SLICES == 4:
+        c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+        d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+        c, d = c + d, c - d
+        a, b, c, d = a + c, b + d, a - c, b - d
+    return a, b, c, d
 
 
 @triton.jit
@@ -197,13 +233,13 @@ def _read(x_ptr, read, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _slice(
     x_ptr, matrix_ptr, read, AT: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Columns AT * PART on, times the slice's matrix: the products of parts down to 2^-24 of the largest."""
     x = _read(x_ptr + AT * PART, read, PART, WIDTH)
     c = tl.arange(0, WIDTH)
     at = AT * WIDTH * WIDTH + c[:, None] * WIDTH + c[None, :]
-    y = tl.zeros((BLOCK, WIDTH), tl.float32)
+    y = tl.zeros((ROWS, WIDTH), tl.float32)
     if PARTS == 1:
         for j in tl.static_range(MATRIX_PARTS):
             y = _product(x, tl.load(matrix_ptr + j * SLICES * WIDTH * WIDTH + at), y)
@@ -230,27 +266,26 @@ def _product(a, b, y):
 @triton.jit
 def _largest(a, b, c, d, COUNT: tl.constexpr):
     """The largest finite number of the first COUNT tiles, without its sign."""
-    top = _largest_of(a, False)
+    size = tl.abs(a)
     if COUNT >= 2:
-        top = tl.maximum(top, _largest_of(b, False))
+        size = tl.maximum(size, tl.abs(b))
     if COUNT == 4:
-        top = tl.maximum(top, tl.maximum(_largest_of(c, False), _largest_of(d, False)))
-    if not (top < float("inf")):
-        top = _largest_of(a, True)
+        size = tl.maximum(size, tl.maximum(tl.abs(c), tl.abs(d)))
+    top = tl.max(tl.max(size, 1), 0)
+    if not (top < float("inf")):  # NaN is left out, where a number is
+        top = _largest_finite(a)
         if COUNT >= 2:
-            top = tl.maximum(top, _largest_of(b, True))
+            top = tl.maximum(top, _largest_finite(b))
         if COUNT == 4:
-            top = tl.maximum(top, tl.maximum(_largest_of(c, True), _largest_of(d, True)))
+            top = tl.maximum(top, tl.maximum(_largest_finite(c), _largest_finite(d)))
     return top
 
 
 @triton.jit
-def _largest_of(y, FINITE: tl.constexpr):
-    """A tile's largest size, NaN only where all are; of its finite numbers, 0 where none is."""
+def _largest_finite(y):
+    """The largest size of a tile's finite numbers."""
     size = tl.abs(y.to(tl.float32))
-    if FINITE:
-        size = tl.where(size < float("inf"), size, 0.0)
-    return tl.max(tl.max(size, 1), 0)
+    return tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
 
 
 @triton.jit
