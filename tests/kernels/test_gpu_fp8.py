@@ -24,7 +24,7 @@ HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 DIMS = [
     *((dim, dim, BF16) for dim in (64, 128, 256)),
     *((96, 72, BF16), (192, 128, BF16), (16, 8, BF16), (1, 3, BF16)),
-    *((128, 64, HALF), (160, 256, HALF), (130, 250, HALF)),
+    *((130, 250, BF16), (128, 64, HALF), (160, 256, HALF)),
     *((64, 128, FP32), (256, 40, FP32), (72, 96, FP32)),
 ]
 LENGTHS = (0, 100, 255, 335, 10), (130, 1, 469, 300, 0)
@@ -44,18 +44,23 @@ def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     check(on_gpu(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype))
 
 
-@pytest.mark.parametrize("rotation", [None, 2**40])
-@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
-def test_sequences_and_padding(granularity: Any, rotation: int | None) -> None:
-    options: dict[str, Any] = {"granularity": granularity, "rotation": rotation, "bad": True, "dtype": torch.bfloat16}
-    check(on_gpu(head_dim=128, used=((0, 250), (513, 3)), **options))
-    check(on_gpu(packed=LENGTHS, behind=37, **options))
-    check(on_gpu(packed=LENGTHS, used=USED, **options))
+@pytest.mark.parametrize("granularity,rotation", [("block", 2**40), ("block", None), ("head", -3), ("tensor", None)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"head_dim": 128, "used": ((0, 250), (513, 3))},
+        {"packed": LENGTHS, "behind": 37},
+        {"head_dim": 40, "packed": LENGTHS, "used": USED},
+    ],
+    ids=["padded", "packed", "packed and padded"],
+)
+def test_sequences_and_padding(form: dict[str, Any], granularity: str, rotation: int | None) -> None:
+    check(on_gpu(granularity=granularity, rotation=rotation, bad=True, dtype=BF16, **form))
 
 
 @pytest.mark.parametrize("strides", ["odd", "heads first", "every other"])
 def test_strides(strides: str) -> None:
-    check(on_gpu(head_dim=128, strides=strides, dtype=torch.bfloat16))
+    check(on_gpu(head_dim=128, strides=strides, dtype=BF16))
 
 
 def test_calls_give_the_same_bits() -> None:
@@ -108,7 +113,7 @@ def test_nothing_to_quantise() -> None:
 @pytest.mark.parametrize("granularity", ["block", "head"])
 def test_captured(granularity: Any) -> None:
     """By a stream that has seen no call with this seed."""
-    given = on_gpu(dtype=torch.bfloat16).drawn()
+    given = on_gpu(dtype=BF16).drawn()
     want = quantize(*given, granularity=granularity, seed=drawing())
     seed = drawing()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -124,7 +129,7 @@ def test_captured(granularity: Any) -> None:
 
 
 def test_compiled() -> None:
-    given = on_gpu(dtype=torch.bfloat16).drawn()
+    given = on_gpu(dtype=BF16).drawn()
 
     def call(*given: Tensor) -> list[Tensor]:
         return [x for t in quantize(*given) for x in (t.data, t.scale)]

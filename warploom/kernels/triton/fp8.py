@@ -64,7 +64,6 @@ def quantize_kernel(
     COLUMNS_V: tl.constexpr,
     SLICES: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     MATRIX_PARTS: tl.constexpr,
     NORM: tl.constexpr,
@@ -85,21 +84,21 @@ def quantize_kernel(
         _block_of(
             pid, q_ptr, q_out_ptr, q_scale_ptr, top_ptr, matrix_ptr, cu_q_ptr, used_q_ptr, stride_qb, stride_qs, stride_qh,
             rows_q, rows_q, heads_q, sequences, 0,
-            DIM, COLUMNS, False, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
         )  # fmt: skip
     elif pid < programs_q + programs_k:
         first = heads_q if BY == "head" else 1
         _block_of(
             pid - programs_q, k_ptr, k_out_ptr, k_scale_ptr, top_ptr, matrix_ptr, cu_k_ptr, used_k_ptr, stride_kb, stride_ks,
             stride_kh, rows_k, rows_k, heads_kv, sequences, first,
-            DIM, COLUMNS, False, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
         )  # fmt: skip
     else:
         first = heads_q + heads_kv if BY == "head" else 2
         _block_of(
             pid - programs_q - programs_k, v_ptr, v_out_ptr, v_scale_ptr, top_ptr, None, cu_k_ptr, used_k_ptr, stride_vb,
             stride_vs, stride_vh, rows_k, sixteens * 16, heads_kv, sequences, first,
-            DIM_V, COLUMNS_V, True, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM_V, COLUMNS_V, True, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
         )  # fmt: skip
 
 
@@ -108,7 +107,7 @@ def _block_of(
     pid, x_ptr, out_ptr, scale_ptr, top_ptr, matrix_ptr, cu_ptr, used_ptr, stride_b, stride_s, stride_h,
     rows, padded, heads, sequences, first_top,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
     TOPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head. Of the rows from its first on, `counted` are read and `written` are written."""
@@ -151,7 +150,7 @@ def _block_of(
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
             into = out_ptr + (place * DIM * padded + row) + r[None, :]
-            for first in range(0, DIM, TURNED):  # read again, from L1: kept, they would take 150 registers more
+            for first in tl.static_range(0, DIM, TURNED):  # read again, from L1: kept, they would take 150 registers more
                 d = first + tl.arange(0, TURNED)
                 y = tl.load(x_ptr + d[None, :], mask=read & (d < DIM)[None, :], other=0.0)
                 at = into + d[:, None].to(tl.int64) * padded
@@ -165,59 +164,36 @@ def _block_of(
             _write(into, x, 1.0, scale, (r < written)[:, None], DIM)
     else:
         PART: tl.constexpr = DIM // SLICES
-        out_ptr += target * DIM
-        r = tl.arange(0, ROWS)
-        if ROWS == BLOCK:
-            here = x_ptr + r[:, None] * stride_s
-            a, b, c, d = _rotated(here, matrix_ptr, (r < counted)[:, None], PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
-            top = _largest(a, b, c, d, SLICES)
-            scale = _scale(top * NORM, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
-            if not TOPS:
-                kept = (r < written)[:, None]
-                _write_all(out_ptr + r[:, None] * (heads * DIM), a, b, c, d, NORM, scale, kept, PART, SLICES)
-        else:
-            top = 0.0
-            for first in range(0, BLOCK, ROWS):
-                at = first + r
-                here = x_ptr + at[:, None] * stride_s
-                a, b, c, d = _rotated(here, matrix_ptr, (at < counted)[:, None], PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
-                top = tl.maximum(top, _largest(a, b, c, d, SLICES))
-            scale = _scale(top * NORM, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
-            if not TOPS:
-                for first in range(0, BLOCK, ROWS):
-                    at = first + r
-                    here = x_ptr + at[:, None] * stride_s
-                    a, b, c, d = _rotated(
-                        here, matrix_ptr, (at < counted)[:, None], PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS
-                    )
-                    kept = (at < written)[:, None]
-                    _write_all(out_ptr + at[:, None] * (heads * DIM), a, b, c, d, NORM, scale, kept, PART, SLICES)
-
-
-@triton.jit
-def _write_all(into, a, b, c, d, NORM: tl.constexpr, scale, kept, PART: tl.constexpr, SLICES: tl.constexpr):
-    _write(into, a, NORM, scale, kept, PART)
-    if SLICES >= 2:
-        _write(into + PART, b, NORM, scale, kept, PART)
-    if SLICES == 4:
-        _write(into + 2 * PART, c, NORM, scale, kept, PART)
-        _write(into + 3 * PART, d, NORM, scale, kept, PART)
+        r = tl.arange(0, BLOCK)
+        x_ptr += r[:, None] * stride_s
+        a, b, c, d = _rotated(x_ptr, matrix_ptr, (r < counted)[:, None], PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+        top = _largest(a, b, c, d, SLICES) * NORM
+        scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
+        if not TOPS:
+            into = out_ptr + target * DIM + r[:, None] * (heads * DIM)
+            kept = (r < written)[:, None]
+            _write(into, a, NORM, scale, kept, PART)
+            if SLICES >= 2:
+                _write(into + PART, b, NORM, scale, kept, PART)
+            if SLICES == 4:
+                _write(into + 2 * PART, c, NORM, scale, kept, PART)
+                _write(into + 3 * PART, d, NORM, scale, kept, PART)
 
 
 @triton.jit
 def _rotated(
-    x_ptr, matrix_ptr, read, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, matrix_ptr, read, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The slices of some rows, rotated but for the last factor; of fewer than four some stand twice."""
-    a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+    a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
     b, c, d = a, a, a
     if SLICES >= 2:
-        b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+        b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
         a, b = a + b, a - b
     if SLICES == 4:
-        c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
-        d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, ROWS, PARTS, MATRIX_PARTS)
+        c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+        d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
         c, d = c + d, c - d
         a, b, c, d = a + c, b + d, a - c, b - d
     return a, b, c, d
@@ -233,13 +209,13 @@ def _read(x_ptr, read, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _slice(
     x_ptr, matrix_ptr, read, AT: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Columns AT * PART on, times the slice's matrix: the products of parts down to 2^-24 of the largest."""
     x = _read(x_ptr + AT * PART, read, PART, WIDTH)
     c = tl.arange(0, WIDTH)
     at = AT * WIDTH * WIDTH + c[:, None] * WIDTH + c[None, :]
-    y = tl.zeros((ROWS, WIDTH), tl.float32)
+    y = tl.zeros((BLOCK, WIDTH), tl.float32)
     if PARTS == 1:
         for j in tl.static_range(MATRIX_PARTS):
             y = _product(x, tl.load(matrix_ptr + j * SLICES * WIDTH * WIDTH + at), y)

@@ -88,15 +88,13 @@ def _launch(
         "COLUMNS_V": power_of_two(dim_v),
         "SLICES": count,
         "WIDTH": width,
-        "ROWS": 128,
         "PARTS": _PARTS[dtype],
         "MATRIX_PARTS": 3 if dim & (dim - 1) else 1,
         "NORM": hadamard_norm(dim),
         "BY": granularity,
         "TOPS": tops,
         "UNIT": unit,
-        "num_warps": 8,
-        "num_stages": 1,
+        "num_warps": 8 if count < 4 else 16,
     }
     return Launch(quantize_kernel, constants, direct=aligned)
 
