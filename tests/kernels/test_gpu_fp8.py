@@ -24,7 +24,7 @@ HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 DIMS = [
     *((dim, dim, BF16) for dim in (64, 128, 256)),
     *((96, 72, BF16), (192, 128, BF16), (16, 8, BF16), (1, 3, BF16)),
-    *((130, 250, BF16), (128, 64, HALF), (160, 256, HALF)),
+    *((66, 250, BF16), (128, 64, HALF), (160, 256, HALF)),
     *((64, 128, FP32), (256, 40, FP32), (72, 96, FP32)),
 ]
 LENGTHS = (0, 100, 255, 335, 10), (130, 1, 469, 300, 0)
@@ -83,10 +83,10 @@ def public(*given: Tensor, **options: Any) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Ten
     return found
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 260])
+@pytest.mark.parametrize("head_dim", [64, 72, 130, 260])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_values_lie_key_by_key(head_dim: int, dtype: torch.dtype) -> None:
-    """260 numbers are no kernel's: torch makes the same."""
+    """130 and 260 numbers are no kernel's: torch makes the same."""
     given = [t.to(dtype) for t in on_gpu(head_dim=head_dim, head_dim_v=head_dim).drawn()]
     v = public(*given)[2].data
     assert v.shape == given[2].shape and v.stride() == (2 * head_dim * 528, 1, head_dim * 528, 528)
@@ -134,7 +134,7 @@ def test_compiled() -> None:
     def call(*given: Tensor) -> list[Tensor]:
         return [x for t in quantize(*given) for x in (t.data, t.scale)]
 
-    for a, b in zip(torch.compile(call, fullgraph=True)(*given), call(*given), strict=True):
+    for a, b in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given), strict=True):
         assert torch.equal(bits(a), bits(b)) and a.stride() == b.stride()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
 
 
 def signs(head_dim: int, seed: int, device: torch.device | None = None) -> Tensor:
@@ -63,21 +64,17 @@ def mixed(x: Tensor, seed: int) -> Tensor:
     return y.flatten(-2)
 
 
-def slices(head_dim: int) -> tuple[int, int]:
-    """Into how many slices of columns a kernel cuts rows to rotate them, and the columns of a tile that holds one."""
-    count = 1
-    while head_dim // count > 64 and head_dim % (2 * count) == 0:
-        count *= 2
-    return count, max(64, 1 << (head_dim // count - 1).bit_length())
+def slices(head_dim: int) -> int | None:
+    """Into how many slices of at most `COLUMNS` columns a kernel cuts rows to rotate them: 1, 2 or 4; None where it cannot."""
+    return next((n for n in (1, 2, 4) if head_dim % n == 0 and head_dim // n <= COLUMNS), None)
 
 
-def slice_matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
-    """bf16 (parts, slices, columns, columns): the summed parts of what `mixed` multiplies each slice by, signs included.
+def slice_matrices(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """bf16 (parts, count, COLUMNS, COLUMNS): summands of what `mixed` multiplies each slice by, signs included.
 
     The slices' products are then added and subtracted as the last steps of `mixed` do. Of a power of two one part, ±1, is all;
     three parts hold a cosine's 24 bits.
     """
-    count, columns = slices(head_dim)
     width = head_dim // count
     # Of every slice's rows the first columns: Hadamard matrices begin with a column of ones.
     rest = mixed(torch.eye(head_dim, device=device), seed)[:, :width].unflatten(0, (count, width))
@@ -85,7 +82,7 @@ def slice_matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
     for _ in range(1 if head_dim & (head_dim - 1) == 0 else 3):
         parts.append(rest.bfloat16())
         rest = rest - parts[-1]
-    missing = columns - width
+    missing = COLUMNS - width
     return torch.nn.functional.pad(torch.stack(parts), (0, missing, 0, missing))
 
 

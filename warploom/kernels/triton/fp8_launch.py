@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from warploom.kernels.e4m3 import hadamard_norm, slice_matrices, slices
+from warploom.kernels.e4m3 import COLUMNS, hadamard_norm, slice_matrices, slices
 from warploom.kernels.triton.fp8 import BLOCK, quantize_kernel
 from warploom.kernels.triton.widths import power_of_two
 from warploom.runtime.device import on_device
@@ -80,14 +80,14 @@ def _launch(
     device: int | None,
 ) -> Launch:
     """The launch of one variant. ``given`` and ``device`` only tell apart calls that need binaries of their own."""
-    count, width = slices(dim)
+    count = slices(dim) or 1  # where it cannot be cut, nothing is rotated
     constants = {
         "DIM": dim,
         "DIM_V": dim_v,
         "COLUMNS": power_of_two(dim),
         "COLUMNS_V": power_of_two(dim_v),
         "SLICES": count,
-        "WIDTH": width,
+        "WIDTH": COLUMNS,
         "PARTS": _PARTS[dtype],
         "MATRIX_PARTS": 3 if dim & (dim - 1) else 1,
         "NORM": hadamard_norm(dim),
@@ -101,11 +101,17 @@ def _launch(
 
 def _matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which cannot wait for a copy
-        return slice_matrices(head_dim, seed, device)
+        return _made_matrices(head_dim, seed, device)
     return _kept_matrices(head_dim, seed, device)
 
 
 @lru_cache(maxsize=64)
 def _kept_matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
     """Made on the CPU: the copy is waited for, so that any stream may read what is kept."""
-    return slice_matrices(head_dim, seed, torch.device("cpu")).to(device)
+    return _made_matrices(head_dim, seed, torch.device("cpu")).to(device)
+
+
+def _made_matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    count = slices(head_dim)
+    assert count is not None
+    return slice_matrices(head_dim, count, seed, device)
