@@ -107,8 +107,8 @@ def _block_of(
     pid, x_ptr, out_ptr, scale_ptr, top_ptr, matrix_ptr, cu_ptr, used_ptr, stride_b, stride_s, stride_h,
     rows, padded, heads, sequences, first_top,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
-    TOPS: tl.constexpr, UNIT: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr, TOPS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head. Of the rows from its first on, `counted` are read and `written` are written."""
     stride_b, stride_s, stride_h = stride_b * UNIT, stride_s * UNIT, stride_h * UNIT
@@ -142,61 +142,48 @@ def _block_of(
         target = row.to(tl.int64) * heads + head
     x_ptr += head * stride_h
     counted = tl.minimum(counted, written)
+    r = tl.arange(0, BLOCK)
+    x_ptr += r[:, None] * stride_s
+    read = (r < counted)[:, None]
+    kept = (r < written)[:, None]
     if TRANSPOSED:
-        r = tl.arange(0, BLOCK)
-        x_ptr += r[:, None] * stride_s
-        read = (r < counted)[:, None]
-        top = _largest_finite(_read(x_ptr, read, DIM, COLUMNS))
+        x = _read(x_ptr, read, DIM, COLUMNS)
+        top = _largest_of(x, True)
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
             into = out_ptr + (place * DIM * padded + row) + r[None, :]
-            for first in tl.static_range(0, DIM, TURNED):  # read again, from L1: kept, they would take 150 registers more
+            for first in range(0, DIM, TURNED):  # read again, from L1: kept, they would take 150 registers more
                 d = first + tl.arange(0, TURNED)
                 y = tl.load(x_ptr + d[None, :], mask=read & (d < DIM)[None, :], other=0.0)
                 at = into + d[:, None].to(tl.int64) * padded
                 tl.store(at, tl.trans(_rounded(y, 1.0, scale)), mask=(d < DIM)[:, None] & (r < written)[None, :])
-    elif matrix_ptr is None:
-        r = tl.arange(0, BLOCK)
-        x = _read(x_ptr + r[:, None] * stride_s, (r < counted)[:, None], DIM, COLUMNS)
-        scale = _scale(_largest_finite(x), scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
-        if not TOPS:
-            into = out_ptr + target * DIM + r[:, None] * (heads * DIM)
-            _write(into, x, 1.0, scale, (r < written)[:, None], DIM)
     else:
-        PART: tl.constexpr = DIM // SLICES
-        r = tl.arange(0, BLOCK)
-        x_ptr += r[:, None] * stride_s
-        a, b, c, d = _rotated(x_ptr, matrix_ptr, (r < counted)[:, None], PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-        top = _largest(a, b, c, d, SLICES) * NORM
+        COUNT: tl.constexpr = 1 if matrix_ptr is None else SLICES
+        PART: tl.constexpr = DIM // COUNT
+        FACTOR: tl.constexpr = 1.0 if matrix_ptr is None else NORM
+        if matrix_ptr is None:
+            a = _read(x_ptr, read, DIM, COLUMNS)
+        else:
+            a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+        b, c, d = a, a, a
+        if COUNT >= 2:
+            b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            a, b = a + b, a - b
+        if COUNT == 4:
+            c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            c, d = c + d, c - d
+            a, b, c, d = a + c, b + d, a - c, b - d
+        top = _largest(a, b, c, d, COUNT) * FACTOR
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
-            into = out_ptr + target * DIM + r[:, None] * (heads * DIM)
-            kept = (r < written)[:, None]
-            _write(into, a, NORM, scale, kept, PART)
-            if SLICES >= 2:
-                _write(into + PART, b, NORM, scale, kept, PART)
-            if SLICES == 4:
-                _write(into + 2 * PART, c, NORM, scale, kept, PART)
-                _write(into + 3 * PART, d, NORM, scale, kept, PART)
-
-
-@triton.jit
-def _rotated(
-    x_ptr, matrix_ptr, read, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
-):  # fmt: skip
-    """The slices of some rows, rotated but for the last factor; of fewer than four some stand twice."""
-    a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-    b, c, d = a, a, a
-    if SLICES >= 2:
-        b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-        a, b = a + b, a - b
-    if SLICES == 4:
-        c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-        d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-        c, d = c + d, c - d
-        a, b, c, d = a + c, b + d, a - c, b - d
-    return a, b, c, d
+            out_ptr += target * DIM + r[:, None] * (heads * DIM)
+            _write(out_ptr, a, FACTOR, scale, kept, PART)
+            if COUNT >= 2:
+                _write(out_ptr + PART, b, FACTOR, scale, kept, PART)
+            if COUNT == 4:
+                _write(out_ptr + 2 * PART, c, FACTOR, scale, kept, PART)
+                _write(out_ptr + 3 * PART, d, FACTOR, scale, kept, PART)
 
 
 @triton.jit
@@ -242,26 +229,27 @@ def _product(a, b, y):
 @triton.jit
 def _largest(a, b, c, d, COUNT: tl.constexpr):
     """The largest finite number of the first COUNT tiles, without its sign."""
-    size = tl.abs(a)
+    top = _largest_of(a, False)
     if COUNT >= 2:
-        size = tl.maximum(size, tl.abs(b))
+        top = tl.maximum(top, _largest_of(b, False))
     if COUNT == 4:
-        size = tl.maximum(size, tl.maximum(tl.abs(c), tl.abs(d)))
-    top = tl.max(tl.max(size, 1), 0)
-    if not (top < float("inf")):  # NaN is left out, where a number is
-        top = _largest_finite(a)
+        top = tl.maximum(top, tl.maximum(_largest_of(c, False), _largest_of(d, False)))
+    if not (top < float("inf")):
+        top = _largest_of(a, True)
         if COUNT >= 2:
-            top = tl.maximum(top, _largest_finite(b))
+            top = tl.maximum(top, _largest_of(b, True))
         if COUNT == 4:
-            top = tl.maximum(top, tl.maximum(_largest_finite(c), _largest_finite(d)))
+            top = tl.maximum(top, tl.maximum(_largest_of(c, True), _largest_of(d, True)))
     return top
 
 
 @triton.jit
-def _largest_finite(y):
-    """The largest size of a tile's finite numbers."""
+def _largest_of(y, FINITE: tl.constexpr):
+    """A tile's largest size, NaN only where all are; of its finite numbers, 0 where none is."""
     size = tl.abs(y.to(tl.float32))
-    return tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
+    if FINITE:
+        size = tl.where(size < float("inf"), size, 0.0)
+    return tl.max(tl.max(size, 1), 0)
 
 
 @triton.jit

@@ -52,8 +52,7 @@ def quantize(
     with on_device(q):
         matrix = None if seed is None else _matrices(dim, seed, q.device)
         tops = torch.zeros(each, dtype=torch.int32, device=q.device) if each else None
-        given = (cu_seqlens_q, cu_seqlens_k, used_q, used_k)
-        given = tuple(None if t is None else t.contiguous() for t in given)
+        given = [None if t is None else t.contiguous() for t in (cu_seqlens_q, cu_seqlens_k, used_q, used_k)]
         for first in (True, False) if each else (False,):
             launch = _launch(
                 dim, dim_v, q.dtype, seed is not None, granularity, first, unit, aligned, tuple(t is not None for t in given),
@@ -94,7 +93,7 @@ def _launch(
         "BY": granularity,
         "TOPS": tops,
         "UNIT": unit,
-        "num_warps": 8 if count < 4 else 16,
+        "num_warps": 8,
     }
     return Launch(quantize_kernel, constants, direct=aligned)
 
