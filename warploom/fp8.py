@@ -6,7 +6,7 @@ rotation. `quantize()` makes them of q, k and v, and `attention(*quantize(q, k, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from warploom.kernels.e4m3 import quantized, rotate, scales_of
+from warploom.kernels.fp8_quantize import BLOCK, keys_last, of_storage, quantize_op, takes
 from warploom.runtime import arguments
 from warploom.runtime.op import differentiates_forward
 from warploom.runtime.qkv import autocast_inputs, check_starts, check_tensors
 
 __all__ = ["Fp8Tensor", "quantize"]
 
-BLOCK = 128  # rows that share a scale: a multiple of what tiles have, or a tile is one of it
 Granularity = Literal["block", "head", "tensor"]
 GRANULARITIES = ("block", "head", "tensor")
 
@@ -30,7 +30,9 @@ class Fp8Tensor:
     """q, k or v in FP8: number x is ``data`` times its scale. A pytree node that moves with ``.to(device)``.
 
     Attributes:
-        data: float8_e4m3fn, (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
+        data: float8_e4m3fn, (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim). Of v on a GPU it is a view of
+            (batch, heads, head_dim, seqlen) or (heads, head_dim, total), as a tensor core reads e4m3 values, whose last
+            dimension has zeros up to a multiple of 16.
         scale: float32, of all numbers (1,), of each head (heads,), or of each block of 128 rows and head: (batch,
             ⌈seqlen / 128⌉, heads), of packed sequences (total // 128 + sequences, heads).
         cu_seqlens: int32 (sequences + 1,), with scales of packed blocks: those of sequence n begin at cu_seqlens[n] // 128 + n.
@@ -150,11 +152,19 @@ def quantize(
     if packed and len(of_q[0]) != len(of_k[0]):
         raise ValueError(f"cu_seqlens_k has {len(of_k[0])} entries but cu_seqlens_q has {len(of_q[0])}")
     rotation = seed if hadamard else None
-    return (
-        _quantize(q, rotation, granularity, *of_q),
-        _quantize(k, rotation, granularity, *of_k),
-        _quantize(v, None, granularity, *of_k),
-    )
+    if takes(q, k, v, rotation):
+        x = [t.float() if t.dtype == torch.float64 else t for t in (q, k, v)]
+        found = quantize_op(*x, rotation, granularity, of_q[0], of_k[0], of_q[1], of_k[1])
+        cu_q, cu_k = (cu if granularity == "block" else None for cu in (of_q[0], of_k[0]))
+        return (
+            Fp8Tensor(found[0], found[1], cu_q, rotation, q.dtype),
+            Fp8Tensor(found[2], found[3], cu_k, rotation, k.dtype),
+            Fp8Tensor(of_storage(found[4], v.shape[-3]), found[5], cu_k, None, v.dtype),
+        )
+    numbers = _quantize(v, None, granularity, *of_k)
+    if v.is_cuda:
+        numbers = replace(numbers, data=keys_last(numbers.data))
+    return _quantize(q, rotation, granularity, *of_q), _quantize(k, rotation, granularity, *of_k), numbers
 
 
 def _lengths(name: str, x: Tensor, cu_seqlens: Any, used: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
 EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
-EVERY += ["--suite", "training"]
+EVERY += ["--suite", "fp8", "--suite", "training"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -31,7 +31,7 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph")}
     wanted |= {("linear", f"{each}, delta rule") for each in ("forward", "backward", "graph")}
     wanted |= {("linear", f"{each}, decay a {kind}") for each in ("forward", "backward") for kind in ("head", "token")}
-    wanted |= {("decode", "graph"), ("training", "step")}
+    wanted |= {("decode", "graph"), ("fp8", "forward"), ("fp8", "quantising"), ("training", "step")}
     assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
@@ -58,7 +58,8 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main([*QUICK, *EVERY, "--budget", "0", "--out", str(out)]) == 0
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
-    assert run["rows"] == [] and len(run["left_out"]) == 2 + 3 + 14 + 1 + 5 + 1 and "tree, B1 S256 H2 D16" in run["left_out"]
+    assert run["rows"] == [] and "tree, B1 S256 H2 D16" in run["left_out"]
+    assert len(run["left_out"]) == 2 + 3 + 14 + 1 + 5 + 2 + 1
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(

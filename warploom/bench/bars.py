@@ -200,6 +200,17 @@ def _delta(most: dict[str, float], least: float | None = None) -> Callable[[Sequ
     return bars
 
 
+def _fp8(rows: Sequence[Row]) -> list[Bar]:
+    cudnn, rates = ratios(rows, "cuDNN, FP8"), _rates(rows)
+    asked = {"D128 S16384 full": 1050, "D128 S16384 causal": 980, "D256 S16384 full": 1080, "D64 S16384 full": 620}
+    found: list[Bar] = [("cuDNN's FP8 over ours, the worst case", 1.0, min(cudnn.values(), default=None))]
+    for case, least in asked.items():
+        rate = rates.get(case)
+        found.append((f"{case} over {least} TFLOP/s", 1.0, rate / least if rate else None))
+    quantised = ratios(rows, "warploom, quantised too").get("D128 S16384 full")
+    return [*found, ("1.08 of D128 S16384 full over the same quantised too", 1.0, 1.08 / quantised if quantised else None)]
+
+
 def _host(rows: Sequence[Row]) -> list[Bar]:
     found = [row["contenders"].get(name, {}).get("ms") for row in rows for name in ("warploom", "warploom, a head")]
     slowest = max((ms for ms in found if ms), default=None)
@@ -221,6 +232,7 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     **{("linear", f"{each}, decay a head"): _decay(1.1) for each in ("forward", "backward")},
     **{("linear", f"{each}, decay a token"): _decay(1.25) for each in ("forward", "backward")},
     ("linear", "host, decay"): _host,
+    ("fp8", "forward"): _fp8,
     ("linear", "forward, delta rule"): _delta({"B1 H16/64 L32768 D128": 1.25, "B4 H16/64 L8192 D128": 0.85}, 2.5),
     ("linear", "backward, delta rule"): _delta({"B1 H16/32 L8192 D128": 0.65, "B1 H16/32 L32768 D128": 2.1}),
     ("linear", "host, delta rule"): _host,

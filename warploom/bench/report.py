@@ -27,6 +27,7 @@ SUITES = {
     "masks": "Column masks",
     "decode": "Decode",
     "linear": "Linear attention",
+    "fp8": "FP8 attention",
     "training": "Training step",
 }
 PASSES = ("forward", "backward")
@@ -55,6 +56,12 @@ NOTES = {
     },
     ("linear", "host, decay"): "Time until a forward call returns on an idle device, with a decay a token and a head.",
     ("linear", "host, delta rule"): "Time until a forward call returns on an idle device.",
+    (
+        "fp8",
+        "forward",
+    ): '"warploom" is of numbers that are in FP8 already, "warploom, quantised too" quantises them in the call. cuDNN\'s FP8 '
+    "call has one scale a tensor, and its result is in FP8 too.",
+    ("fp8", "quantising"): "q, k and v, read once and written once.",
     ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
 }
 # What tells the kinds of files that have a section.

@@ -15,6 +15,7 @@ from warploom.bench.choice import Choice
 from warploom.bench.decay import decay_cases
 from warploom.bench.decode import decode_cases
 from warploom.bench.delta import delta_cases
+from warploom.bench.fp8 import fp8_cases
 from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.mask_cases import mask_cases
@@ -50,6 +51,8 @@ def cases(suites: list[str], device: torch.device, quick: bool, choice: Choice |
         found += decode_cases(quick)
     if "linear" in suites:
         found += [*linear_cases(quick), *decay_cases(quick), *delta_cases(quick)]
+    if "fp8" in suites:
+        found += fp8_cases(quick)
     if "training" in suites:
         found += training_cases(quick, choice or Choice())
     return found

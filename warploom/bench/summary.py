@@ -68,6 +68,7 @@ FAMILIES = (
         )
         for kind in ("decay a head", "decay a token")
     ),
+    Family("FP8", "fp8", None, {"cuDNN's FP8": ("cuDNN, FP8",), "torch's cuDNN, bf16": ("cuDNN",)}, ("forward", None)),
     Family(
         "Gated delta rule",
         "linear",

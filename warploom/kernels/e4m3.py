@@ -17,6 +17,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
 
 
 def signs(head_dim: int, seed: int, device: torch.device | None = None) -> Tensor:
@@ -35,23 +36,54 @@ def _signed(word: int) -> int:
 def rotate(x: Tensor, seed: int) -> Tensor:
     """x (..., head_dim) times the signs and the orthogonal matrix of ``seed``, in fp32."""
     head_dim = x.shape[-1]
-    if head_dim == 0:
-        return x.float()
+    return x.float() if head_dim == 0 else mixed(x, seed) * hadamard_norm(head_dim)
+
+
+def hadamard_norm(head_dim: int) -> float:
+    """What makes the Hadamard matrix in a head's rotation orthogonal."""
+    return float((head_dim & -head_dim) ** -0.5)
+
+
+def mixed(x: Tensor, seed: int) -> Tensor:
+    """`rotate` before it is multiplied by `hadamard_norm`: of a power of two, sums and differences only."""
+    head_dim = x.shape[-1]
     power = head_dim & -head_dim
     odd = head_dim // power
     y = (x.float() * signs(head_dim, seed, x.device)).unflatten(-1, (power, odd))
     if odd > 1:
         waves = _dct(odd, x.device)
-        mixed = torch.zeros_like(y)
+        total = torch.zeros_like(y)
         for j in range(odd):
-            mixed = mixed + y[..., j : j + 1] * waves[:, j]
-        y = mixed
+            total = total + y[..., j : j + 1] * waves[:, j]
+        y = total
     step = 1
     while step < power:
         a, b = y.unflatten(-2, (-1, 2, step)).unbind(-3)
         y = torch.stack((a + b, a - b), -3).flatten(-4, -2)
         step *= 2
-    return (y * power**-0.5).flatten(-2)
+    return y.flatten(-2)
+
+
+def slices(head_dim: int) -> int | None:
+    """Into how many slices of at most `COLUMNS` columns a kernel cuts rows to rotate them: 1, 2 or 4; None where it cannot."""
+    return next((n for n in (1, 2, 4) if head_dim % n == 0 and head_dim // n <= COLUMNS), None)
+
+
+def slice_matrices(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """bf16 (parts, count, COLUMNS, COLUMNS): summands of what `mixed` multiplies each slice by, signs included.
+
+    The slices' products are then added and subtracted as the last steps of `mixed` do. Of a power of two one part, ±1, is all;
+    three parts hold a cosine's 24 bits.
+    """
+    width = head_dim // count
+    # Of every slice's rows the first columns: Hadamard matrices begin with a column of ones.
+    rest = mixed(torch.eye(head_dim, device=device), seed)[:, :width].unflatten(0, (count, width))
+    parts = []
+    for _ in range(1 if head_dim & (head_dim - 1) == 0 else 3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1]
+    missing = COLUMNS - width
+    return torch.nn.functional.pad(torch.stack(parts), (0, missing, 0, missing))
 
 
 def _dct(n: int, device: torch.device) -> Tensor:
