@@ -1,10 +1,10 @@
 """What the parts of the FP8 forward share: how keys are ordered, scales, packed sequences of keys and values.
 
-Both products of e4m3 need operands whose neighbours along k lie together. For QKᵀ they do, for PV the keys of V have to: V comes
-with keys contiguous. P leaves QKᵀ in registers whose columns are not those of an 8-bit left operand: a thread of a quad has columns
-2t and 2t + 1 of each eight, and must give keys 4t to 4t + 3 of each sixteen. So the rows of a K tile are permuted as it is loaded:
-its first half are keys 0 and 1 of each four, its second half keys 2 and 3. A thread then has four neighbouring keys of each
-sixteen, in two registers pairs, and V and P need no exchange.
+Both products of e4m3 need operands whose neighbours along k lie together. For QKᵀ they do; for PV the keys of V have to, so V
+comes with keys contiguous. P leaves QKᵀ in registers whose columns are not those of an 8-bit left operand: thread t of a quad
+has columns 2t and 2t + 1 of each eight, and must give keys 4t to 4t + 3 of each sixteen. So the rows of a K tile are permuted
+as it is loaded: its first half are keys 0 and 1 of each four, its second half keys 2 and 3. A thread then has four neighbouring
+keys of each sixteen, in two pairs of registers, and nothing is exchanged.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """

@@ -35,7 +35,7 @@ def compile_fp8(config: dict[str, Any], name: str, library: Path) -> dict[str, A
 
 
 def _bytes(modes: int, contiguous: int) -> Any:
-    """A tensor of bytes, ``modes`` dimensions and head_dim, whose one contiguous dimension is given, and aligned to 16 bytes."""
+    """A tensor of bytes, of ``modes`` dimensions and head_dim, one of which is contiguous, aligned to 16 bytes."""
     strides = [1 if i == contiguous else cute.sym_int64(divisibility=16) for i in range(modes + 1)]
     shape = (*(cute.sym_int() for _ in range(modes)), cute.sym_int(divisibility=16))
     return make_fake_tensor(cutlass.Uint8, shape, stride=tuple(strides), assumed_align=16)

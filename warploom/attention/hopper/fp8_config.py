@@ -9,7 +9,7 @@ from warploom.attention.hopper.config import SOURCES, ForwardConfig
 from warploom.runtime.modules import ModuleSpec
 
 FP8_SOURCES = (
-    *SOURCES,
+    *(file for file in SOURCES if file != "attention/hopper/build.py"),
     *(f"attention/hopper/fp8_{part}.py" for part in ("build", "config", "base", "producer", "consumers", "forward")),
 )
 
@@ -18,12 +18,12 @@ FP8_SOURCES = (
 class Fp8ForwardConfig(ForwardConfig):
     """What is fixed when an FP8 forward module is compiled; ``dtype`` is that of out.
 
-    A key tile lies in one block of 128 keys: ``tile_n`` divides 128. Scales of whole heads and tensors are blocks of equal ones.
+    A key tile lies in one block of 128 keys: ``tile_n`` divides 128. Heads and tensors of one scale have blocks of equal ones.
     """
 
     # Whether a tile's softmax runs under the PV before it. Without, S and the sums of a PV share registers, and the softmax
     # runs under the products of other warpgroups alone.
-    overlap: bool = True
+    overlap: bool = False
     pv_columns: int = 0  # columns of O of one PV; 0: all
 
     @property

@@ -25,9 +25,9 @@ from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite
 from warploom.kernels.cute.wgmma import accumulator_rows, gemm, part_of, words
 
-# P is 2^(score - reference), at most 2^TOP: below 448, e4m3's largest. A row's reference is set TOP - HEADROOM below its maximum,
-# and again where the maximum has grown by more than HEADROOM.
-TOP, HEADROOM = 8.0, 3.0
+# P is 2^(score - reference), at most 2^TOP: below 448, e4m3's largest. A row's reference is set TOP - HEADROOM, a whole number,
+# below its maximum, whose P is then exact, and again where the maximum has grown by more than HEADROOM.
+TOP, HEADROOM = 8.75, 2.75
 KEY_SCALE, VALUE_SCALE, PARTIAL_SCALE = 0, 1, 2
 
 
@@ -38,7 +38,7 @@ class Fp8Rows(Rows):
     partial: Any  # the accumulator of one PV
     query_scale: Any  # of the rows, times what makes log2 units of scores
     bases: Any  # where the scales of K's and V's blocks start
-    factors: Any  # what scores of the key tile are multiplied by, V's scale, and that of ``partial``
+    factors: Any  # scales: of the key tile's K, of its V, and of ``partial``'s V
 
 
 class Fp8Consumers(Consumers):
@@ -108,12 +108,11 @@ class Fp8Consumers(Consumers):
         if const_expr(self.config.varlen):
             block += q_start // SCALED + batch
             first_key = k_start // SCALED + batch
-            blocks, modes = scales.q.shape[0], 1
+            blocks, lead = scales.q.shape[0], ()
         else:
-            blocks, modes = scales.q.shape[1], 2
+            blocks, lead = scales.q.shape[1], (batch,)
         block = cutlass.min(block, blocks - 1)  # rows past the last query
-        lead = () if const_expr(self.config.varlen) else (batch,)
-        scale = cute.make_tensor(scales.q.iterator + cute.crd2idx((*lead, block, head), scales.q.layout), cute.make_layout(1))[0]
+        scale = scales.q[(*lead, block, head)]
         work.query_scale[0] = scale if const_expr(self.config.softcap) else scale * work.multiplier
         head_kv = head // scales.members
         work.bases[0] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.k.layout))
@@ -124,17 +123,17 @@ class Fp8Consumers(Consumers):
 
     @cute.jit
     def take_scales(self, work, n):
-        """What the scores of key tile ``n`` are multiplied by, and V's scale there."""
+        """The scales of key tile ``n``: K's and V's."""
         block = n // (SCALED // self.tile_n)
         found = []
         for i, t in ((0, work.scales.k), (1, work.scales.v)):
             at = work.bases[i] + block * Int32(t.stride[-2])
             found.append(cute.make_tensor(t.iterator + at, cute.make_layout(1))[0])
-        return found[0] * work.query_scale[0], found[1]
+        return found[0], found[1]
 
     @cute.jit
     def while_scoring(self, work, n):
-        """Scales of a tile's first keys."""
+        """Ask for the scales of key tile ``n``."""
         work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = self.take_scales(work, n)
 
     def log2_units(self, work: Any) -> Any:
@@ -145,17 +144,20 @@ class Fp8Consumers(Consumers):
 
     @cute.jit
     def step(self, work, n, last, stage, phase, masked):
-        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax."""
+        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax.
+
+        All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
+        """
         shared = work.shared
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         if const_expr(self.config.overlap):
-            cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-            self.wait_ping_pong(work.group)
-            gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             self.add_partial(work)
             self.rescale(work)
             cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+            self.wait_ping_pong(work.group)
+            gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             gemm(work.mma_pv, work.partial, work.p, work.v, False, v_stage)
             self.pass_ping_pong(work.group)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
@@ -167,8 +169,10 @@ class Fp8Consumers(Consumers):
             self.softmax(work, n, masked, shared.v_empty + v_stage)
         else:
             key_scale, value_scale = self.take_scales(work, n)
+            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            self.rescale(work)
             self.wait_ping_pong(work.group)
-            self.add_values(work, v_stage, v_phase)
+            self.add_values(work, v_stage)
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             self.pass_ping_pong(work.group)
@@ -187,15 +191,16 @@ class Fp8Consumers(Consumers):
         shared = work.shared
         if const_expr(self.config.overlap):
             self.add_partial(work)
-            self.rescale(work)
-            cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+        self.rescale(work)
+        cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+        if const_expr(self.config.overlap):
             gemm(work.mma_pv, work.partial, work.p, work.v, False, stage)
             warpgroup.wait_group(0)
             release(shared.v_empty + stage)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
             self.add_partial(work)
         else:
-            self.add_values(work, stage, phase)
+            self.add_values(work, stage)
         return advance(stage, phase, self.stages)
 
     @cute.jit
@@ -205,17 +210,14 @@ class Fp8Consumers(Consumers):
             work.acc_o[i] = work.acc_o[i] + work.partial[i] * work.factors[PARTIAL_SCALE]
 
     @cute.jit
-    def add_values(self, work, stage, phase):
+    def add_values(self, work, stage):
         """O += PV of the last P, times V's scale: some columns after the others, each awaited."""
-        shared = work.shared
         registers = self.pv_columns // 2
-        self.rescale(work)
-        cute.arch.mbarrier_wait(shared.v_full + stage, phase)
         for part in cutlass.range_constexpr(self.config.head_dim_v // self.pv_columns):
             gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), False, stage)
             warpgroup.wait_group(0)
             if const_expr((part + 1) * self.pv_columns == self.config.head_dim_v):
-                release(shared.v_empty + stage)
+                release(work.shared.v_empty + stage)
             for i in cutlass.range_constexpr(registers):
                 at = part * registers + i
                 work.acc_o[at] = work.acc_o[at] + work.partial[i] * work.factors[VALUE_SCALE]
@@ -224,9 +226,9 @@ class Fp8Consumers(Consumers):
 
     @cute.jit
     def softmax(self, work, n, masked, v_empty=None):
-        """Exponentiate the scores of key tile ``n`` against a reference that leaves them below 2^TOP; O is left to ``rescale``."""
+        """Exponentiate the scores of key tile ``n`` against a reference that leaves them 2^TOP; O is left to ``rescale``."""
         rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
-        scale = work.factors[KEY_SCALE]
+        scale = work.factors[KEY_SCALE] * work.query_scale[0]
         if const_expr(self.config.softcap):
             cap_in = work.cap_in * scale
             for i in cutlass.range_constexpr(2 * columns):

@@ -1,7 +1,7 @@
 """The FP8 forward kernel: as `HopperForward`, with e4m3 operands of both products.
 
-Here: the launch, shared memory and which warp does what. The loader is in ``fp8_producer``, the softmax and the sums in two levels
-in ``fp8_consumers``, the order of keys in ``fp8_base``; scheduler, tiles and merging are those of 16-bit calls.
+Here: the launch, shared memory and which warp does what. The loader is in ``fp8_producer``, softmax and sums in two levels are
+in ``fp8_consumers``, the order of keys is in ``fp8_base``; scheduler, tiles and merging are those of 16-bit calls.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -34,7 +34,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # bytes of e4m3, as k and v: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)
+        q: cute.Tensor,  # bytes, as k and v: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)
         k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v), keys contiguous
         out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)

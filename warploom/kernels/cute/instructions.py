@@ -94,7 +94,8 @@ def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any 
 @dsl_user_op
 def pack_e4m3(four: list[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
     """Four fp32 rounded to nearest even in one word of e4m3, past 448 to 448; NaN stays."""
-    text = "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
+    pairs = "cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
+    text = f"{{ .reg .b16 l, h; {pairs} mov.b32 $0, {{l, h}}; }}"
     return Int32(assembly(T.i32(), [Float32(x).ir_value(loc=loc, ip=ip) for x in four], text, "=r,f,f,f,f"))
 
 
