@@ -16,14 +16,14 @@ from tests.attention.hopper.test_plan import OVERHEAD, SHARED, problem
 from tests.compiled import Built, machine_code
 from tests.plain import parameters
 from tests.sources import imported
-from warploom import attention, attention_varlen
-from warploom.attention.arguments import dense_args, varlen_args
+from warploom import attention
+from warploom.attention.arguments import dense_args
 from warploom.attention.features import Features
 from warploom.attention.fp8 import checked
 from warploom.attention.hopper import fp8_run
 from warploom.attention.hopper.fp8_config import FP8_SOURCES, Fp8ForwardConfig
 from warploom.attention.hopper.fp8_plan import fp8_config, fp8_set, problem_refusal
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionProblem
 from warploom.fp8 import Fp8Tensor, quantize
 from warploom.runtime import module_spec, modules
 
@@ -58,12 +58,13 @@ def test_what_the_kernel_refuses() -> None:
     def refused(**changes: object) -> str | None:
         return problem_refusal(problem(dtype=E4M3, **changes))
 
-    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True, layout="varlen") is None
+    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True) is None
     assert refused(head_dim=72) == "takes FP8 with head_dim from 16 to 256 in steps of 16, not 72"
     assert refused(head_dim_v=272) == "takes FP8 with head_dim_v from 16 to 256 in steps of 16, not 272"
     assert refused(columns=("lts",)) == "has no FP8 kernel with a column mask"
     assert refused(dropout=True) == "has no FP8 kernel with dropout" and refused(bias="alibi") is not None
-    assert refused(layout="paged") == "takes no FP8 in pages or with query offsets"
+    for layout in ("varlen", "paged"):
+        assert refused(layout=layout) == "takes no FP8 in packed sequences or pages, or with query offsets"
 
 
 @needs_dsl
@@ -88,7 +89,7 @@ def test_threads_have_the_keys_that_their_operand_wants(tile_n: int) -> None:
 CORE = {
     "head_dim 64": fp8_config(Features(E4M3, 64, 64, right=True), BF16),
     "head_dim 128": fp8_config(Features(E4M3, 128, 128), BF16),
-    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True, varlen=True), BF16),
+    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True), BF16),
 }
 
 
@@ -122,21 +123,16 @@ def test_keys_are_put_together() -> None:
     found = fp8_run.keys_together(v)
     assert torch.equal(found, v.view(torch.uint8)) and found.stride() == (3 * 32 * 48, 1, 32 * 48, 48)
     assert fp8_run.keys_together(found.view(E4M3)).data_ptr() == found.data_ptr()
-    packed = fp8_run.keys_together(v[0])
-    assert torch.equal(packed, v[0].view(torch.uint8)) and packed.stride() == (1, 32 * 48, 48)
 
 
 def test_the_last_quad_of_keys_is_readable() -> None:
-    for seqlen, packed in ((8, False), (9, False), (11, False), (8, True), (9, True)):
+    for seqlen in (8, 9, 11):
         k = torch.arange(2 * seqlen * 3 * 16).to(torch.uint8).view(2, seqlen, 3, 16)
-        k = k[0] if packed else k
-        found = fp8_run.quads_readable(k[-1:] if not packed else k)
-        assert torch.equal(found, k[-1:] if not packed else k)
-        keys = found.ndim - 3
-        rows = found.shape[keys] + 3 if packed else -(-seqlen // 4) * 4
-        end = found.storage_offset() + rows * found.stride(keys)
-        assert end <= found.untyped_storage().nbytes()
-        assert (found.data_ptr() == k[-1:].data_ptr()) == (not packed and seqlen % 4 == 0)
+        for batch in (slice(0, 1), slice(1, 2)):
+            found = fp8_run.quads_readable(k[batch])
+            end = found.storage_offset() + -(-seqlen // 4) * 4 * found.stride(1)
+            assert torch.equal(found, k[batch]) and end <= found.untyped_storage().nbytes()
+            assert (found.data_ptr() == k[batch].data_ptr()) == (seqlen % 4 == 0 or batch.start == 0)
 
 
 def test_rows_that_tma_cannot_read_are_copied() -> None:
@@ -155,25 +151,17 @@ def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor,
-            sink: Any, cu_q: Any, cu_k: Any, used_k: Any, counter: Any, parts: Any, scale: float, softcap: float,
-            left: int, right: int, pair_heads: int, split: int, blocks: int,
+            sink: Any, parts: Any, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int,
+            blocks: int,
         ) -> None:  # fmt: skip
             seen.append(config)
-            starts = (cu_q, cu_k, cu_k)
-            scales = (scale_q, scale_k, scale_v)
-            if not config.varlen:  # keys that no query sees are gone, and their scales are not read
-                scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in scales[1:]))
-            x = [
-                Fp8Tensor(t.view(E4M3), s, starts[n]).dequantize()
-                for n, (t, s) in enumerate(zip((q, k, v), scales, strict=True))
-            ]
+            # Keys that no query sees are gone, and their scales are not read.
+            scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in (scale_k, scale_v)))
+            x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
+            # The band counts from the last key that is left.
             window = (left if config.left else None, right if config.right else None)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink, "return_lse": True}
-            if config.varlen:
-                found = attention_varlen(*x, cu_q, cu_k, seqused_k=used_k, window=window, backend="reference", **options)
-            else:
-                # The band counts from the last key that is left.
-                found = attention(*x, window=window, backend="reference", **options)
+            found = attention(*x, window=window, backend="reference", **options)
             out.copy_(found[0])
             lse.copy_(found[1])
 
@@ -191,16 +179,14 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Fp8ForwardConfig]:
     monkeypatch.setattr(fp8_run, "_first_launch", lambda *_: None)
     monkeypatch.setattr(fp8_run, "launch_on", lambda index, function, given: function(*given))
     monkeypatch.setattr(fp8_run, "processors", lambda index: 132)
-    monkeypatch.setattr(fp8_run, "counter_on", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
 
-def handed(x: Inputs, make: Callable[..., AttentionArgs], *starts: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def handed(x: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
     """What the host makes of a call that no kernel may be asked for here."""
-    packed = (starts[0], starts[-1]) if starts else None
-    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None}, packed)
-    args = call.as_e4m3(make(*call.stand_ins(), *starts, **options))
+    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None})
+    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
     assert problem_refusal(AttentionProblem.from_args(args, False)) is None
     return fp8_run.forward(args, call.scales, torch.bfloat16)
 
@@ -215,24 +201,9 @@ def test_a_dense_call(played: list[Fp8ForwardConfig], granularity: Any, options:
         drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32),
         granularity=granularity,
     )  # fmt: skip
-    out, lse = handed(x, dense_args, **options)
+    out, lse = handed(x, **options)
     want = attention(*x, return_lse=True, out_dtype=torch.bfloat16, backend="reference", **options)
     assert len(played) == 1
-    torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
-    torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
-
-
-@pytest.mark.parametrize("granularity", ["block", "head"])
-def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any) -> None:
-    drawing = secrets.randbelow(2**31)
-    starts_q, starts_k = torch.tensor([0, 40, 40, 200]).int(), torch.tensor([0, 150, 300, 311]).int()
-    used = torch.tensor([149, 3, 11]).int()
-    q, k, v = drawn(drawing, 200, 6, 32), drawn(drawing + 1, 311, 2, 32), drawn(drawing + 2, 311, 2, 48)
-    x = quantize(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, granularity=granularity)
-    options: dict[str, Any] = {"causal": True, "seqused_k": used}
-    out, lse = handed(x, varlen_args, starts_q, starts_k, **options)
-    want = attention_varlen(*x, starts_q, starts_k, return_lse=True, out_dtype=BF16, backend="reference", **options)
-    assert played[0].varlen and played[0].used and played[0].right
     torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
     torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
 
@@ -250,7 +221,7 @@ def test_the_stand_in_takes_what_the_kernel_takes() -> None:
 def test_bands_that_hide_first_keys(options: dict[str, Any], hides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_run.modules, "cannot_build", lambda: None)
     x = quantize(drawn(1, 1, 30, 2, 32), drawn(2, 1, 203, 2, 32), drawn(3, 1, 203, 2, 32))
-    call = checked(*x, None, None, None, {}, None)
+    call = checked(*x, None, None, None, {})
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
     assert (fp8_run.refusal(args, BF16) is not None) == hides
     assert fp8_run.refusal(args, torch.float32) is not None

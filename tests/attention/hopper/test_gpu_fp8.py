@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 import warploom
-from warploom import attention, attention_varlen
+from warploom import attention
 from warploom.attention import fp8
 from warploom.fp8 import Fp8Tensor, quantize
 
 pytestmark = pytest.mark.gpu
 
 Inputs = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
-NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +47,13 @@ def dense(
     return quantize(q, k, v, **options)
 
 
-def check(x: Inputs, starts: tuple[Tensor, ...] = (), drawing: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+def check(x: Inputs, drawing: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     """Out and lse of the kernel, within what rounding may do to the specification's."""
-    call: Any = attention_varlen if starts else attention
-    out, lse = call(*x, *starts, return_lse=True, **options)
+    out, lse = attention(*x, return_lse=True, **options)
     q, k, v = (t.dequantize() for t in x)
     options.pop("out_dtype", None)
-    want, want_lse = call(q, k, v, *starts, return_lse=True, backend="reference", **options)
-    room = call(q, k, v.abs(), *starts, backend="reference", **options)
+    want, want_lse = attention(q, k, v, return_lse=True, backend="reference", **options)
+    room = attention(q, k, v.abs(), backend="reference", **options)
     keys, dim = x[1].data.shape[-3], q.shape[-1]
     scores = q.norm(dim=-1).max() * k.norm(dim=-1).max() * options.get("scale", dim**-0.5)
     moved = dim / 32 * 2.0**-13 * scores.item()
@@ -132,47 +130,6 @@ def test_values_of_one_give_one() -> None:
     x = dense(5, 1, 300, 5000, 2, 2, 128, 128)
     ones = quantize(*(torch.ones(1, 5000, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3)))[2]
     assert ((attention(x[0], x[1], ones, scale=0.02).float() - 1).abs() < 2.0**-7).all()
-
-
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed(dims: tuple[int, int], causal: bool) -> None:
-    drawing = secrets.randbelow(2**31)
-    lengths = [5, 0, 1, 128, 300, 129, 31, 640]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    total = sum(lengths) + 9  # of no sequence
-    q, k, v = (
-        drawn(drawing + n, total, heads, dim) for n, (heads, dim) in enumerate(((6, dims[0]), (2, dims[0]), (2, dims[1])))
-    )
-    v[6 + 3] = NAN  # in tiles of the sequences before
-    v[434 + 128] = NAN  # the last of a sequence, and the first of a tile
-    k[total - 3] = NAN
-    x = quantize(q, k, v, cu_seqlens_q=starts)
-    clean = quantize(q, k, v.nan_to_num(1.0), cu_seqlens_q=starts)
-    out, _ = attention_varlen(*x, starts, causal=causal, return_lse=True)
-    other, _ = check(clean, (starts,), causal=causal, drawing=drawing)
-    for n, (begin, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
-        if not v[begin : begin + length].isnan().any():
-            assert torch.equal(out[begin : begin + length], other[begin : begin + length]), (drawing, n)
-
-
-def test_packed_keys_of_their_own() -> None:
-    drawing = secrets.randbelow(2**31)
-    starts_q = torch.tensor([0, 200, 200, 500, 517]).int().cuda()
-    starts_k = torch.tensor([0, 333, 500, 1203, 1300]).int().cuda()
-    q, k, v = drawn(drawing, 517, 4, 128), drawn(drawing + 1, 1300, 4, 128), drawn(drawing + 2, 1300, 4, 128)
-    for granularity in ("block", "head"):
-        x = quantize(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, granularity=granularity)  # type: ignore[arg-type]
-        check(x, (starts_q, starts_k), causal=True, drawing=drawing)
-        used = torch.tensor([333, 0, 501, 96]).int().cuda()
-        check(x, (starts_q, starts_k), causal=True, seqused_k=used, drawing=drawing)
-
-
-def test_a_packed_window() -> None:
-    drawing = secrets.randbelow(2**31)
-    starts = torch.tensor([0, 200, 900, 1000]).int().cuda()
-    q, k, v = (drawn(drawing + n, 1000, 2, 128) for n in range(3))
-    check(quantize(q, k, v, cu_seqlens_q=starts), (starts,), window=(150, 0), drawing=drawing)
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -90,7 +90,7 @@ class Consumers(ForwardBase):
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
+        m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
@@ -104,7 +104,7 @@ class Consumers(ForwardBase):
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             self.start(work, head, batch, places)
-            self.find_scales(work, head, batch, top, q_start, k_start)
+            self.find_scales(work, head, batch, top)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
@@ -132,7 +132,6 @@ class Consumers(ForwardBase):
                     self.softmax(work, n, True)
                     self.keep_scale(work)
                     self.pack(work)
-                    self.clear_hidden(work, n, seqlen_k, stage, phase)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, own_first, stage, phase, True)
@@ -158,7 +157,7 @@ class Consumers(ForwardBase):
             else:
                 self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
-            m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
+            m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
 
@@ -224,15 +223,12 @@ class Consumers(ForwardBase):
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
 
-    def find_scales(self, work: Any, head: Any, batch: Any, top: Any, q_start: Any, k_start: Any) -> None:
+    def find_scales(self, work: Any, head: Any, batch: Any, top: Any) -> None:
         """Nothing: 16-bit operands have no scales."""
 
     def while_scoring(self, work: Any, n: Any) -> None:
         """What a tile's first scores are accompanied by."""
         self.drop(work, n)
-
-    def clear_hidden(self, work: Any, n: Any, seqlen_k: Any, stage: Any, phase: Any) -> None:
-        """Nothing: TMA has left out the values behind a sequence's last."""
 
     @cute.jit
     def set_limits(self, limits, places, seqlen_k, shift, left, right):

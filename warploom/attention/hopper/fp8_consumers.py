@@ -16,10 +16,8 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper.forward_consumers import Consumers, Rows
-from warploom.attention.hopper.fp8_base import E4M3, SCALED, Scales
+from warploom.attention.hopper.fp8_base import SCALED, Scales
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
-from warploom.kernels.cute.barriers import ForwardBarrier, wait
-from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.instructions import exp2, pack_e4m3
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite
@@ -101,22 +99,15 @@ class Fp8Consumers(Consumers):
     # Scales
 
     @cute.jit
-    def find_scales(self, work, head, batch, top, q_start, k_start):
+    def find_scales(self, work, head, batch, top):
         """The scale of the warpgroup's rows, which lie in one block, and where those of its keys begin."""
         scales = work.scales
-        block, first_key = top // SCALED, Int32(0)
-        if const_expr(self.config.varlen):
-            block += q_start // SCALED + batch
-            first_key = k_start // SCALED + batch
-            blocks, lead = scales.q.shape[0], ()
-        else:
-            blocks, lead = scales.q.shape[1], (batch,)
-        block = cutlass.min(block, blocks - 1)  # rows past the last query
-        scale = scales.q[(*lead, block, head)]
+        block = cutlass.min(top // SCALED, scales.q.shape[1] - 1)  # rows past the last query
+        scale = scales.q[batch, block, head]
         work.query_scale[0] = scale if const_expr(self.config.softcap) else scale * work.multiplier
         head_kv = head // scales.members
-        work.bases[0] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.k.layout))
-        work.bases[1] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.v.layout))
+        work.bases[0] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.k.layout))
+        work.bases[1] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.v.layout))
         if const_expr(self.config.overlap):
             work.partial.fill(0.0)
             work.factors[PARTIAL_SCALE] = 0.0
@@ -286,25 +277,3 @@ class Fp8Consumers(Consumers):
         """How many of this thread's keys, four in each sixteen, are below ``limit``, which counts from its first."""
         limit = cutlass.min(cutlass.max(limit, 0), self.tile_n)
         return (limit >> 4) * 4 + cutlass.min(limit & 15, 4)
-
-    @cute.jit
-    def clear_hidden(self, work, n, seqlen_k, stage, phase):
-        """Zero V behind the last key of a packed sequence: the next one's NaN would not vanish against P = 0.
-
-        Every warpgroup does, before its own products: what another one has not read yet is the same zeros.
-        """
-        if const_expr(self.config.varlen):
-            first = seqlen_k - n * self.tile_n
-            if first < self.tile_n:
-                cute.arch.mbarrier_wait(work.shared.v_full + stage, phase)
-                self.zero_keys(work.shared.v[None, None, stage], first)
-                cute.arch.fence_view_async_shared()
-                wait(ForwardBarrier.CLEARED, WARPGROUP, work.group)
-
-    @cute.jit
-    def zero_keys(self, values, first):
-        """Zeros from key ``first`` on of a V tile, written by a warpgroup."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        for d in cutlass.range(thread, self.config.head_dim_v, WARPGROUP, unroll=1):
-            for c in cutlass.range(first, self.tile_n, unroll=1):
-                values[d, c] = E4M3(0.0)

@@ -6,10 +6,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from warploom.attention.hopper.forward_producer import KeyRing, Producer
-from warploom.attention.hopper.fp8_base import QUAD, sequence_quads
+from warploom.attention.hopper.fp8_base import QUAD
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.kernels.cute.rings import advance, expect
 from warploom.kernels.cute.tiles import load_tile, tma_views
@@ -28,17 +28,10 @@ class Fp8Producer(Producer):
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
-            shared, tile_stage, tile_phase, Int32(0), Int32(0)
-        )
+        m_block, head, batch, first, end, _, _, _, _, _, _ = self.next_tile(shared, tile_stage, tile_phase, Int32(0), Int32(0))
         while head >= 0:
             head_kv = head // members
-            if const_expr(config.varlen):
-                tq = cute.domain_offset((q_start, 0), q[None, None, head])
-                tk = sequence_quads(k, head_kv, k_start, seqlen_k)
-                tv = cute.domain_offset((0, k_start), v[None, None, head_kv])
-            else:
-                tq, tk, tv = q[None, None, head, batch], k[None, None, None, head_kv, batch], v[None, None, head_kv, batch]
+            tq, tk, tv = q[None, None, head, batch], k[None, None, None, head_kv, batch], v[None, None, head_kv, batch]
             keys, values = self.fp8_rings(tk, tv, shared, loads_k, tma_k, tma_v)
             if first < end:
                 k_stage, k_phase = self.push_keys(keys, end - 1, k_stage, k_phase)
@@ -52,7 +45,7 @@ class Fp8Producer(Producer):
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)
             tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
-            m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+            m_block, head, batch, first, end, _, _, _, _, _, _ = self.next_tile(
                 shared, tile_stage, tile_phase, Int32(0), Int32(0)
             )
 

@@ -28,7 +28,6 @@ class ForwardBarrier(NamedBarriers):
     """Of attention's forward."""
 
     PING_PONG = 1, 4  # a warpgroup's turn to issue its products
-    CLEARED = 5, 4  # its threads have written zeros over values behind a sequence's last
 
 
 @unique
