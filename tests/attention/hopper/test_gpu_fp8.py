@@ -35,7 +35,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
 
 
 def dense(
