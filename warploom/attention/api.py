@@ -27,7 +27,7 @@ from warploom.runtime.backend import Backend
 from warploom.runtime.qkv import scalars
 
 if TYPE_CHECKING:
-    from warploom.attention.fp8 import Dequantized
+    from warploom.attention.fp8 import Fp8Call
     from warploom.fp8 import Fp8Tensor
 
 Descale = tuple[Tensor, Tensor, Tensor]
@@ -187,7 +187,7 @@ def attention(
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v), (args.q, args.k, args.v)):
         key = None
-    return _results(args, backend, key, records, return_lse, names, None if fp8 is None else fp8.out_dtype)
+    return _results(args, backend, key, records, return_lse, names, fp8)
 
 
 @overload
@@ -350,7 +350,7 @@ def attention_varlen(
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         key = None
-    return _results(args, backend, key, records, return_lse, names, None if fp8 is None else fp8.out_dtype)
+    return _results(args, backend, key, records, return_lse, names, fp8)
 
 
 def scaled_dot_product_attention(
@@ -430,15 +430,18 @@ def prepare(
         RuntimeError: the code can be neither loaded nor built here; the message says why.
     """
     names = checked_names(return_stats, keywords.get("block_table"))
-    args, plan = _planned(q, k, v, packed, keywords, backend, names)
-    dispatch.find(plan.implementation).warm(args)
+    args, plan, fp8 = _planned(q, k, v, packed, keywords, backend, names)
+    if fp8 is None:
+        dispatch.find(plan.implementation).warm(args)
+    else:
+        fp8.warm(args)
     return plan
 
 
 def _planned(
     q: Any, k: Any, v: Any, packed: tuple[Any, ...], keywords: dict[str, Any], backend: str | None, names: tuple[str, ...]
-) -> tuple[AttentionArgs, Plan]:
-    """A call of attention() or attention_varlen(), as it would run."""
+) -> tuple[AttentionArgs, Plan, Fp8Call | None]:
+    """A call of attention() or attention_varlen(), as it would run; of FP8 numbers where a kernel multiplies them."""
     rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}
     starts = None
     if packed or "cu_seqlens_q" in rest:
@@ -449,8 +452,14 @@ def _planned(
     q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, rest.get("block_table") is not None)
     make: Any = dense_args if starts is None else varlen_args
     args = make(q, k, v, *packed, **rest)
+    refused = None
+    if fp8 is not None:
+        refused = fp8.refusal(args, backend, bool(names))
+        args = fp8.as_numbers(args) if refused is not None else fp8.as_e4m3(args)
     plan = plan_of(args, _problem(args), backend, names=names)
-    return args, plan if fp8 is None else replace(plan, reason=f"{plan.reason}; {fp8.words}")
+    if fp8 is None:
+        return args, plan, None
+    return args, replace(plan, reason=f"{plan.reason}; {fp8.words(refused)}"), fp8 if refused is None else None
 
 
 def _of_fp8(
@@ -463,15 +472,15 @@ def _of_fp8(
     others: dict[str, Any],
     cu_seqlens: tuple[Any, Any] | None = None,
     paged: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Dequantized | None]:
-    """q, k and v as implementations take them, and what was done if the call is one of FP8, whose modules nobody else needs."""
+) -> tuple[Tensor, Tensor, Tensor, Fp8Call | None]:
+    """q, k and v, or what stands for them while a call of FP8 is checked, whose modules nobody else needs."""
     plain = all([isinstance(t, Tensor) and t.dtype != torch.float8_e4m3fn for t in (q, k, v)])
     if plain and descale is None and out_dtype is None:
         return q, k, v, None
-    from warploom.attention.fp8 import dequantized
+    from warploom.attention.fp8 import checked
 
-    found = dequantized(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged)
-    return found.q, found.k, found.v, found
+    found = checked(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged)
+    return *found.stand_ins(), found
 
 
 def _results(
@@ -481,13 +490,18 @@ def _results(
     records: bool,
     return_lse: bool,
     names: tuple[str, ...],
-    out_dtype: torch.dtype | None,
+    fp8: Fp8Call | None,
 ) -> Tensor | tuple[Any, ...]:
-    """What a validated call returns; ``names``: of the stats that it asks for; ``out_dtype``: None as the args'."""
+    """What a validated call returns; ``names``: of the stats that it asks for."""
+    if fp8 is not None:
+        if fp8.refusal(args, backend, bool(names)) is None:
+            out, lse = fp8.run(args)
+            return (out, lse) if return_lse else out
+        args = fp8.as_numbers(args)
     chosen, settled = _choose(args, backend)
     measuring = stats_backend(_problem(args), chosen) if names else None
     out, lse = _run(args, chosen, key if settled else None, records)
-    out = out if out_dtype is None else out.to(out_dtype)
+    out = out if fp8 is None else out.to(fp8.out_dtype)
     if measuring is None:
         return (out, lse) if return_lse else out
     stats = _stats(args, lse, measuring, names)

@@ -1,4 +1,4 @@
-"""FP8 inputs of a call: checked, and dequantised, since no kernel multiplies e4m3 numbers yet."""
+"""FP8 inputs of a call: checked, then run by a kernel that multiplies e4m3 numbers, or dequantised where none takes it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,82 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from warploom.attention.problem import AttentionArgs
 from warploom.bias import Bias
 from warploom.fp8 import BLOCK, Fp8Tensor, refuse_gradients
 from warploom.kernels.e4m3 import E4M3
-from warploom.runtime import arguments
+from warploom.runtime import arguments, dispatch
 
 NAMES = ("q", "k", "v")
+KERNEL = "hopper"  # the implementation that has one
 
 
-class Dequantized(NamedTuple):
-    """A call's tensors as implementations take them."""
+class Fp8Call(NamedTuple):
+    """The checked FP8 inputs of a call."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    given: tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
     out_dtype: torch.dtype
-    words: str  # what happened, for explain()
+    wide: torch.dtype  # what numbers become where no kernel multiplies them
+
+    def stand_ins(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors of q's, k's and v's shapes that hold a head_dim each, for who looks at no numbers."""
+        q, k, v = [
+            torch.empty(data.shape[-1:], dtype=self.wide, device=data.device).expand(data.shape)
+            for data in [t.data for t in self.given]
+        ]
+        return q, k, v
+
+    def as_numbers(self, args: AttentionArgs) -> AttentionArgs:
+        """The validated call of ``stand_ins`` over the numbers that these stand for."""
+        q, k, v = [t.dequantize(self.wide).to(args.q.dtype) for t in self.given]
+        return args._replace(q=q, k=k, v=v)
+
+    def as_e4m3(self, args: AttentionArgs) -> AttentionArgs:
+        """The same over the numbers as they are, as kernels take them, besides ``scales``."""
+        q, k, v = [t.data for t in self.given]
+        return args._replace(q=q, k=k, v=v)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = [t.scale for t in self.given]
+        return q, k, v
+
+    def refusal(self, args: AttentionArgs, backend: str | None, stats: bool) -> str | None:
+        """Why no kernel multiplies the numbers of a validated call, or None; ``stats``: whether it asks for any."""
+        data = self.given[0].data
+        if data.device.type != "cuda" or backend not in (None, KERNEL):
+            return "no kernel multiplies it"
+        if stats:
+            return "stats are computed of other numbers"
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(data) is not Tensor:
+            return "a compiler or a mode is to see every operation"
+        refused: str | None = dispatch.find(KERNEL).fp8_refusal(self.as_e4m3(args), self.out_dtype)  # type: ignore[attr-defined]
+        return None if refused is None else f"{KERNEL} {refused}"
+
+    def run(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Out and lse of a validated call that is not refused."""
+        found: tuple[Tensor, Tensor] = dispatch.find(KERNEL).forward_fp8(  # type: ignore[attr-defined]
+            self.as_e4m3(args), self.scales, self.out_dtype
+        )
+        return found
+
+    def warm(self, args: AttentionArgs) -> None:
+        """Make ready what ``run`` of the call over e4m3 runs."""
+        dispatch.find(KERNEL).warm_fp8(args, self.out_dtype)  # type: ignore[attr-defined]
+
+    def words(self, refused: str | None) -> str:
+        """What happens to the numbers, for explain()."""
+        scales = ["block" if t.scale.ndim > 1 else "tensor" if t.scale.shape == (1,) else "head" for t in self.given]
+        scale = scales[0] if len(set(scales)) == 1 else ", ".join(scales)
+        seed = self.given[0].hadamard_seed
+        rotated = "" if seed is None else f", q and k rotated by seed {seed}"
+        if refused is None:
+            return f"FP8 as it is, each key tile's PV added in float32: scales by {scale}{rotated}"
+        kind = str(self.wide).removeprefix("torch.")
+        return f"FP8 is dequantised to {kind} first, as {refused}: scales by {scale}{rotated}"
 
 
-def dequantized(
+def checked(
     q: Any,
     k: Any,
     v: Any,
@@ -35,8 +92,8 @@ def dequantized(
     others: dict[str, Any],
     cu_seqlens: tuple[Any, Any] | None = None,
     paged: bool = False,
-) -> Dequantized:
-    """The numbers that FP8 inputs stand for: those of a call whose tensors are FP8 or that has a keyword of FP8.
+) -> Fp8Call:
+    """The inputs of a call whose tensors are FP8 or that has a keyword of FP8.
 
     Args:
         q, k, v: what quantize() returned, or float8_e4m3fn tensors with ``descale``, their three scales.
@@ -72,9 +129,7 @@ def dequantized(
     refuse_gradients(**tensors)
 
     out = given[0].dtype if out_dtype is None else out_dtype
-    dtype = computed_in(given[0].data.device.type, backend, out)
-    qs, ks, vs = (t.dequantize(dtype) for t in given)
-    return Dequantized(qs, ks, vs, out, _words(given, dtype))
+    return Fp8Call(given, out, computed_in(given[0].data.device.type, backend, out))
 
 
 def computed_in(device: str, backend: Any, out: torch.dtype) -> torch.dtype:
@@ -151,11 +206,3 @@ def _check_starts(given: tuple[Fp8Tensor, ...], cu_seqlens_q: Any, cu_seqlens_k:
         if not same:
             raise ValueError(f"{which} differs from the one that {name} was quantised with, whose blocks begin there")
 
-
-def _words(given: tuple[Fp8Tensor, ...], dtype: torch.dtype) -> str:
-    scales = ["block" if t.scale.ndim > 1 else "tensor" if t.scale.shape == (1,) else "head" for t in given]
-    scale = scales[0] if len(set(scales)) == 1 else ", ".join(scales)
-    seed = given[0].hadamard_seed
-    rotated = "" if seed is None else f", q and k rotated by seed {seed}"
-    kind = str(dtype).removeprefix("torch.")
-    return f"FP8 is dequantised to {kind} first, as no kernel multiplies it: scales by {scale}{rotated}"

@@ -76,6 +76,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
     """The named set by what its modules compute."""
     from warploom.attention.ampere.plan import ARCHS
     from warploom.attention.ampere.plan import named_set as ampere
+    from warploom.attention.hopper.fp8_plan import fp8_set
     from warploom.attention.hopper.plan import backward_set
     from warploom.attention.hopper.plan import named_set as forward_set
     from warploom.linear.hopper.plan import named_set as linear_set
@@ -84,6 +85,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
         return {
             "attention forward": [config.spec for config in forward_set()],
             "attention backward": [config.spec for config in backward_set()],
+            "attention in FP8": [config.spec for config in fp8_set()],
             "linear attention": [config.spec for config in linear_set()],
         }
     found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
+from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
@@ -100,7 +103,9 @@ def _next(args: AttentionArgs, backward: bool) -> Backend:
 
 
 def _variant(problem: AttentionProblem) -> ForwardConfig:
-    """What runs a problem here and now: tiles of several heads only where their module can come."""
+    """What runs a problem here and now: tiles of several heads only where their module can come; of FP8 for a bf16 result."""
+    if problem.dtype.itemsize == 1:
+        return fp8_config(Features.of(problem), torch.bfloat16)
     variant = config_for(problem)
     if variant.pack_gqa and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
         return replace(variant, pack_gqa=0)
@@ -120,6 +125,8 @@ class Hopper(Backend):
         return modules.cannot_build() is not None
 
     def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.dtype.itemsize == 1:  # e4m3, which the door gives to `forward_fp8` alone
+            return problem_refusal(problem)
         refused = halves_refusal(problem, widest=256)
         if refused is not None:
             return refused
@@ -144,6 +151,8 @@ class Hopper(Backend):
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         variant = _variant(AttentionProblem.from_args(args, False))
+        if args.q.dtype.itemsize == 1:
+            return (variant.tile_m, variant.tile_n), variant.tile_n
         return (variant.queries, variant.tile_n), variant.tile_n
 
     def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
@@ -198,6 +207,29 @@ class Hopper(Backend):
         from warploom.attention.hopper.run import parts_fours
 
         return None if parts_fours(args) else run(args)
+
+    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
+        """Why the kernel of FP8 does not run a call whose q, k and v are e4m3, or None; words follow the name."""
+        refused = self.available() or problem_refusal(AttentionProblem.from_args(args, False))
+        if refused is not None:
+            return refused
+        from warploom.attention.hopper import fp8_run
+
+        return fp8_run.refusal(args, out_dtype)
+
+    def forward_fp8(
+        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As ``forward``, of e4m3 numbers with their scales, as `warploom.fp8.Fp8Tensor` has them."""
+        from warploom.attention.hopper import fp8_run
+
+        return fp8_run.forward(args, scales, out_dtype)
+
+    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype) -> None:
+        """As ``warm``, of such a call."""
+        from warploom.attention.hopper import fp8_run
+
+        fp8_run.warm(args, out_dtype)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor

@@ -49,7 +49,7 @@ from warploom.kernels.cute.instructions import highest_bit, shifted
 from warploom.kernels.cute.packed import sequence_rows
 from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_ring, release
 from warploom.kernels.cute.tiles import load_tile
-from warploom.kernels.cute.wgmma import gemm, pack
+from warploom.kernels.cute.wgmma import gemm
 
 
 class MaskedRows(Fields):
@@ -303,12 +303,7 @@ class ColumnConsumers(Consumers):
                     stage, phase = place_in_ring(lists, self.tile_stages)
                     _, _, _, base, visible, whole, _, more, _, _, _, _ = self.next_list(shared, stage, phase, dense_seqlen_q)
             if begun != 0:
-                self.rescale(work)
-                cute.arch.mbarrier_wait(shared.v_full + k_stage, k_phase)
-                gemm(work.mma_pv, work.acc_o, work.p, work.v, True, k_stage)
-                warpgroup.wait_group(0)
-                release(shared.v_empty + k_stage)
-                k_stage, k_phase = advance(k_stage, k_phase, self.stages)
+                k_stage, k_phase = self.finish(work, k_stage, k_phase)
             self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             lists = next_in_ring(lists, self.tile_stages)
             stage, phase = place_in_ring(lists, self.tile_stages)
@@ -334,4 +329,4 @@ class ColumnConsumers(Consumers):
             release(shared.q_empty + work.group)
         self.softmax(work, 0, True)
         self.keep_scale(work)
-        pack(work.acc_s, work.p, self.dtype)
+        self.pack(work)

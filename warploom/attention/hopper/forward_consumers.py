@@ -70,9 +70,10 @@ class Consumers(ForwardBase):
 
     @cute.jit
     def compute(
-        self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-    ):
-        """64 rows of every query tile of this block."""
+        self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right,
+        scales=None,
+    ):  # fmt: skip
+        """64 rows of every query tile of this block; ``scales``: what FP8 needs of q, k and v besides."""
         config = self.config
         dense_seqlen_k = k_shape[0]
         members = 1  # heads of a group
@@ -82,7 +83,7 @@ class Consumers(ForwardBase):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, scales)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
@@ -103,6 +104,7 @@ class Consumers(ForwardBase):
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             self.start(work, head, batch, places)
+            self.find_scales(work, head, batch, top)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
@@ -122,14 +124,14 @@ class Consumers(ForwardBase):
                     self.wait_ping_pong(group)
                     gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
                     self.pass_ping_pong(group)
-                    self.drop(work, n)
+                    self.while_scoring(work, n)
                     warpgroup.wait_group(0)
                     release(shared.k_empty + stage)
                     if n == own_first:
                         release(shared.q_empty + group)
                     self.softmax(work, n, True)
                     self.keep_scale(work)
-                    pack(work.acc_s, work.p, self.dtype)
+                    self.pack(work)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, own_first, stage, phase, True)
@@ -144,12 +146,7 @@ class Consumers(ForwardBase):
                 if own_first >= own_end:
                     release(shared.q_empty + group)
                 else:
-                    self.rescale(work)
-                    cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-                    gemm(work.mma_pv, work.acc_o, work.p, work.v, True, stage)
-                    warpgroup.wait_group(0)
-                    release(shared.v_empty + stage)
-                    stage, phase = advance(stage, phase, self.stages)
+                    stage, phase = self.finish(work, stage, phase)
                 for _ in cutlass.range(own_first - first, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
             if const_expr(config.split):
@@ -178,7 +175,15 @@ class Consumers(ForwardBase):
     # What a warpgroup keeps
 
     def rows(
-        self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any, dropout: Any = None
+        self,
+        shared: Any,
+        mma_qk: Any,
+        mma_pv: Any,
+        group: Any,
+        multiplier: Any,
+        cap_in: Any,
+        dropout: Any = None,
+        scales: Any = None,
     ) -> Rows:
         """What warpgroup ``group`` keeps."""
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -218,10 +223,17 @@ class Consumers(ForwardBase):
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
 
+    def find_scales(self, work: Any, head: Any, batch: Any, top: Any) -> None:
+        """Nothing: 16-bit operands have no scales."""
+
+    def while_scoring(self, work: Any, n: Any) -> None:
+        """What a tile's first scores are accompanied by."""
+        self.drop(work, n)
+
     @cute.jit
     def set_limits(self, limits, places, seqlen_k, shift, left, right):
         """This thread's columns of each row: the first hidden one on the right, and the first visible one."""
-        first_column = cute.arch.lane_idx() % 4 * 2
+        first_column = self.first_column(cute.arch.lane_idx())
         for r in cutlass.range_constexpr(2):
             hidden = seqlen_k
             if const_expr(self.config.right):
@@ -253,8 +265,23 @@ class Consumers(ForwardBase):
         if n == last:
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
         self.softmax(work, n, masked, shared.v_empty + v_stage)
-        pack(work.acc_s, work.p, self.dtype)
+        self.pack(work)
         return stage, phase
+
+    def pack(self, work: Any) -> None:
+        """P as the next product's operand."""
+        pack(work.acc_s, work.p, self.dtype)
+
+    @cute.jit
+    def finish(self, work, stage, phase):
+        """The last PV of a tile; the stage and phase that follow."""
+        shared = work.shared
+        self.rescale(work)
+        cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+        gemm(work.mma_pv, work.acc_o, work.p, work.v, True, stage)
+        warpgroup.wait_group(0)
+        release(shared.v_empty + stage)
+        return advance(stage, phase, self.stages)
 
     @cute.jit
     def wait_ping_pong(self, group):
@@ -371,7 +398,8 @@ class Consumers(ForwardBase):
                 if const_expr(self.config.left):
                     shown = shown & ~self.lowest_bits(visible - start)
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
-                    rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+                    at = self.element(c)
+                    rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
 
     @cute.jit
     def take_mask(self, work):
@@ -396,6 +424,14 @@ class Consumers(ForwardBase):
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
                     rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
 
+    def first_column(self, lane: Any) -> Any:
+        """The first of a lane's columns."""
+        return lane % 4 * 2
+
+    def element(self, c: int) -> int:
+        """Where the ``c``-th of a thread's columns stands in its row of the accumulator."""
+        return c
+
     @cute.jit
     def own_columns(self, limit):
         """How many of this thread's columns, two in each eight, are below ``limit``, which counts from its first."""
@@ -409,11 +445,15 @@ class Consumers(ForwardBase):
 
     # What a tile leaves
 
+    def log2_units(self, work: Any) -> Any:
+        """What a row's maximum is multiplied by to be one in log2 units."""
+        return Float32(1.0) if self.config.softcap else work.multiplier
+
     @cute.jit
     def leave(self, work, parts, slot, row):
         """Store a piece in the workspace: O, not normalised, then each row's maximum in log2 units and its sum."""
         dim = self.config.head_dim_v
-        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        scale = self.log2_units(work)
         base = parts.iterator + cutlass.Int64(slot) * self.config.piece_floats
         word = cute.arch.lane_idx() % 4
         for r in cutlass.range_constexpr(2):
@@ -451,7 +491,7 @@ class Consumers(ForwardBase):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         word = lane % 4
-        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        scale = self.log2_units(work)
         for r in cutlass.range_constexpr(2):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)

@@ -63,10 +63,10 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     if variant.split and args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
         n_blocks = -(-(end - first) // variant.tile_n)
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
-    parts_shape = _parts_shape(blocks, variant)
+    parts_shape = parts_shape_of(blocks, variant)
     blocks = min(blocks, tiles) if not split else blocks
     shared = k.element_size() * (end - first) * (head_dim + head_dim_v) // members
-    numbers = _numbers(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
+    numbers = numbers_of(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
     like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
     dropout = dropped(args, first)
@@ -84,7 +84,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
         given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), *numbers)
-        _launch(index, function, given)
+        launch_on(index, function, given)
         return out, lse
 
     return with_seed(args, launch)
@@ -107,7 +107,7 @@ def _bind_columns(
     m_blocks = -(-seqlen_q // variant.queries)
     shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
     blocks = min(processors(index), m_blocks * batch * heads)
-    numbers = _numbers(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
+    numbers = numbers_of(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
     dropout = dropped(args)
 
     def launch(
@@ -120,7 +120,7 @@ def _bind_columns(
         counter = _counter(device)
         columns = column_mask(*mask)
         given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), *numbers)
-        _launch(index, function, given)
+        launch_on(index, function, given)
         return out, lse
 
     return launch
@@ -217,7 +217,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         return partial(_nothing_seen_packed, lse_shape)
     function, variant = _function(args, args.max_seqlen_k or 0)
     most = (tokens // variant.tile_m + cu_q.shape[0]) * heads
-    numbers = _numbers(args, args.left, args.right, blocks=min(processors(index), most))
+    numbers = numbers_of(args, args.left, args.right, blocks=min(processors(index), most))
     like_out = like((tokens, heads, head_dim_v), q.dtype, device)
     like_lse = like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
@@ -242,7 +242,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         q, k, v = _read_by_tma(readable, q, k, v)
         columns = column_mask(*mask) if variant.columns else None
         given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), *numbers)
-        _launch(index, function, given)
+        launch_on(index, function, given)
         return out, lse
 
     return with_seed(args, launch)
@@ -302,28 +302,28 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     q, k, v = (t.new_zeros((*shape, *t.shape[len(shape) :])) for t in (args.q, args.k, args.v))
     out, lse = _outputs(q, v, (*shape[1:], q.shape[-2], 1))
     split = int(variant.split)
-    parts = lse.new_empty(_parts_shape(1, variant)) if split else None
+    parts = lse.new_empty(parts_shape_of(1, variant)) if split else None
     sink = None if args.sink is None else args.sink.float().contiguous()
     mask: tuple[Tensor | int, ...] | None = None
     if variant.columns:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
-    numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
+    numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
     dropout = dropped(args)(args.dropout_seed)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, *numbers))
+    launch_on(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, *numbers))
 
 
-def _numbers(
+def numbers_of(
     args: AttentionArgs, left: int | None, right: int | None, pair_heads: int = 0, split: int = 0, blocks: int = 1
 ) -> tuple[float, float, int, int, int, int, int]:
     """What a module takes after its tensors."""
     return args.scale, args.softcap, reach(left), reach(right), pair_heads, split, blocks
 
 
-def _parts_shape(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
+def parts_shape_of(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
     """Two pieces a block."""
     return 2 * blocks, variant.piece_floats // variant.tile_m, variant.tile_m
 
@@ -355,7 +355,7 @@ def _function(
 _ready: dict[str, Callable[..., None]] = {}  # by the variant's name
 
 
-def _launch(index: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def launch_on(index: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Call a module's function with its tensors' device current; asking costs less than a context."""
     if index == torch._C._cuda_getDevice():
         function(*arguments)

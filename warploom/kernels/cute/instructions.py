@@ -92,6 +92,14 @@ def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
+def pack_e4m3(four: list[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four fp32 rounded to nearest even in one word of e4m3, past 448 to 448; NaN stays."""
+    pairs = "cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
+    text = f"{{ .reg .b16 l, h; {pairs} mov.b32 $0, {{l, h}}; }}"
+    return Int32(assembly(T.i32(), [Float32(x).ir_value(loc=loc, ip=ip) for x in four], text, "=r,f,f,f,f"))
+
+
+@dsl_user_op
 def ldmatrix_x4(address: Int32, offset: int, trans: bool, *, loc: Any = None, ip: Any = None) -> list[Int32]:
     """Four 8×8 matrices of 16-bit elements; lane 8·m + r gives row r of matrix m, at ``address`` + ``offset`` bytes."""
     form = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if trans else ''}.shared.b16"

@@ -11,9 +11,9 @@ from warploom.kernels.cute.fields import Fields
 
 
 def tile_layout(dtype: Any, tile: tuple[int, int], stages: int, box: int, order: tuple[int, int, int] = (0, 1, 2)) -> Any:
-    """Row-major tiles of 16-bit elements, one after the other, with a swizzle of ``box`` columns: 64, 32 or 16."""
+    """Row-major tiles, one after the other, with a swizzle of ``box`` columns: 128, 64 or 32 bytes."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[box]
+    kind = {128: kinds.K_SW128, 64: kinds.K_SW64, 32: kinds.K_SW32}[box * dtype.width // 8]
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (*tile, stages), order=order)
 
 
@@ -46,10 +46,10 @@ class Tma(Fields):
     tiles: Any  # (copy, tile)
 
 
-def tma_views(atom: Any, shared: Any, tiles: Any) -> Tma:
-    """Shared and global tiles as the TMA copy takes them."""
+def tma_views(atom: Any, shared: Any, tiles: Any, modes: int = 2) -> Tma:
+    """Shared and global tiles, of so many ``modes``, as the TMA copy takes them."""
     shared, tiles = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, modes), cute.group_modes(tiles, 0, modes)
     )
     return Tma(atom=atom, shared=shared, tiles=tiles)
 

@@ -23,6 +23,12 @@ def product(dtype: Any, shape: tuple[int, int, int], source: Any, major_a: Any, 
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, major_a, major_b))
 
 
+def product_e4m3(shape: tuple[int, int, int], source: Any) -> Any:
+    """A warpgroup's product of e4m3 operands, each with its neighbours along k in memory, into fp32."""
+    e4m3 = cutlass.Float8E4M3FN
+    return cute.make_tiled_mma(warpgroup.MmaF8Op(e4m3, e4m3, Float32, shape, source, BY_K, BY_K))
+
+
 @cute.jit
 def gemm(mma, acc, a, b, accumulate, stage=None):
     """Issue acc = a b, or acc += a b, as one group; ``stage`` is b's, where it has several."""

@@ -1,0 +1,227 @@
+"""The FP8 forward without a GPU: its order of keys, what it is compiled into, and what the host hands over."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.hopper.test_plan import OVERHEAD, SHARED, problem
+from tests.compiled import Built, machine_code
+from tests.plain import parameters
+from tests.sources import imported
+from warploom import attention
+from warploom.attention.arguments import dense_args
+from warploom.attention.features import Features
+from warploom.attention.fp8 import checked
+from warploom.attention.hopper import fp8_run
+from warploom.attention.hopper.fp8_config import FP8_SOURCES, Fp8ForwardConfig
+from warploom.attention.hopper.fp8_plan import fp8_config, fp8_set, problem_refusal
+from warploom.attention.problem import AttentionProblem
+from warploom.fp8 import Fp8Tensor, quantize
+from warploom.runtime import module_spec, modules
+
+needs_dsl = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+Inputs = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Variants
+
+
+def test_sources_are_what_the_kernel_imports() -> None:
+    here = "attention/hopper"
+    built = f"{here}/fp8_build.py", "kernels/cute/arguments.py", "runtime/compile.py"
+    assert {*built, *imported(f"{here}/fp8_forward.py")} == set(FP8_SOURCES) == imported(f"{here}/fp8_build.py")
+
+
+def test_variants_have_names_and_fit() -> None:
+    found = fp8_set()
+    assert len({c.name for c in found}) == len(found) and all(c.name.isidentifier() and "fp8" in c.name for c in found)
+    for variant in found:
+        assert variant.shared_bytes + OVERHEAD <= SHARED and 128 % variant.tile_n == 0
+        told = module_spec.from_json(module_spec.to_json(variant.spec))
+        assert Fp8ForwardConfig(**dict(told.config)) == variant and told == variant.spec
+
+
+def test_what_the_kernel_refuses() -> None:
+    def refused(**changes: object) -> str | None:
+        return problem_refusal(problem(dtype=E4M3, **changes))
+
+    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True) is None
+    assert refused(head_dim=72) == "takes FP8 with head_dim from 16 to 256 in steps of 16, not 72"
+    assert refused(head_dim_v=272) == "takes FP8 with head_dim_v from 16 to 256 in steps of 16, not 272"
+    assert refused(columns=("lts",)) == "has no FP8 kernel with a column mask"
+    assert refused(dropout=True) == "has no FP8 kernel with dropout" and refused(bias="alibi") is not None
+    for layout in ("varlen", "paged"):
+        assert refused(layout=layout) == "takes no FP8 in packed sequences or pages, or with query offsets"
+
+
+@needs_dsl
+@pytest.mark.parametrize("tile_n", [64, 128])
+def test_threads_have_the_keys_that_their_operand_wants(tile_n: int) -> None:
+    """From accumulator to key by the order in which K is loaded, to where an 8-bit left operand has that key."""
+    from warploom.attention.hopper.fp8_consumers import Fp8Consumers
+
+    consumers = Fp8Consumers(Fp8ForwardConfig("bfloat16", 128, 128, tile_n))
+    for thread in range(4):
+        for c in range(tile_n // 4):
+            at = consumers.element(c)
+            column = 8 * (at // 2) + 2 * thread + at % 2
+            half, row = divmod(column, tile_n // 2)
+            key = 4 * (row // 2) + 2 * half + row % 2
+            # Four bytes of a word are keys 4t on, and words follow each other by sixteen keys.
+            assert key == 16 * (c // 4) + consumers.first_column(thread) + c % 4
+            pair, byte = divmod(c, 4)
+            assert at == (2 * pair, 2 * pair + 1, 2 * (tile_n // 16 + pair), 2 * (tile_n // 16 + pair) + 1)[byte]
+
+
+CORE = {
+    "head_dim 64": fp8_config(Features(E4M3, 64, 64, right=True), BF16),
+    "head_dim 128": fp8_config(Features(E4M3, 128, 128), BF16),
+    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True), BF16),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(CORE, "sm_90a", tmp_path_factory) as built:
+        yield built
+
+
+@needs_dsl
+@pytest.mark.parametrize("name", CORE)
+def test_machine_code(name: str, built: Built) -> None:
+    """No spills; K by TMA of five dimensions, V and Q of four or fewer; both products of e4m3, none serialised."""
+    variant, facts, cubin = built[name]
+    assert facts["stack"] == 0, "registers spill"
+    listing = machine_code(cubin)
+    assert "UTMALDG.5D" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    products = len(re.findall(r"QGMMA\S*E4M3\.E4M3", listing))
+    pieces = variant.head_dim_v // (variant.pv_columns or variant.head_dim_v)
+    loops, scores, values = 2, variant.head_dim // 32, pieces * variant.tile_n // 32
+    assert products == (loops + 1) * (scores + values)
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", listing))
+    assert waits == (loops + 1) * (1 + pieces)
+
+
+# What the host hands over
+
+
+def test_keys_are_put_together() -> None:
+    v = drawn(1, 2, 37, 3, 32).to(E4M3)
+    found = fp8_run.keys_together(v)
+    assert torch.equal(found, v.view(torch.uint8)) and found.stride() == (3 * 32 * 48, 1, 32 * 48, 48)
+    assert fp8_run.keys_together(found.view(E4M3)).data_ptr() == found.data_ptr()
+
+
+def test_the_last_quad_of_keys_is_readable() -> None:
+    for seqlen in (8, 9, 11):
+        k = torch.arange(2 * seqlen * 3 * 16).to(torch.uint8).view(2, seqlen, 3, 16)
+        for batch in (slice(0, 1), slice(1, 2)):
+            found = fp8_run.quads_readable(k[batch])
+            end = found.storage_offset() + -(-seqlen // 4) * 4 * found.stride(1)
+            assert torch.equal(found, k[batch]) and end <= found.untyped_storage().nbytes()
+            assert (found.data_ptr() == k[batch].data_ptr()) == (seqlen % 4 == 0 or batch.start == 0)
+
+
+def test_rows_that_tma_cannot_read_are_copied() -> None:
+    t = drawn(2, 2, 5, 3, 32).to(E4M3)
+    assert fp8_run.read_by_tma(t).data_ptr() == t.data_ptr()
+    for strided in (drawn(2, 2, 5, 3, 40).to(E4M3)[..., :32], drawn(2, 2, 5, 3, 64).to(E4M3)[..., ::2]):
+        assert torch.equal(fp8_run.read_by_tma(strided), strided.view(torch.uint8))
+        assert fp8_run.read_by_tma(strided).is_contiguous()
+
+
+def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None]]:
+    """In the place of compiled modules: the specification over what they are handed."""
+
+    def load(spec: Any) -> Callable[..., None]:
+        config = Fp8ForwardConfig(**dict(spec.config))
+
+        def call(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor,
+            sink: Any, parts: Any, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int,
+            blocks: int,
+        ) -> None:  # fmt: skip
+            seen.append(config)
+            # Keys that no query sees are gone, and their scales are not read.
+            scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in (scale_k, scale_v)))
+            x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
+            # The band counts from the last key that is left.
+            window = (left if config.left else None, right if config.right else None)
+            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink, "return_lse": True}
+            found = attention(*x, window=window, backend="reference", **options)
+            out.copy_(found[0])
+            lse.copy_(found[1])
+
+        call.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+        return call
+
+    return load
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Fp8ForwardConfig]:
+    seen: list[Fp8ForwardConfig] = []
+    monkeypatch.setattr(fp8_run.modules, "fetch", stand_in(seen))
+    monkeypatch.setattr(fp8_run, "_ready", {})
+    monkeypatch.setattr(fp8_run, "_first_launch", lambda *_: None)
+    monkeypatch.setattr(fp8_run, "launch_on", lambda index, function, given: function(*given))
+    monkeypatch.setattr(fp8_run, "processors", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return seen
+
+
+def handed(x: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+    """What the host makes of a call that no kernel may be asked for here."""
+    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None})
+    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
+    assert problem_refusal(AttentionProblem.from_args(args, False)) is None
+    return fp8_run.forward(args, call.scales, torch.bfloat16)
+
+
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (150, -20)}, {"softcap": 3.0, "sink": drawn(1, 4), "scale": 0.3}], ids=str
+)
+def test_a_dense_call(played: list[Fp8ForwardConfig], granularity: Any, options: dict[str, Any]) -> None:
+    drawing = secrets.randbelow(2**31)
+    x = quantize(
+        drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32),
+        granularity=granularity,
+    )  # fmt: skip
+    out, lse = handed(x, **options)
+    want = attention(*x, return_lse=True, out_dtype=torch.bfloat16, backend="reference", **options)
+    assert len(played) == 1
+    torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
+    torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
+
+
+def test_the_stand_in_takes_what_the_kernel_takes() -> None:
+    names = list(inspect.signature(stand_in([])(CORE["head_dim 128"].spec)).parameters)
+    assert [*names, "stream"] == parameters("attention/hopper/fp8_forward.py", "Fp8Forward.__call__")
+
+
+@pytest.mark.parametrize(
+    "options,hides",
+    [({"window": (300, 0)}, False), ({"window": (100, 0)}, True), ({"causal": True}, False), ({"scale": -1.0}, True)],
+    ids=str,
+)
+def test_bands_that_hide_first_keys(options: dict[str, Any], hides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_run.modules, "cannot_build", lambda: None)
+    x = quantize(drawn(1, 1, 30, 2, 32), drawn(2, 1, 203, 2, 32), drawn(3, 1, 203, 2, 32))
+    call = checked(*x, None, None, None, {})
+    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
+    assert (fp8_run.refusal(args, BF16) is not None) == hides
+    assert fp8_run.refusal(args, torch.float32) is not None

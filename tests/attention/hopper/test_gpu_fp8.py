@@ -1,0 +1,162 @@
+"""The FP8 forward on a GPU, against the specification over the numbers that its inputs stand for.
+
+Rounding moves a weight by a sixteenth at most, and one below e4m3's smallest by 2^-16 of the largest: so far out may be off, of
+the attention over |v|. Tensor cores cut FP8 sums of scores to 13 bits behind their largest term, once in 32 dims, which moves
+weights too. Rounding errors of many weights average out: in the root of the mean square a thirtieth is left.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warploom
+from warploom import attention
+from warploom.attention import fp8
+from warploom.fp8 import Fp8Tensor, quantize
+
+pytestmark = pytest.mark.gpu
+
+Inputs = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
+
+
+@pytest.fixture(autouse=True)
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is dequantised, but those of the specification."""
+
+    def dequantised(*_: object) -> None:
+        raise AssertionError("was dequantised")
+
+    monkeypatch.setattr(fp8.Fp8Call, "as_numbers", dequantised)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
+
+
+def dense(
+    seed: int, batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int, dim: int, dim_v: int, **options: Any
+) -> Inputs:
+    """Quantised normal numbers, whose rows differ in size."""
+    shapes = (batch, seqlen_q, heads, dim), (batch, seqlen_k, heads_kv, dim), (batch, seqlen_k, heads_kv, dim_v)
+    q, k, v = (drawn(seed + n, *shape) * (drawn(seed + n + 9, *shape[:2], 1, 1).abs() + 0.5) for n, shape in enumerate(shapes))
+    return quantize(q, k, v, **options)
+
+
+def check(x: Inputs, drawing: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    """Out and lse of the kernel, within what rounding may do to the specification's."""
+    out, lse = attention(*x, return_lse=True, **options)
+    q, k, v = (t.dequantize() for t in x)
+    options.pop("out_dtype", None)
+    want, want_lse = attention(q, k, v, return_lse=True, backend="reference", **options)
+    room = attention(q, k, v.abs(), backend="reference", **options)
+    keys, dim = x[1].data.shape[-3], q.shape[-1]
+    scores = q.norm(dim=-1).max() * k.norm(dim=-1).max() * options.get("scale", dim**-0.5)
+    moved = dim / 32 * 2.0**-13 * scores.item()
+    bound = room * (1 / 16 + 2 * moved) + keys * 2.0**-16 * v.abs().max() + want.abs() / 128 + 1e-6
+    error = (out.float() - want).abs()
+    assert (error <= bound).all(), (drawing, (error / bound).max(), error.isnan().sum())
+    if out.numel() > 4096:
+        assert error.square().mean().sqrt() <= room.square().mean().sqrt() / 30, drawing
+    torch.testing.assert_close(lse, want_lse, atol=moved + 1e-4, rtol=1e-5)
+    return out, lse
+
+
+DIMS = [(64, 64), (128, 128), (256, 256)]
+BANDS: list[dict[str, Any]] = [{}, {"causal": True}]
+
+
+@pytest.mark.parametrize("options", BANDS, ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [*DIMS, (16, 64), (96, 80), (192, 160)], ids=str)
+def test_lengths(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    drawing = secrets.randbelow(2**31)
+    for batch, seqlen_q, seqlen_k, heads, heads_kv in (
+        (1, 128, 128, 1, 1), (2, 300, 1000, 6, 2), (1, 1, 517, 7, 1), (3, 333, 61, 4, 4), (2, 64, 4099, 2, 1), (1, 1, 1, 1, 1),
+        (1, 1500, 1500, 3, 3),
+    ):  # fmt: skip
+        check(dense(drawing, batch, seqlen_q, seqlen_k, heads, heads_kv, *dims), drawing=drawing, **options)
+
+
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_granularities(granularity: str, hadamard: bool) -> None:
+    drawing = secrets.randbelow(2**31)
+    x = dense(drawing, 2, 260, 700, 4, 2, 128, 128, granularity=granularity, hadamard=hadamard)
+    out, lse = check(x, causal=True, drawing=drawing)
+    scales = (x[0].scale, x[1].scale, x[2].scale)
+    plain = attention(*(t.data for t in x), descale=scales, causal=True, return_lse=True)
+    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+    scattered = [t.data.transpose(1, 2).contiguous().transpose(1, 2) for t in x]
+    assert torch.equal(out, attention(*scattered, descale=scales, causal=True))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (200, 0)}, {"window": (100, 70)}, {"window": (None, -40)}, {"softcap": 8.0, "scale": 0.2}, {"sink": 1.0},
+        {"sink": -2.0, "causal": True, "softcap": 20.0}, {"out_dtype": torch.float16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_features(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    drawing = secrets.randbelow(2**31)
+    options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
+    check(dense(drawing, 2, 700, 600, 4, 2, *dims), drawing=drawing, **options)
+
+
+def test_a_row_that_sees_nothing() -> None:
+    x = dense(3, 1, 400, 100, 2, 2, 128, 128)
+    out, lse = check(x, causal=True)
+    assert (out[:, :300] == 0).all() and (lse[:, :, :300] == -float("inf")).all()
+
+
+def test_maxima_that_grow_and_fall() -> None:
+    """Each key tile's scores are far beyond those before, or far below."""
+    drawing = secrets.randbelow(2**31)
+    q, k, v = (drawn(drawing + n, 1, 1100, 2, 128) for n in range(3))
+    q[..., 0] = 8.0
+    for sign in (1, -1):
+        k[..., 0] = sign * torch.arange(1100, device="cuda").bfloat16()[:, None] / 10
+        check(quantize(q, k, v, hadamard=False), drawing=drawing)
+        check(quantize(q, k, v, hadamard=False), drawing=drawing, causal=True)
+
+
+def test_values_of_one_give_one() -> None:
+    x = dense(5, 1, 300, 5000, 2, 2, 128, 128)
+    ones = quantize(*(torch.ones(1, 5000, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3)))[2]
+    assert ((attention(x[0], x[1], ones, scale=0.02).float() - 1).abs() < 2.0**-7).all()
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_bits_are_equal_and_graphs_replay(dims: tuple[int, int]) -> None:
+    x = dense(7, 1, 640, 3000, 4, 2, *dims)
+    out = attention(*x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = attention(*x)
+    for _ in range(3):
+        held.zero_()
+        graph.replay()
+        assert torch.equal(held, out) and torch.equal(attention(*x), out)
+
+
+def test_long_sums_are_kept() -> None:
+    """Values of mean 1: one sum of 65536 keys on the tensor cores would lose half of it."""
+    drawing = secrets.randbelow(2**31)
+    q, k, v = drawn(drawing, 1, 64, 1, 128), drawn(drawing + 1, 1, 65536, 1, 128), drawn(drawing + 2, 1, 65536, 1, 128) + 1
+    x = quantize(q, k, v)
+    want = attention(*(t.dequantize() for t in x), backend="reference")
+    assert ((attention(*x).float() - want).norm() / want.norm()) < 0.004, drawing
+
+
+def test_plans() -> None:
+    x = dense(1, 1, 300, 300, 2, 2, 128, 128)
+    plan = warploom.explain(*x, causal=True)
+    assert plan.implementation == "hopper" and plan.tile is not None and plan.tile[1] == 128
+    assert "attn_fwd_fp8_sm90" in plan.reason and "FP8 as it is" in plan.reason and "scales by block" in plan.reason
+    assert warploom.prepare(*x, causal=True) == plan

@@ -1,0 +1,279 @@
+"""The consumer warpgroups of the FP8 forward: scales, P in e4m3, sums of PV in two levels.
+
+The tensor cores keep few bits of an FP8 sum, so each key tile's PV begins at zero and is added to O in fp32, where V's scale
+is multiplied in. Scores are multiplied by the scales of Q and K, so that maxima are in log2 units throughout.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from warploom.attention.hopper.forward_consumers import Consumers, Rows
+from warploom.attention.hopper.fp8_base import SCALED, Scales
+from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
+from warploom.kernels.cute.instructions import exp2, pack_e4m3
+from warploom.kernels.cute.rings import advance, release
+from warploom.kernels.cute.softmax import capped, finite
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, part_of, words
+
+# P is 2^(score - reference), at most 2^TOP: below 448, e4m3's largest. A row's reference is set TOP - HEADROOM, a whole number,
+# below its maximum, whose P is then exact, and again where the maximum has grown by more than HEADROOM.
+TOP, HEADROOM = 8.75, 2.75
+KEY_SCALE, VALUE_SCALE, PARTIAL_SCALE = 0, 1, 2
+
+
+class Fp8Rows(Rows):
+    """What a warpgroup keeps of its 64 rows besides."""
+
+    scales: Scales
+    partial: Any  # the accumulator of one PV
+    query_scale: Any  # of the rows, times what makes log2 units of scores
+    bases: Any  # where the scales of K's and V's blocks start
+    factors: Any  # scales: of the key tile's K, of its V, and of ``partial``'s V
+
+
+class Fp8Consumers(Consumers):
+    """What every consumer warpgroup runs. A row's maximum (``row_max``) is its reference, which all else is relative to."""
+
+    config: Fp8ForwardConfig
+
+    def rows(
+        self,
+        shared: Any,
+        mma_qk: Any,
+        mma_pv: Any,
+        group: Any,
+        multiplier: Any,
+        cap_in: Any,
+        dropout: Any = None,
+        scales: Any = None,
+    ) -> Fp8Rows:
+        """What warpgroup ``group`` keeps."""
+        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
+        partial = mma_pv.make_fragment_C(thr_pv.partition_shape_C((64, self.pv_columns)))
+        acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
+        return Fp8Rows(
+            shared=shared,
+            group=group,
+            multiplier=multiplier,
+            cap_in=cap_in,
+            mma_qk=mma_qk,
+            mma_pv=mma_pv,
+            q=mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
+            k=mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
+            v=mma_pv.make_fragment_B(thr_pv.partition_B(shared.v)),
+            p=mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
+            acc_s=acc_s,
+            acc_o=acc_o,
+            rows_s=accumulator_rows(acc_s, self.tile_n),
+            rows_o=accumulator_rows(acc_o, self.config.head_dim_v),
+            row_max=cute.make_rmem_tensor(2, Float32),
+            row_sum=cute.make_rmem_tensor(2, Float32),
+            correction=cute.make_rmem_tensor(2, Float32),
+            limits=cute.make_rmem_tensor((2, 2), Int32),
+            mask_words=None,
+            mask_ring=None,
+            dropout=None,
+            tile=None,
+            kept_words=None,
+            scales=scales,
+            partial=partial,
+            query_scale=cute.make_rmem_tensor(1, Float32),
+            bases=cute.make_rmem_tensor(2, Int32),
+            factors=cute.make_rmem_tensor(3, Float32),
+        )
+
+    @property
+    def pv_columns(self) -> int:
+        """Columns of O of one PV."""
+        return self.config.pv_columns or self.config.head_dim_v
+
+    # Scales
+
+    @cute.jit
+    def find_scales(self, work, head, batch, top):
+        """The scale of the warpgroup's rows, which lie in one block, and where those of its keys begin."""
+        scales = work.scales
+        block = cutlass.min(top // SCALED, scales.q.shape[1] - 1)  # rows past the last query
+        scale = scales.q[batch, block, head]
+        work.query_scale[0] = scale if const_expr(self.config.softcap) else scale * work.multiplier
+        head_kv = head // scales.members
+        work.bases[0] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.k.layout))
+        work.bases[1] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.v.layout))
+        if const_expr(self.config.overlap):
+            work.partial.fill(0.0)
+            work.factors[PARTIAL_SCALE] = 0.0
+
+    @cute.jit
+    def take_scales(self, work, n):
+        """The scales of key tile ``n``: K's and V's."""
+        block = n // (SCALED // self.tile_n)
+        found = []
+        for i, t in ((0, work.scales.k), (1, work.scales.v)):
+            at = work.bases[i] + block * Int32(t.stride[-2])
+            found.append(cute.make_tensor(t.iterator + at, cute.make_layout(1))[0])
+        return found[0], found[1]
+
+    @cute.jit
+    def while_scoring(self, work, n):
+        """Ask for the scales of key tile ``n``."""
+        work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = self.take_scales(work, n)
+
+    def log2_units(self, work: Any) -> Any:
+        """References are in log2 units."""
+        return Float32(1.0)
+
+    # A key tile
+
+    @cute.jit
+    def step(self, work, n, last, stage, phase, masked):
+        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax.
+
+        All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
+        """
+        shared = work.shared
+        v_stage, v_phase = stage, phase
+        stage, phase = advance(stage, phase, self.stages)
+        if const_expr(self.config.overlap):
+            self.add_partial(work)
+            self.rescale(work)
+            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+            self.wait_ping_pong(work.group)
+            gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+            gemm(work.mma_pv, work.partial, work.p, work.v, False, v_stage)
+            self.pass_ping_pong(work.group)
+            work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
+            self.while_scoring(work, n)
+            warpgroup.wait_group(1)
+            release(shared.k_empty + stage)
+            if n == last:
+                release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
+            self.softmax(work, n, masked, shared.v_empty + v_stage)
+        else:
+            key_scale, value_scale = self.take_scales(work, n)
+            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            self.rescale(work)
+            self.wait_ping_pong(work.group)
+            self.add_values(work, v_stage)
+            cute.arch.mbarrier_wait(shared.k_full + stage, phase)
+            gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+            self.pass_ping_pong(work.group)
+            work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = key_scale, value_scale
+            warpgroup.wait_group(0)
+            release(shared.k_empty + stage)
+            if n == last:
+                release(shared.q_empty + work.group)
+            self.softmax(work, n, masked)
+        self.pack(work)
+        return stage, phase
+
+    @cute.jit
+    def finish(self, work, stage, phase):
+        """The last PV of a tile; the stage and phase that follow."""
+        shared = work.shared
+        if const_expr(self.config.overlap):
+            self.add_partial(work)
+        self.rescale(work)
+        cute.arch.mbarrier_wait(shared.v_full + stage, phase)
+        if const_expr(self.config.overlap):
+            gemm(work.mma_pv, work.partial, work.p, work.v, False, stage)
+            warpgroup.wait_group(0)
+            release(shared.v_empty + stage)
+            work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
+            self.add_partial(work)
+        else:
+            self.add_values(work, stage)
+        return advance(stage, phase, self.stages)
+
+    @cute.jit
+    def add_partial(self, work):
+        """O += the last PV, times its V's scale."""
+        for i in cutlass.range_constexpr(cute.size(work.partial)):
+            work.acc_o[i] = work.acc_o[i] + work.partial[i] * work.factors[PARTIAL_SCALE]
+
+    @cute.jit
+    def add_values(self, work, stage):
+        """O += PV of the last P, times V's scale: some columns after the others, each awaited."""
+        registers = self.pv_columns // 2
+        for part in cutlass.range_constexpr(self.config.head_dim_v // self.pv_columns):
+            gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), False, stage)
+            warpgroup.wait_group(0)
+            if const_expr((part + 1) * self.pv_columns == self.config.head_dim_v):
+                release(work.shared.v_empty + stage)
+            for i in cutlass.range_constexpr(registers):
+                at = part * registers + i
+                work.acc_o[at] = work.acc_o[at] + work.partial[i] * work.factors[VALUE_SCALE]
+
+    # The softmax
+
+    @cute.jit
+    def softmax(self, work, n, masked, v_empty=None):
+        """Exponentiate the scores of key tile ``n`` against a reference that leaves them 2^TOP; O is left to ``rescale``."""
+        rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
+        scale = work.factors[KEY_SCALE] * work.query_scale[0]
+        if const_expr(self.config.softcap):
+            cap_in = work.cap_in * scale
+            for i in cutlass.range_constexpr(2 * columns):
+                work.acc_s[i] = capped(work.acc_s[i], work.multiplier, cap_in)
+            scale = Float32(1.0)
+        if const_expr(masked):
+            self.mask(rows, work.limits, n)
+        offsets = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            top = [rows[r, 0], rows[r, 1]]
+            for c in cutlass.range_constexpr(2, columns):
+                top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
+            new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4) * scale
+            outgrown = new > work.row_max[r] + TOP  # not where both are -inf
+            new = new - (TOP - HEADROOM) if outgrown else work.row_max[r]
+            work.correction[r] = exp2(work.row_max[r] - new) if outgrown else 1.0
+            work.row_max[r] = new
+            offsets[r] = finite(new)
+        for r in cutlass.range_constexpr(2):
+            sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
+            for c in cutlass.range_constexpr(columns):
+                p = exp2(rows[r, c] * scale - offsets[r])
+                rows[r, c] = p
+                sums[c % 2] = sums[c % 2] + p
+                if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
+                    self.finish_pv(sums[0] + sums[1], work.shared, v_empty)
+            work.row_sum[r] = sums[0] + sums[1]
+        if const_expr(v_empty is not None and pv_wait == "late"):
+            self.finish_pv(work.row_sum[0] + work.row_sum[1], work.shared, v_empty)
+        if const_expr(v_empty is not None and pv_wait == "pingpong"):
+            warpgroup.wait_group(0)
+            release(v_empty)
+
+    def pack(self, work: Any) -> None:
+        """P in e4m3: the bytes of a word are four neighbouring keys, two of either half of a tile's columns."""
+        packed, rows, pairs = words(work.p), work.rows_s, self.tile_n // 16
+        for pair in range(pairs):
+            for r in range(2):
+                columns = (2 * pair, 2 * pair + 1, 2 * (pairs + pair), 2 * (pairs + pair) + 1)
+                packed[2 * pair + r] = pack_e4m3([rows[r, c] for c in columns])
+
+    # Masks: a thread has keys 4t to 4t + 3 of each sixteen
+
+    def first_column(self, lane: Any) -> Any:
+        """The first of a lane's keys."""
+        return lane % 4 * 4
+
+    def element(self, c: int) -> int:
+        """Where the ``c``-th of a thread's keys stands in its row of the accumulator."""
+        pairs = self.tile_n // 16
+        return 2 * (c // 2 % 2 * pairs + c // 4) + c % 2
+
+    @cute.jit
+    def own_columns(self, limit):
+        """How many of this thread's keys, four in each sixteen, are below ``limit``, which counts from its first."""
+        limit = cutlass.min(cutlass.max(limit, 0), self.tile_n)
+        return (limit >> 4) * 4 + cutlass.min(limit & 15, 4)

@@ -1,0 +1,177 @@
+"""The FP8 forward kernel: as `HopperForward`, with e4m3 operands of both products.
+
+Here: the launch, shared memory and which warp does what. The loader is in ``fp8_producer``, softmax and sums in two levels are
+in ``fp8_consumers``, the order of keys is in ``fp8_base``; scheduler, tiles and merging are those of 16-bit calls.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from warploom.attention.hopper.forward import LOADER, REGISTERS, SCHEDULER
+from warploom.attention.hopper.forward_base import TILE_WORDS, ForwardShared
+from warploom.attention.hopper.forward_merge import Merge
+from warploom.attention.hopper.fp8_base import E4M3, QUAD, Scales, halved, quads
+from warploom.attention.hopper.fp8_consumers import Fp8Consumers
+from warploom.attention.hopper.fp8_producer import Fp8Producer
+from warploom.kernels.cute.basics import WARP
+from warploom.kernels.cute.rings import Mbarriers, init_rings
+from warploom.kernels.cute.softmax import multipliers
+from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
+from warploom.kernels.cute.wgmma import IN_REGISTERS, IN_SHARED, product_e4m3
+
+
+class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
+    """softmax(scale · q kᵀ + band) v of e4m3 numbers for one configuration; ``__call__`` is what gets compiled."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # bytes, as k and v: (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v), keys contiguous
+        out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
+        scale_q: cute.Tensor,  # fp32 (batch, blocks, heads_q)
+        scale_k: cute.Tensor,
+        scale_v: cute.Tensor,
+        sink: cute.Tensor | None,  # (heads_q,) fp32
+        parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
+        scale: Float32,
+        softcap: Float32,
+        left: Int32,
+        right: Int32,
+        pair_heads: Int32,
+        split: Int32,
+        blocks: Int32,
+        stream: Any,
+    ):
+        """Lay out shared memory, describe the TMA copies and launch ``blocks`` persistent blocks."""
+        config = self.config
+        q, k, v = [cute.make_tensor(cute.recast_ptr(t.iterator, dtype=E4M3), t.layout) for t in (q, k, v)]
+        # (seqlen, head_dim, heads, batch), of V (head_dim, seqlen, heads, batch): a tile is the first two modes.
+        q, k = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (q, k)]
+        v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))
+        heads_kv = k.shape[2]
+        k = quads(k)
+        box, box_v = config.boxes
+        layout_q = tile_layout(E4M3, (64, config.head_dim), self.warpgroups, box)
+        layout_k = tile_layout(E4M3, (self.tile_n, config.head_dim), self.stages, box)
+        layout_v = tile_layout(E4M3, (config.head_dim_v, self.tile_n), self.stages, box_v)
+        loads_k = halved(config, layout_k, self.stages)
+        tma_q, q = tma_load(q, layout_q, (64, config.head_dim))
+        tma_v, v = tma_load(v, layout_v, (config.head_dim_v, self.tile_n))
+        tma_k, k = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), k, cute.select(loads_k, mode=[0, 1, 2]), (2, self.tile_n // QUAD, box)
+        )
+        qk = product_e4m3((64, self.tile_n, 32), IN_SHARED)
+        pv = product_e4m3((64, self.pv_columns, 32), IN_REGISTERS)
+        multiplier, cap_in = multipliers(config, scale, softcap)
+        members = out.shape[2] // heads_kv
+        self.kernel(
+            q, k, v, out, lse, scale_q, scale_k, scale_v, sink, parts, tma_q, tma_k, tma_v, qk, pv,
+            layout_q, layout_k, loads_k, layout_v, multiplier, cap_in, left, right, heads_kv, members, pair_heads, split,
+        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        if const_expr(config.split):
+            self.launch_merge(parts, out, lse, sink, v.shape[1], heads_kv, lse.shape[1], split, blocks, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        scale_q: cute.Tensor,
+        scale_k: cute.Tensor,
+        scale_v: cute.Tensor,
+        sink: cute.Tensor | None,
+        parts: cute.Tensor | None,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+        loads_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+        multiplier: Float32,
+        cap_in: Float32,
+        left: Int32,
+        right: Int32,
+        heads_kv: Int32,
+        members: Int32,
+        pair_heads: Int32,
+        split: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOADER:
+            for atom in (tma_q, tma_k, tma_v):
+                cpasync.prefetch_descriptor(atom)
+        stages, warpgroups, tile_stages = self.stages, self.warpgroups, self.tile_stages
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * warpgroups + 4 * stages + 2 * tile_stages]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
+            scratch: cute.struct.MemRange[Int32, 1]
+            q: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(layout_q)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(layout_k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(layout_v)], 1024]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        barriers = Mbarriers(storage.barriers.data_ptr())
+        queries = placed(storage.q, layout_q)
+        shared = ForwardShared(
+            q_full=barriers.take(warpgroups),
+            q_empty=barriers.take(warpgroups),
+            k_full=barriers.take(stages),
+            k_empty=barriers.take(stages),
+            v_full=barriers.take(stages),
+            v_landed=None,
+            v_empty=barriers.take(stages),
+            tile_full=barriers.take(tile_stages),
+            tile_empty=barriers.take(tile_stages),
+            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, tile_stages))),
+            mask_full=None,
+            mask_empty=None,
+            masks=None,
+            scratch=storage.scratch.data_ptr(),
+            q=queries,
+            loads_q=queries,
+            k=placed(storage.k, layout_k),
+            v=placed(storage.v, layout_v),
+        )
+        consumers = 4 * warpgroups  # warps
+        if warp == LOADER:
+            with cute.arch.elect_one():
+                init_rings(warpgroups, (shared.q_full, shared.q_empty, 4))
+                init_rings(stages, (shared.k_full, shared.k_empty, consumers), (shared.v_full, shared.v_empty, consumers))
+                init_rings(tile_stages, (shared.tile_full, shared.tile_empty, WARP * (consumers + 1)))
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        seqlen_k = v.shape[1]
+        consumer_registers, producer_registers = REGISTERS[warpgroups]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == LOADER:
+                self.load_fp8(q, k, v, members, shared, placed(storage.k, loads_k), tma_q, tma_k, tma_v)
+            if warp == SCHEDULER:
+                self.schedule(seqlen_k, lse.shape, lse.shape[1], shared, left, right, pair_heads, split)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            scales = Scales(q=scale_q, k=scale_k, v=scale_v, members=members)
+            k_shape = (seqlen_k, self.config.head_dim, heads_kv)
+            self.compute(
+                out, lse, sink, parts, k_shape, 0, None, shared, mma_qk, mma_pv, multiplier, cap_in, left, right, scales
+            )

@@ -1,0 +1,82 @@
+"""Which calls of FP8 numbers have a kernel, which variant serves one, and the named set that `warploom build` prepares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+
+from warploom.attention.features import Features
+from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
+from warploom.attention.hopper.plan import BANDS
+
+if TYPE_CHECKING:
+    from warploom.attention.problem import AttentionProblem
+
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+STEP = 16  # of head dims: TMA steps by 16 bytes
+
+
+@dataclass(frozen=True)
+class Fp8Tiling:
+    """How calls of one tile's head dims run: 64 query rows a warpgroup by 128 keys, in ping-pong."""
+
+    warpgroups: int
+    stages: int
+    overlap: bool = False  # of calls without a window and a softcap, which need the registers
+    pv_columns: int = 0
+
+
+# (head_dim, head_dim_v) of the tile, smaller head dims run in the next larger one. 16384 keys full and causal, TFLOP/s:
+TILINGS = {
+    (64, 64): Fp8Tiling(3, 4, overlap=True),  # 653 and 631; without overlap 604 and 598
+    (128, 128): Fp8Tiling(3, 3),  # 962 and 1013; two warpgroups with overlap 859 and 945
+    (256, 256): Fp8Tiling(2, 2, pv_columns=128),  # 1252 and 1198
+}
+
+
+def problem_refusal(problem: AttentionProblem) -> str | None:
+    """What keeps a call of FP8 numbers from the kernel, by its shapes and features, or None."""
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not STEP <= dim <= 256 or dim % STEP:
+            return f"takes FP8 with {name} from {STEP} to 256 in steps of {STEP}, not {dim}"
+    if problem.layout != "dense" or problem.q_offset:
+        return "takes no FP8 in packed sequences or pages, or with query offsets"
+    for there, what in ((problem.columns, "a column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
+        if there:
+            return f"has no FP8 kernel with {what}"
+    return None
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The smallest tile that holds both head dims."""
+    return min(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
+
+
+@cache
+def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
+    """The variant for a call's features and the dtype of its result."""
+    dims = tile_dims(features.head_dim, features.head_dim_v)
+    tiling = TILINGS[dims]
+    plain = not (features.left or features.softcap)
+    return Fp8ForwardConfig(
+        str(out).removeprefix("torch."),
+        *dims,
+        128,
+        warpgroups=tiling.warpgroups,
+        stages=tiling.stages,
+        pv_wait="pingpong",
+        split=True,
+        overlap=tiling.overlap and plain,
+        pv_columns=tiling.pv_columns,
+        **features.flags(Fp8ForwardConfig),
+    )
+
+
+def fp8_set() -> list[Fp8ForwardConfig]:
+    """The variants that `warploom build` prepares: full, causal and windows, in bf16."""
+    e4m3 = torch.float8_e4m3fn
+    return [fp8_config(Features(e4m3, *dims, **band), torch.bfloat16) for dims, band in product(TILINGS, BANDS)]
