@@ -8,22 +8,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from warploom.decode.hopper.config import DecodeConfig
+from warploom.decode.hopper.base import Base
 from warploom.kernels.cute.basics import LOG2_E
 from warploom.kernels.cute.instructions import exp2, pack16, reciprocal
 from warploom.kernels.cute.softmax import finite, log_sum_exp, with_sink
 
 ROWS = 4  # of a block, one a warp
-AHEAD = 16  # parts that are asked for before the first is used
-MOST = 4  # times 32: parts of a row
+AHEAD = 8  # parts that are asked for before the first is used
+MOST = 1  # times 32: parts of a row
 
 
-class Merge:
+class Merge(Base):
     """What runs over rows of queries."""
-
-    config: DecodeConfig
-    dtype: Any
-    dim: int
 
     @cute.jit
     def launch_merge(self, out, lse, parts, lengths, sink, cut, stream):
@@ -44,9 +40,8 @@ class Merge:
         left: Int32,
         right: Int32,
         capacity: Int32,
-        units: Int32,
-        units_shift: Int32,
         least: Int32,
+        groups: Int32,
     ):
         """Parts are added in order, each weighted by what its lse is from the largest; the sink joins here, once."""
         batches, heads_q, queries = lse.shape
@@ -59,8 +54,9 @@ class Merge:
             batch = head // heads_q
             head = head - batch * heads_q
             # Settled before the kernel before this one let it start.
-            _, _, _, size, keys = self.cut(lengths, batch, queries, left, right, capacity, units_shift, least)
-            used = cute.ceil_div(keys, size)
+            most = self.config.cluster * groups
+            _, _, _, _, splits = self.cut(lengths, batch, queries, left, right, capacity, least, most)
+            used = cute.ceil_div(splits, self.config.cluster)
             logit = -Float32.inf
             if const_expr(self.config.sink):
                 logit = sink[head] * LOG2_E  # type: ignore[index]
@@ -70,8 +66,8 @@ class Merge:
             columns = self.dim // 32
             column = lane * columns
             inside = column < out.shape[3]
-            lses = parts.iterator + (Int64(rows) * units * out.shape[3] + Int64(row) * units)
-            values = parts.iterator + Int64(row) * units * out.shape[3] + (column if inside else 0)
+            lses = parts.iterator + (Int64(rows) * groups * out.shape[3] + Int64(row) * groups)
+            values = parts.iterator + Int64(row) * groups * out.shape[3] + (column if inside else 0)
             own = cute.make_rmem_tensor(MOST, Float32)
             top = -Float32.inf
             for i in cutlass.range_constexpr(MOST):

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from warploom.decode.hopper.config import DecodeConfig
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How the keys of every sequence are cut into splits; nothing here depends on the batch or the cache's size."""
-
-    shift: int  # log2 of the splits of a long sequence
-    least: int  # keys of a split
-
-
-def cut(heads_kv: int, row_blocks: int, tile_n: int) -> Cut:
-    fill = max(min(FILL // (heads_kv * row_blocks), 128), 4)
-    return Cut(fill.bit_length() - 1, max(LEAST, tile_n))
-
-
-FILL = 128
-LEAST = 128
+LEAST = 4  # tiles of a split
+ALONE = 96  # pairs
 
 
 @cache

@@ -8,64 +8,101 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from warploom.decode.hopper.config import DecodeConfig
+from warploom.decode.hopper.base import FAR, Base
+from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.rings import advance, expect
 from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
-class Producer:
+class Loads(Fields):
+    """Where tiles come from and go to."""
+
+    call: Any
+    shared: Any
+    k: Any
+    v: Any
+    tma_k: Any
+    tma_v: Any
+    slots: int
+
+
+class Producer(Base):
     """What one warp of a block runs."""
 
-    config: DecodeConfig
-    tile_n: int
-    dim: int
-    stages: int
+    @cute.jit
+    def produce(self, call, shared, k, v, tma_k, tma_v, slots):
+        """Load the tiles of the block's splits; what lies past the last key is loaded too, and not looked at.
+
+        Split s begins with tile s however many splits there are: it is on its way before the sequence's length is known.
+        """
+        loads = Loads(call=call, shared=shared, k=k, v=v, tma_k=tma_k, tma_v=tma_v, slots=slots)
+        most = self.config.cluster
+        split = call.which * most + call.rank
+        ahead = choose((call.left == FAR) & (split * self.tile_n < call.capacity), 1, 0)
+        slot, phase = Int32(0), Int32(1)
+        if ahead > 0:
+            page = self.pages(call, split, call.capacity)
+            slot, phase = self.push(loads, split, page, call.capacity, slot, phase)
+        _, start, last, tiles, splits = self.cut(
+            call.lengths, call.batch, call.queries, call.left, call.right, call.capacity, call.least, most * call.groups
+        )
+        end = cutlass.min(split + 1, splits)
+        if const_expr(call.cluster == 1):
+            end = cutlass.min(split + most, splits)
+        if split < end:
+            tile = split + ahead * splits
+            if tile >= tiles:
+                split += 1
+                tile = split
+            page = self.pages(call, start + tile, last)
+            while split < end:
+                following, at = tile + splits, split
+                if following >= tiles:
+                    at = split + 1
+                    following = at
+                following_page = self.pages(call, start + following, last)
+                slot, phase = self.push(loads, start + tile, page, last, slot, phase)
+                tile, split, page = following, at, following_page
+        elif ahead > 0:
+            # Nobody else waits for what is still to land in this block's memory.
+            cute.arch.mbarrier_wait(shared.full, 0)
+            cute.arch.mbarrier_wait(shared.full + 1, 0)
 
     @cute.jit
-    def produce(self, k, v, table, shared, tma_k, tma_v, head, batch, begin, end, page_shift):
-        """Load keys [begin, end), tile after tile; what lies past ``end`` in the last one is loaded too, and not looked at."""
-        size = self.tile_n * self.dim * 2
-        boxes = self.tile_n // self.config.box
-        tiles = cute.ceil_div(end - begin, self.tile_n)
-        stage, phase = Int32(0), Int32(1)
+    def push(self, loads, tile, page, last, slot, phase):
+        """Load a tile of K and one of V, each once its slot is free; the slot and phase that follow."""
+        for t, atom in ((loads.k, loads.tma_k), (loads.v, loads.tma_v)):
+            slot, phase = self.push_one(loads, t, atom, tile, page, last, slot, phase)
+        return slot, phase
+
+    @cute.jit
+    def push_one(self, loads, t, atom, tile, page, last, slot, phase):
+        """As ``push``, of K or V."""
+        call, shared, config = loads.call, loads.shared, self.config
+        cute.arch.mbarrier_wait(shared.empty + slot, phase)
+        expect(shared.full, config.slot_bytes, slot)
+        if const_expr(config.paged):
+            boxes = self.tile_n // config.box
+            for j in cutlass.range_constexpr(boxes):
+                key = cutlass.min(tile * self.tile_n + j * config.box, last - 1)
+                at = (key - (key >> call.page_shift << call.page_shift)) // config.box
+                self.load(atom, t[None, None, call.head, cute.arch.shuffle_sync(page, j)], shared, at, slot * boxes + j, slot)
+        else:
+            self.load(atom, t[None, None, call.head, call.batch], shared, tile, slot, slot)
+        return advance(slot, phase, loads.slots)
+
+    def load(self, atom: Any, keys: Any, shared: Any, box: Any, at: Any, slot: Any) -> None:
+        """Load the ``box``-th box of keys (key, head_dim) into the ``at``-th of shared memory."""
+        views = tma_views(atom, shared.ring, cute.local_tile(keys, (self.config.box, self.dim), (None, 0)))
+        load_tile(views, box, at, shared.full, slot)
+
+    @cute.jit
+    def pages(self, call, tile, last):
+        """Each lane's page: that of the lane's box of a tile, or of the last key."""
         page = Int32(0)
         if const_expr(self.config.paged):
-            page = self.pages(table, batch, begin, end, page_shift, k.shape[3])
-        for i in cutlass.range(tiles, unroll=1):
-            key = begin + i * self.tile_n
-            if const_expr(self.config.paged):
-                following = self.pages(table, batch, key + self.tile_n, end, page_shift, k.shape[3])
-            cute.arch.mbarrier_wait(shared.empty + stage, phase)
-            expect(shared.k_full, size, stage)
-            if const_expr(self.config.paged):
-                for j in cutlass.range_constexpr(boxes):
-                    own, at = cute.arch.shuffle_sync(page, j), self.place(key + j * 16, end, page_shift)
-                    self.load(tma_k, k[None, None, head, own], shared.k, at, stage * boxes + j, shared.k_full + stage)
-                expect(shared.v_full, size, stage)
-                for j in cutlass.range_constexpr(boxes):
-                    own, at = cute.arch.shuffle_sync(page, j), self.place(key + j * 16, end, page_shift)
-                    self.load(tma_v, v[None, None, head, own], shared.v, at, stage * boxes + j, shared.v_full + stage)
-                page = following
-            else:
-                at = key // self.tile_n
-                self.load(tma_k, k[None, None, head, batch], shared.k, at, stage, shared.k_full + stage)
-                expect(shared.v_full, size, stage)
-                self.load(tma_v, v[None, None, head, batch], shared.v, at, stage, shared.v_full + stage)
-            stage, phase = advance(stage, phase, self.stages)
-
-    def load(self, atom: Any, keys: Any, shared: Any, box: Any, at: Any, barrier: Any) -> None:
-        """Load the ``box``-th box of keys (key, head_dim) into the ``at``-th of shared memory."""
-        views = tma_views(atom, shared, cute.local_tile(keys, (self.config.box, self.dim), (None, 0)))
-        load_tile(views, box, at, barrier)
-
-    @cute.jit
-    def pages(self, table, batch, key, end, page_shift, count):
-        """Each lane's page: that of the lane's 16 keys from ``key`` on, or of the last one before ``end``."""
-        at = cutlass.min(key + cute.arch.lane_idx() * 16, end - 1)
-        return cutlass.min(cutlass.max(table[batch, at >> page_shift], 0), count - 1)
-
-    @cute.jit
-    def place(self, key, end, page_shift):
-        """Which box of its page holds a key, or the last one before ``end``."""
-        at = cutlass.min(key, end - 1)
-        return (at - (at >> page_shift << page_shift)) // 16
+            key = cutlass.min(tile * self.tile_n + cute.arch.lane_idx() * self.config.box, last - 1)
+            page = call.table[call.batch, cutlass.max(key, 0) >> call.page_shift]
+            page = cutlass.min(cutlass.max(page, 0), call.pages - 1)
+        return page

@@ -14,7 +14,7 @@ from warploom.runtime.device import on_device
 FAR = 2**30
 
 
-def forward(args: DecodeArgs, variant=None, cut=None) -> tuple[Tensor, Tensor]:
+def forward(args: DecodeArgs, variant=None, least=None, alone=None, groups=1) -> tuple[Tensor, Tensor]:
     """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
     q, k, v = args.q, args.k, args.v
     batch, queries, heads_q, head_dim = q.shape
@@ -23,22 +23,22 @@ def forward(args: DecodeArgs, variant=None, cut=None) -> tuple[Tensor, Tensor]:
     paged = args.block_table is not None
     if variant is None:
         variant = plan.config(q.dtype, max(head_dim, v.shape[3]), rows, paged, args.softcap != 0.0, args.sink is not None)
-    if cut is None:
-        cut = plan.cut(heads_kv, -(-rows // variant.rows), variant.tile_n)
-    reach = args.capacity if args.left is None else min(args.capacity, max(args.left + queries + variant.tile_n, 1))
-    units = min(1 << cut.shift, -(-reach // cut.least))
+    if least is None:
+        least = plan.LEAST
+    if alone is None:
+        alone = batch * heads_kv * -(-rows // variant.rows) >= plan.ALONE
     page_shift = 31
     if paged and args.block_table.shape[1] > 1:
         page_shift = k.shape[1].bit_length() - 1
     out = q.new_empty((batch, queries, heads_q, v.shape[3]))
     lse = q.new_empty((batch, heads_q, queries), dtype=torch.float32)
-    parts = q.new_empty((batch * heads_q * queries * units * (v.shape[3] + 1),), dtype=torch.float32)
+    parts = q.new_empty((lse.numel() * groups * (v.shape[3] + 1),), dtype=torch.float32) if variant.groups else None
     sink = None if args.sink is None else args.sink.float().contiguous()
-    left = FAR if args.left is None else max(min(args.left, FAR), -FAR)
+    left = FAR if args.left is None else max(min(args.left, FAR - 1), -FAR)
     function = modules.fetch(variant.spec)
     with on_device(q):
         function(
             aligned(q), k, v, out, lse, parts, args.lengths, args.block_table, sink, args.scale, args.softcap, left,
-            max(args.right, -FAR), args.capacity, page_shift, units, cut.shift, cut.least,
+            max(args.right, -FAR), args.capacity, page_shift, least, groups, int(alone),
         )  # fmt: skip
     return out, lse

@@ -1,0 +1,222 @@
+"""What becomes of a warp's part: merged with those of other warps, of other splits and of other blocks, and stored.
+
+Parts are put together from the first to the last, whichever warp, split or block they come from, by the same instructions.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from warploom.decode.hopper.base import Base
+from warploom.kernels.cute.barriers import DecodeBarrier, arrive, wait
+from warploom.kernels.cute.basics import LOG2_E, WARP
+from warploom.kernels.cute.instructions import exp2, pack16, reciprocal, weighted_sum
+from warploom.kernels.cute.memory import load_floats
+from warploom.kernels.cute.softmax import finite, log_sum_exp, with_sink
+
+PAD = 8  # floats behind a row of O in shared memory, which keep what neighbouring rows store at once in different banks
+
+
+class Results(Base):
+    """The end of a split, of a sequence and of a cluster's work."""
+
+    def clear(self, work: Any) -> None:
+        """Nothing so far."""
+        work.acc.fill(0.0)
+        work.row_max.fill(-Float32.inf)
+        work.row_sum.fill(0.0)
+
+    # Warps of a block
+
+    @cute.jit
+    def merge_warps(self, work, shared, row_group, key_group, lane):
+        """The first warp of those with the same rows takes over what the others have, in order."""
+        for r in cutlass.range_constexpr(2):
+            work.row_sum[r] = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
+        at = shared.exchange + row_group * self.config.state_floats
+        for g in cutlass.range_constexpr(1, self.key_groups):
+            pair = (g - 1) * self.row_groups + row_group
+            if key_group == g:
+                wait(DecodeBarrier.TURN, 2 * WARP, pair)
+                self.store_state(work, at, lane)
+                arrive(DecodeBarrier.HANDED, 2 * WARP, pair)
+            if key_group == 0:
+                arrive(DecodeBarrier.TURN, 2 * WARP, pair)
+                wait(DecodeBarrier.HANDED, 2 * WARP, pair)
+                self.add_state(work, at, lane, True)
+
+    @cute.jit
+    def add_split(self, work, shared, row_group, key_group, lane, begun):
+        """Add a split's part to those before it, which ``begun`` says if there are."""
+        if key_group == 0:
+            at = shared.merged + row_group * self.config.state_floats
+            if begun > 0:
+                self.add_state(work, at, lane, False)
+            self.store_state(work, at, lane)
+
+    @cute.jit
+    def store_state(self, work, at, lane):
+        """A warp's O, maxima and sums into shared memory, each lane's four and four, those of neighbours side by side."""
+        four = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(self.dim // 8):
+            for c in cutlass.range_constexpr(4):
+                four[c] = work.acc[4 * i + c]
+            cute.autovec_copy(four, self.lane_four(at, i, lane))
+        for r in cutlass.range_constexpr(2):
+            four[r], four[2 + r] = work.row_max[r], work.row_sum[r]
+        cute.autovec_copy(four, self.lane_four(at, self.dim // 8, lane))
+
+    @cute.jit
+    def add_state(self, work, at, lane, after):
+        """Put what ``store_state`` stored together with what the warp has; ``after``: as what comes behind that."""
+        stats = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(self.lane_four(at, self.dim // 8, lane), stats)
+        own, other = [None, None], [None, None]
+        for r in cutlass.range_constexpr(2):
+            own[r], other[r], new = weights_of(work.row_max[r], stats[r])
+            work.row_sum[r] = in_order(after, own[r], work.row_sum[r], other[r], stats[2 + r])
+            work.row_max[r] = new
+        four = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(self.dim // 8):
+            cute.autovec_copy(self.lane_four(at, i, lane), four)
+            for c in cutlass.range_constexpr(4):
+                work.acc[4 * i + c] = in_order(after, own[c // 2], work.acc[4 * i + c], other[c // 2], four[c])
+
+    def lane_four(self, at: Any, i: int, lane: Any) -> Any:
+        """Four floats of a lane."""
+        return cute.make_tensor((at + (32 * i + lane) * 4).align(16), cute.make_layout(4))
+
+    @cute.jit
+    def finish_alone(self, work, call, shared, places, row_group, key_group, lane, begun):
+        """The result of a block that has had all splits, which are in its first warps' registers."""
+        if key_group == 0:
+            if begun == 0:
+                self.clear(work)
+            for r in cutlass.range_constexpr(2):
+                if places[r] < call.members:
+                    head, token = self.head_and_token(call, places[r])
+                    inverse = self.settle(call, head, token, work.row_max[r], work.row_sum[r], lane % 4 == 0)
+                    for i in cutlass.range_constexpr(self.dim // 8):
+                        pair = [work.acc[4 * i + 2 * r + c] * inverse for c in range(2)]
+                        self.store(call, head, token, 8 * i + lane % 4 * 2, pair)
+
+    # Blocks of a cluster
+
+    @cute.jit
+    def leave_part(self, work, shared, row_group, key_group, lane):
+        """The block's part, row by row, for the others of its cluster; of a block without a split nobody reads it."""
+        pitch = self.dim + PAD
+        if key_group == 0:
+            for r in cutlass.range_constexpr(2):
+                row = row_group * 16 + lane // 4 + 8 * r
+                start = shared.merged + row * pitch
+                for i in cutlass.range_constexpr(self.dim // 8):
+                    two = cute.make_rmem_tensor(2, Float32)
+                    two[0], two[1] = work.acc[4 * i + 2 * r], work.acc[4 * i + 2 * r + 1]
+                    into = cute.make_tensor((start + (8 * i + lane % 4 * 2)).align(8), cute.make_layout(2))
+                    cute.autovec_copy(two, into)
+                if lane % 4 == 0:
+                    stats = cute.make_tensor(shared.merged + (self.config.rows * pitch + 2 * row), cute.make_layout(2))
+                    stats[0], stats[1] = work.row_max[r], work.row_sum[r]
+
+    @cute.jit
+    def merge_cluster(self, call, shared, warp):
+        """Each block puts together some columns of some rows, 32 columns by eight threads, and stores them."""
+        config, pitch, blocks = self.config, self.dim + PAD, call.cluster
+        thread = warp * WARP + cute.arch.lane_idx()
+        lane, chunks = thread % 8, self.dim // 32
+        _, _, _, _, splits = self.cut(
+            call.lengths, call.batch, call.queries, call.left, call.right, call.capacity, call.least, blocks * call.groups
+        )
+        count = cutlass.min(splits - call.which * blocks, blocks)
+        present = cutlass.min(call.members - call.base, config.rows)
+        for chunk in cutlass.range(thread // 8 * blocks + call.rank, present * chunks, self.threads // 8 * blocks, unroll=1):
+            row = chunk // chunks
+            column = (chunk - row * chunks) * 32 + lane * 4
+            own = shared.merged + (row * pitch + column)
+            own_stats = shared.merged + (config.rows * pitch + 2 * row)
+            read: list[Any] = [None] * blocks
+            for b in cutlass.range_constexpr(blocks):
+                there = cutlass.max(cutlass.min(b, count - 1), 0)
+                read[b] = [*load_floats(own, 4, there), *load_floats(own_stats, 2, there)]
+            acc = cute.make_rmem_tensor(4, Float32)
+            acc.fill(0.0)
+            top, total = -Float32.inf, Float32(0.0)
+            if count > 0:
+                for c in cutlass.range_constexpr(4):
+                    acc[c] = read[0][c]
+                top, total = read[0][4], read[0][5]
+            for b in cutlass.range_constexpr(1, blocks):
+                if b < count:
+                    mine, other, top = weights_of(top, read[b][4])
+                    total = weighted_sum(mine, total, other, read[b][5])
+                    for c in cutlass.range_constexpr(4):
+                        acc[c] = weighted_sum(mine, acc[c], other, read[b][c])
+            head, token = self.head_and_token(call, call.base + row)
+            inverse = self.settle(call, head, token, top, total, column == 0)
+            for c in cutlass.range_constexpr(2):
+                self.store(call, head, token, column + 2 * c, [acc[2 * c] * inverse, acc[2 * c + 1] * inverse])
+
+    # Rows of the result
+
+    def head_and_token(self, call: Any, place: Any) -> tuple[Any, Any]:
+        """Query head and query of a row."""
+        token = place // call.group
+        return call.head * call.group + place - token * call.group, token
+
+    @cute.jit
+    def settle(self, call, head, token, top, total, stores):
+        """What a row's O is multiplied by; one thread stores its lse."""
+        shrink, lse = Float32(1.0), call.lse
+        if const_expr(self.config.groups):
+            inverse = 0.0 if total == 0.0 else reciprocal(total)
+            if stores:
+                rows = call.out.shape[0] * call.heads_q * call.queries
+                at = Int64(rows) * call.groups * call.out.shape[3] + Int64(self.row(call, head, token)) * call.groups + call.which
+                value = -Float32.inf if total == 0.0 else top + cute.math.log2(total)
+                cute.make_tensor(call.parts.iterator + at, cute.make_layout(1))[0] = value
+        else:
+            if const_expr(self.config.sink):
+                top, total, shrink = with_sink(top, total, call.sink[head] * LOG2_E)
+            inverse = 0.0 if total == 0.0 else shrink * reciprocal(total)
+            if stores:
+                lse[call.batch, head, token] = log_sum_exp(top, total)
+        return inverse
+
+    @cute.jit
+    def store(self, call, head, token, column, pair):
+        """Two columns of a row."""
+        if column < call.out.shape[3]:
+            if const_expr(self.config.groups):
+                at = (Int64(self.row(call, head, token)) * call.groups + call.which) * call.out.shape[3] + column
+                two = cute.make_rmem_tensor(2, Float32)
+                two[0], two[1] = pair[0], pair[1]
+                cute.autovec_copy(two, cute.make_tensor((call.parts.iterator + at).align(8), cute.make_layout(2)))
+            else:
+                word = cute.make_rmem_tensor(1, Int32)
+                word[0] = pack16(pair[0], pair[1], self.dtype)
+                target = call.out.iterator + cute.crd2idx((call.batch, token, head, column), call.out.layout)
+                cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
+
+    def row(self, call: Any, head: Any, token: Any) -> Any:
+        """Number of a row of (batch, heads_q, queries)."""
+        return (call.batch * call.heads_q + head) * call.queries + token
+
+
+@cute.jit
+def weights_of(first, second):
+    """What two parts of these maxima are multiplied by when they are put together, and the larger one."""
+    top = cute.arch.fmax(first, second)
+    safe = finite(top)
+    return exp2(first - safe), exp2(second - safe), top
+
+
+def in_order(after: bool, own: Any, x: Any, other: Any, y: Any) -> Any:
+    """own x + other y of two parts, as the one that comes first has it; ``after``: the other one comes behind the own."""
+    return weighted_sum(own, x, other, y) if after else weighted_sum(other, y, own, x)
