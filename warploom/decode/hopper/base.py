@@ -30,7 +30,7 @@ class Shared(Fields):
 
 
 class Call(Fields):
-    """What a block works on."""
+    """What all blocks work on."""
 
     q: Any
     out: Any
@@ -52,12 +52,18 @@ class Call(Fields):
     heads_q: Any
     group: Any  # query heads of a key head
     members: Any  # rows of a key head: queries · group
-    head: Any
+    cluster: int
+    slots: int
+
+
+class Place(Fields):
+    """What a block works on at a time."""
+
+    head: Any  # of keys
     batch: Any
     base: Any  # first row
-    which: Any  # of the groups
+    which: Any  # of the groups of splits
     rank: Any  # of the block in its cluster
-    cluster: int
 
 
 class Base:
@@ -71,7 +77,19 @@ class Base:
         self.threads = WARP * (config.warps + 1)
 
     @cute.jit
-    def cut(self, lengths, batch, queries, left, right, capacity, least, most):
+    def cut(self, call, batch):
+        """As ``cut_up``, of the call."""
+        most = self.config.splits * call.groups
+        return self.cut_up(call.lengths, batch, call.queries, call.left, call.right, call.capacity, call.least, most)
+
+    @cute.jit
+    def own_splits(self, call, place, splits):
+        """The block's splits: the first, and the one behind its last."""
+        first = place.which * self.config.splits + place.rank * (self.config.splits // call.cluster)
+        return first, cutlass.min(first + self.config.splits // call.cluster, splits)
+
+    @cute.jit
+    def cut_up(self, lengths, batch, queries, left, right, capacity, least, most):
         """Of a sequence its length, the first tile, the end of its keys, how many tiles and how many splits there are.
 
         All by its own keys. Split s has tiles s, s + splits, s + 2 splits, …; there are as many splits as leave each ``least``

@@ -17,14 +17,13 @@ from warploom.runtime.compile import compile_kernel
 
 
 def compile_decode(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
-    """Write ``library``, which exports ``name``; returns registers, stack and shared bytes."""
+    """Write ``library``, which exports ``name``; returns registers and stack."""
     variant = DecodeConfig(**config)
     tensors = [view(DTYPES[variant.dtype], 3) for _ in range(4)]
     table = None
     if variant.paged:
         table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4)
     parts = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16) if variant.groups else None
-    scalars = [Float32(1.0), Float32(1.0), *[Int32(0)] * 7]
+    scalars = [Float32(1.0), Float32(1.0), *[Int32(0)] * 8]
     arguments = [*tensors, rows(3), parts, vector(Int32), table, vector(Float32, variant.sink), *scalars, stream()]
-    shared = max(variant.shared_bytes(alone) for alone in (False, True))
-    return {**compile_kernel(HopperDecode(variant), arguments, name, library), "shared": shared}
+    return compile_kernel(HopperDecode(variant), arguments, name, library)

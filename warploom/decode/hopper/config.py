@@ -8,6 +8,8 @@ from functools import cached_property
 from warploom.runtime.modules import ModuleSpec
 
 _HERE = "decode/hopper"
+SHARED_BYTES = 227 * 1024  # of a block, at most
+PAD = 8  # floats behind a row of O in shared memory, which keep what neighbouring rows store at once in different banks
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "consumers", "merge", "producer", "results", "split")),
@@ -30,21 +32,13 @@ class DecodeConfig:
     head_dim: int  # 64, 128 or 256
     rows: int = 16  # queries × heads of a group that a block has: 16, 32 or 64
     tile_n: int = 64  # keys of a tile
-    slots: int = 6  # of the ring, for a tile of K or of V each, where a cluster shares a sequence's keys
-    slots_alone: int = 5  # and where one block has them
-    blocks: int = 2  # resident on a multiprocessor at once, which bounds the registers
-    cluster: int = 8  # blocks that share a sequence's keys
+    splits: int = 8  # of a sequence, or of a group: at most, and so many blocks of a cluster
     groups: bool = False  # several clusters may share them
+    box: int = 64  # keys of a TMA box: a tile's, or of pages as many as lie in one, to 16
     paged: bool = False
     softcap: bool = False
     sink: bool = False
     warps: int = 4  # that compute: each 16 rows, and a share of a tile's keys
-    probe: str = ""
-
-    @property
-    def box(self) -> int:
-        """Keys of a TMA box."""
-        return 16 if self.paged else self.tile_n
 
     @property
     def row_groups(self) -> int:
@@ -59,11 +53,10 @@ class DecodeConfig:
     @property
     def name(self) -> str:
         """File name and symbol."""
-        ring = f"s{self.slots}{self.slots_alone}"
-        parts = [self.dtype, f"d{self.head_dim}", f"m{self.rows}", f"n{self.tile_n}", ring, f"b{self.blocks}", f"c{self.cluster}"]
+        parts = [self.dtype, f"d{self.head_dim}", f"m{self.rows}", f"n{self.tile_n}", f"s{self.splits}"]
         parts += [f"w{self.warps}"] if self.warps != 4 else []
-        parts += [self.probe] if self.probe else []
-        parts += [feature for feature in ("groups", "paged", "softcap", "sink") if getattr(self, feature)]
+        parts += [f"paged{self.box}"] if self.paged else []
+        parts += [feature for feature in ("groups", "softcap", "sink") if getattr(self, feature)]
         return "decode_sm90_" + "_".join(parts)
 
     @cached_property
@@ -85,10 +78,24 @@ class DecodeConfig:
     @property
     def part_floats(self) -> int:
         """O of a block's rows, with a maximum and a sum each, in the order of rows."""
-        return self.rows * (self.head_dim + 8 + 2)
+        return self.rows * (self.head_dim + PAD + 2)
 
-    def shared_bytes(self, alone: bool) -> int:
-        """Shared memory of the ring and of what is merged; barriers add less than 256 bytes."""
-        slots, merged = (self.slots_alone, self.row_groups * self.state_floats) if alone else (self.slots, self.part_floats)
-        exchange = self.row_groups * self.state_floats if self.key_groups > 1 else 0
-        return slots * self.slot_bytes + 4 * (max(exchange, merged) if not alone else exchange + merged)
+    @property
+    def exchanged_floats(self) -> int:
+        """What warps with the same rows hand over at once."""
+        return self.row_groups * self.state_floats if self.key_groups > 1 else 0
+
+    def merged_floats(self, cluster: int) -> int:
+        """What a block keeps of its splits, of which it shares a sequence's with the ``cluster``."""
+        return self.row_groups * self.state_floats if cluster == 1 else self.splits // cluster * self.part_floats
+
+    def slots(self, cluster: int) -> int:
+        """Of the ring, each for a tile of K or of V: as many as shared memory holds beside the rest."""
+        rest = 4 * (self.exchanged_floats + self.merged_floats(cluster)) + 2048  # barriers, and gaps for alignment
+        return min((SHARED_BYTES - rest) // self.slot_bytes, 24)
+
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        """Sizes of clusters, from all splits' to one block for all, whose rings have four slots at least."""
+        sizes = [self.splits >> n for n in range(self.splits.bit_length())]
+        return tuple(size for size in sizes if self.slots(size) >= 4)

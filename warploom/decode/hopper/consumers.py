@@ -39,16 +39,14 @@ class Consumers(Results):
     """What the other warps of a block run."""
 
     @cute.jit
-    def consume(self, call, shared, warp, slots):
+    def consume(self, call, place, shared, warp, slot, phase):
         """A warp's rows and keys of the block's splits."""
-        config, n = self.config, self.tile_n
+        n = self.tile_n
         lane = cute.arch.lane_idx()
         row_group, key_group = warp % self.row_groups, warp // self.row_groups
-        length, start, last, tiles, splits = self.cut(
-            call.lengths, call.batch, call.queries, call.left, call.right, call.capacity, call.least, config.cluster * call.groups
-        )
-        places = [call.base + row_group * 16 + lane // 4 + 8 * r for r in range(2)]
-        tokens = [cutlass.min(place // call.group, call.queries - 1) for place in places]
+        length, start, last, tiles, splits = self.cut(call, place.batch)
+        places = [place.base + row_group * 16 + lane // 4 + 8 * r for r in range(2)]
+        tokens = [cutlass.min(at // call.group, call.queries - 1) for at in places]
         positions = [length - call.queries + token for token in tokens]
         first_own = key_group * (n // self.key_groups)  # key of this warp in a tile
         offset = first_own + lane % 4 * 2
@@ -57,69 +55,67 @@ class Consumers(Results):
             acc=cute.make_rmem_tensor(self.dim // 2, Float32),
             row_max=cute.make_rmem_tensor(2, Float32),
             row_sum=cute.make_rmem_tensor(2, Float32),
-            keys=shared.start.toint() + self.lane_place(first_own, lane % 8 + lane // 16 * 8, lane // 8 % 2),
-            values=shared.start.toint() + self.lane_place(first_own, lane % 16, lane // 16),
+            keys=shared.start.toint() + self.lane_place(first_own + lane % 8 + lane // 16 * 8, lane // 8 % 2),
+            values=shared.start.toint() + self.lane_place(first_own + lane % 16, lane // 16),
             past=[cutlass.min(last, position + call.right + 1) - offset for position in positions],
             first=[position - call.left - offset for position in positions],
             live=(last - offset, length - call.queries - call.left - offset),
             multiplier=call.multiplier,
             cap_in=call.cap_in,
         )
-        split = call.which * config.cluster + call.rank
-        end = cutlass.min(split + 1, splits)
-        if const_expr(call.cluster == 1):
-            end = cutlass.min(split + config.cluster, splits)
+        split, end = self.own_splits(call, place, splits)
         if split < end:
-            self.load_queries(work, call, places, tokens, lane)
+            self.load_queries(work, call, place, places, tokens, lane)
         # Tiles that all rows see whole need no mask.
         whole_first = cute.ceil_div(cutlass.max(length - 1 - call.left, 0), n)
         whole_end = cutlass.min(last, length - call.queries + call.right + 1) // n
-        slot, phase = Int32(0), Int32(0)
-        begun = Int32(0)
+        done = Int32(0)
         while split < end:
             self.clear(work)
             for tile in cutlass.range(start + split, start + tiles, splits, unroll=1):
-                key = tile * n
                 k_slot, k_phase = slot, phase
-                slot, phase = advance(slot, phase, slots)
+                slot, phase = advance(slot, phase, call.slots)
                 if (tile >= whole_first) & (tile < whole_end):
-                    self.step(work, shared, key, k_slot, k_phase, slot, phase, False)
+                    self.step(work, shared, tile * n, k_slot, k_phase, slot, phase, False)
                 else:
-                    self.step(work, shared, key, k_slot, k_phase, slot, phase, True)
-                slot, phase = advance(slot, phase, slots)
+                    self.step(work, shared, tile * n, k_slot, k_phase, slot, phase, True)
+                slot, phase = advance(slot, phase, call.slots)
             self.merge_warps(work, shared, row_group, key_group, lane)
-            if const_expr(call.cluster == 1):
-                self.add_split(work, shared, row_group, key_group, lane, begun)
-                begun = Int32(1)
+            if const_expr(call.cluster > 1):
+                self.leave_part(work, shared, row_group, key_group, lane, done)
+            else:
+                self.add_split(work, shared, row_group, key_group, lane, done)
+            done += 1
             split += 1
         if const_expr(call.cluster == 1):
-            self.finish_alone(work, call, shared, places, row_group, key_group, lane, begun)
-        else:
-            self.leave_part(work, shared, row_group, key_group, lane)
+            self.finish_alone(work, call, place, places, key_group, lane, done)
+        return slot, phase
 
     # Shared memory to registers
 
-    def lane_place(self, first: Any, row: Any, chunk: Any) -> Any:
-        """Bytes from a slot's start to a lane's row of the 16 keys from ``first`` on, of ``chunk`` 0 or 1 of 8 columns."""
+    # A tile lies in boxes of ``box`` keys, each with 64 columns of its keys and then the next 64. Rows are of 128 bytes; which of
+    # eight rows an address lies in says which of a row's 16 bytes change places.
+
+    def lane_place(self, key: Any, chunk: Any) -> Any:
+        """Bytes from a slot's start to a lane's key, of ``chunk`` 0 or 1 of 8 columns."""
         box = self.config.box
-        number = first // box  # of the box, which holds 64 columns of its keys and then the next 64
-        return number * (box * self.dim * 2) + (first - number * box + row) * 128 + ((chunk ^ row % 8) << 4)
+        row = key // box * (box * self.dim // 64) + key % box
+        return row * 128 + ((chunk ^ row % 8) << 4)
 
     def block(self, base: Any, bases: dict[int, Any], sub: int, column: int, trans: bool) -> list[Int32]:
         """The 16 × 16 block of the warp's ``sub``-th 16 keys at a column."""
         box = self.config.box
-        number, row = divmod(16 * sub, box)
-        flips = column % 64 // 8 << 4
+        row = 16 * sub // box * (box * self.dim // 64) + 16 * sub % box + column // 64 * box
+        flips = (column % 64 // 8 ^ column // 64 * box % 8) << 4
         if flips not in bases:
             bases[flips] = base ^ flips if flips else base
-        offset = number * (box * self.dim * 2) + row * 128 + column // 64 * (box * 128)
-        return ldmatrix_x4(bases[flips], offset, trans)
+        return ldmatrix_x4(bases[flips], row * 128, trans)
 
     @cute.jit
-    def load_queries(self, work, call, places, tokens, lane):
+    def load_queries(self, work, call, place, places, tokens, lane):
         """Q as the left operand: of rows that there are none of, and past head_dim, zeros."""
         q = call.q
-        start = q.iterator + Int64(call.batch) * q.stride[0] + Int64(call.head * call.group) * q.stride[2]
+        start = q.iterator + Int64(place.batch) * q.stride[0] + Int64(place.head * call.group) * q.stride[2]
         for r in cutlass.range_constexpr(2):
             there = places[r] < call.members
             member = cutlass.min(places[r], call.members - 1) - tokens[r] * call.group
@@ -137,20 +133,15 @@ class Consumers(Results):
     def step(self, work, shared, key, k_slot, k_phase, v_slot, v_phase, masked):
         """One tile: S, its softmax and PV."""
         cute.arch.mbarrier_wait(shared.full + k_slot, k_phase)
-        if const_expr("copy" in self.config.probe):
-            release(shared.empty + k_slot)
-            cute.arch.mbarrier_wait(shared.full + v_slot, v_phase)
-            release(shared.empty + v_slot)
-        else:
-            s = self.scores(work, k_slot * self.config.slot_bytes)
-            release(shared.empty + k_slot)
-            if const_expr(masked):
-                self.hide(work, s, key)
-            self.rescale(work, self.tops(s))
-            p = self.weights(work, s)
-            cute.arch.mbarrier_wait(shared.full + v_slot, v_phase)
-            self.add_values(work, p, v_slot * self.config.slot_bytes, key, masked)
-            release(shared.empty + v_slot)
+        s = self.scores(work, k_slot * self.config.slot_bytes)
+        release(shared.empty + k_slot)
+        if const_expr(masked):
+            self.hide(work, s, key)
+        self.rescale(work, self.tops(s))
+        p = self.weights(work, s)
+        cute.arch.mbarrier_wait(shared.full + v_slot, v_phase)
+        self.add_values(work, p, v_slot * self.config.slot_bytes, key, masked)
+        release(shared.empty + v_slot)
 
     def scores(self, work: Work, at: Any) -> Any:
         """S = Q Kᵀ in log2 units, as [8 keys] of four values."""

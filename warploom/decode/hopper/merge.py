@@ -54,9 +54,9 @@ class Merge(Base):
             batch = head // heads_q
             head = head - batch * heads_q
             # Settled before the kernel before this one let it start.
-            most = self.config.cluster * groups
-            _, _, _, _, splits = self.cut(lengths, batch, queries, left, right, capacity, least, most)
-            used = cute.ceil_div(splits, self.config.cluster)
+            most = self.config.splits * groups
+            _, _, _, _, splits = self.cut_up(lengths, batch, queries, left, right, capacity, least, most)
+            used = cute.ceil_div(splits, self.config.splits)
             logit = -Float32.inf
             if const_expr(self.config.sink):
                 logit = sink[head] * LOG2_E  # type: ignore[index]

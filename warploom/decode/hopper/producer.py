@@ -16,70 +16,63 @@ from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
 class Loads(Fields):
-    """Where tiles come from and go to."""
+    """Where tiles come from."""
 
-    call: Any
-    shared: Any
     k: Any
     v: Any
     tma_k: Any
     tma_v: Any
-    slots: int
 
 
 class Producer(Base):
     """What one warp of a block runs."""
 
     @cute.jit
-    def produce(self, call, shared, k, v, tma_k, tma_v, slots):
+    def produce(self, call, place, shared, loads, slot, phase):
         """Load the tiles of the block's splits; what lies past the last key is loaded too, and not looked at.
 
-        Split s begins with tile s however many splits there are: it is on its way before the sequence's length is known.
+        Split s begins with tile s however many splits there are: a cluster's are on their way before the length is known.
         """
-        loads = Loads(call=call, shared=shared, k=k, v=v, tma_k=tma_k, tma_v=tma_v, slots=slots)
-        most = self.config.cluster
-        split = call.which * most + call.rank
-        ahead = choose((call.left == FAR) & (split * self.tile_n < call.capacity), 1, 0)
-        slot, phase = Int32(0), Int32(1)
-        if ahead > 0:
-            page = self.pages(call, split, call.capacity)
-            slot, phase = self.push(loads, split, page, call.capacity, slot, phase)
-        _, start, last, tiles, splits = self.cut(
-            call.lengths, call.batch, call.queries, call.left, call.right, call.capacity, call.least, most * call.groups
-        )
-        end = cutlass.min(split + 1, splits)
-        if const_expr(call.cluster == 1):
-            end = cutlass.min(split + most, splits)
+        split, _ = self.own_splits(call, place, Int32(0))
+        ahead = Int32(0)
+        if const_expr(call.cluster > 1):
+            ahead = choose((call.left == FAR) & (split * self.tile_n < call.capacity), 1, 0)
+            if ahead > 0:
+                page = self.pages(call, place, split, call.capacity)
+                slot, phase = self.push(call, place, shared, loads, split, page, call.capacity, slot, phase)
+        _, start, last, tiles, splits = self.cut(call, place.batch)
+        split, end = self.own_splits(call, place, splits)
         if split < end:
             tile = split + ahead * splits
             if tile >= tiles:
                 split += 1
                 tile = split
-            page = self.pages(call, start + tile, last)
+            page = self.pages(call, place, start + tile, last)
             while split < end:
                 following, at = tile + splits, split
                 if following >= tiles:
                     at = split + 1
                     following = at
-                following_page = self.pages(call, start + following, last)
-                slot, phase = self.push(loads, start + tile, page, last, slot, phase)
+                following_page = self.pages(call, place, start + following, last)
+                slot, phase = self.push(call, place, shared, loads, start + tile, page, last, slot, phase)
                 tile, split, page = following, at, following_page
         elif ahead > 0:
             # Nobody else waits for what is still to land in this block's memory.
             cute.arch.mbarrier_wait(shared.full, 0)
             cute.arch.mbarrier_wait(shared.full + 1, 0)
-
-    @cute.jit
-    def push(self, loads, tile, page, last, slot, phase):
-        """Load a tile of K and one of V, each once its slot is free; the slot and phase that follow."""
-        for t, atom in ((loads.k, loads.tma_k), (loads.v, loads.tma_v)):
-            slot, phase = self.push_one(loads, t, atom, tile, page, last, slot, phase)
         return slot, phase
 
     @cute.jit
-    def push_one(self, loads, t, atom, tile, page, last, slot, phase):
+    def push(self, call, place, shared, loads, tile, page, last, slot, phase):
+        """Load a tile of K and one of V, each once its slot is free; the slot and phase that follow."""
+        for t, atom in ((loads.k, loads.tma_k), (loads.v, loads.tma_v)):
+            slot, phase = self.push_one(call, place, shared, t, atom, tile, page, last, slot, phase)
+        return slot, phase
+
+    @cute.jit
+    def push_one(self, call, place, shared, t, atom, tile, page, last, slot, phase):
         """As ``push``, of K or V."""
-        call, shared, config = loads.call, loads.shared, self.config
+        config = self.config
         cute.arch.mbarrier_wait(shared.empty + slot, phase)
         expect(shared.full, config.slot_bytes, slot)
         if const_expr(config.paged):
@@ -87,10 +80,11 @@ class Producer(Base):
             for j in cutlass.range_constexpr(boxes):
                 key = cutlass.min(tile * self.tile_n + j * config.box, last - 1)
                 at = (key - (key >> call.page_shift << call.page_shift)) // config.box
-                self.load(atom, t[None, None, call.head, cute.arch.shuffle_sync(page, j)], shared, at, slot * boxes + j, slot)
+                own = cute.arch.shuffle_sync(page, j)
+                self.load(atom, t[None, None, place.head, own], shared, at, slot * boxes + j, slot)
         else:
-            self.load(atom, t[None, None, call.head, call.batch], shared, tile, slot, slot)
-        return advance(slot, phase, loads.slots)
+            self.load(atom, t[None, None, place.head, place.batch], shared, tile, slot, slot)
+        return advance(slot, phase, call.slots)
 
     def load(self, atom: Any, keys: Any, shared: Any, box: Any, at: Any, slot: Any) -> None:
         """Load the ``box``-th box of keys (key, head_dim) into the ``at``-th of shared memory."""
@@ -98,11 +92,11 @@ class Producer(Base):
         load_tile(views, box, at, shared.full, slot)
 
     @cute.jit
-    def pages(self, call, tile, last):
+    def pages(self, call, place, tile, last):
         """Each lane's page: that of the lane's box of a tile, or of the last key."""
         page = Int32(0)
         if const_expr(self.config.paged):
             key = cutlass.min(tile * self.tile_n + cute.arch.lane_idx() * self.config.box, last - 1)
-            page = call.table[call.batch, cutlass.max(key, 0) >> call.page_shift]
+            page = call.table[place.batch, cutlass.max(key, 0) >> call.page_shift]
             page = cutlass.min(cutlass.max(page, 0), call.pages - 1)
         return page

@@ -14,13 +14,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.decode.hopper.base import Base
+from warploom.decode.hopper.config import PAD
 from warploom.kernels.cute.barriers import DecodeBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARP
 from warploom.kernels.cute.instructions import exp2, pack16, reciprocal, weighted_sum
 from warploom.kernels.cute.memory import load_floats
 from warploom.kernels.cute.softmax import finite, log_sum_exp, with_sink
-
-PAD = 8  # floats behind a row of O in shared memory, which keep what neighbouring rows store at once in different banks
 
 
 class Results(Base):
@@ -52,11 +51,11 @@ class Results(Base):
                 self.add_state(work, at, lane, True)
 
     @cute.jit
-    def add_split(self, work, shared, row_group, key_group, lane, begun):
-        """Add a split's part to those before it, which ``begun`` says if there are."""
+    def add_split(self, work, shared, row_group, key_group, lane, done):
+        """Add a split's part to those before it, of which there are ``done``."""
         if key_group == 0:
             at = shared.merged + row_group * self.config.state_floats
-            if begun > 0:
+            if done > 0:
                 self.add_state(work, at, lane, False)
             self.store_state(work, at, lane)
 
@@ -93,58 +92,58 @@ class Results(Base):
         return cute.make_tensor((at + (32 * i + lane) * 4).align(16), cute.make_layout(4))
 
     @cute.jit
-    def finish_alone(self, work, call, shared, places, row_group, key_group, lane, begun):
+    def finish_alone(self, work, call, place, places, key_group, lane, done):
         """The result of a block that has had all splits, which are in its first warps' registers."""
         if key_group == 0:
-            if begun == 0:
+            if done == 0:
                 self.clear(work)
             for r in cutlass.range_constexpr(2):
                 if places[r] < call.members:
-                    head, token = self.head_and_token(call, places[r])
-                    inverse = self.settle(call, head, token, work.row_max[r], work.row_sum[r], lane % 4 == 0)
+                    head, token = self.head_and_token(call, place, places[r])
+                    inverse = self.settle(call, place, head, token, work.row_max[r], work.row_sum[r], lane % 4 == 0)
                     for i in cutlass.range_constexpr(self.dim // 8):
                         pair = [work.acc[4 * i + 2 * r + c] * inverse for c in range(2)]
-                        self.store(call, head, token, 8 * i + lane % 4 * 2, pair)
+                        self.store(call, place, head, token, 8 * i + lane % 4 * 2, pair)
 
     # Blocks of a cluster
 
     @cute.jit
-    def leave_part(self, work, shared, row_group, key_group, lane):
-        """The block's part, row by row, for the others of its cluster; of a block without a split nobody reads it."""
+    def leave_part(self, work, shared, row_group, key_group, lane, done):
+        """The part of the block's split behind those ``done``, row by row, for the others of its cluster."""
         pitch = self.dim + PAD
+        part = shared.merged + done * self.config.part_floats
         if key_group == 0:
             for r in cutlass.range_constexpr(2):
                 row = row_group * 16 + lane // 4 + 8 * r
-                start = shared.merged + row * pitch
+                start = part + row * pitch
                 for i in cutlass.range_constexpr(self.dim // 8):
                     two = cute.make_rmem_tensor(2, Float32)
                     two[0], two[1] = work.acc[4 * i + 2 * r], work.acc[4 * i + 2 * r + 1]
                     into = cute.make_tensor((start + (8 * i + lane % 4 * 2)).align(8), cute.make_layout(2))
                     cute.autovec_copy(two, into)
                 if lane % 4 == 0:
-                    stats = cute.make_tensor(shared.merged + (self.config.rows * pitch + 2 * row), cute.make_layout(2))
+                    stats = cute.make_tensor(part + (self.config.rows * pitch + 2 * row), cute.make_layout(2))
                     stats[0], stats[1] = work.row_max[r], work.row_sum[r]
 
     @cute.jit
-    def merge_cluster(self, call, shared, warp):
+    def merge_cluster(self, call, place, shared, warp):
         """Each block puts together some columns of some rows, 32 columns by eight threads, and stores them."""
         config, pitch, blocks = self.config, self.dim + PAD, call.cluster
         thread = warp * WARP + cute.arch.lane_idx()
         lane, chunks = thread % 8, self.dim // 32
-        _, _, _, _, splits = self.cut(
-            call.lengths, call.batch, call.queries, call.left, call.right, call.capacity, call.least, blocks * call.groups
-        )
-        count = cutlass.min(splits - call.which * blocks, blocks)
-        present = cutlass.min(call.members - call.base, config.rows)
-        for chunk in cutlass.range(thread // 8 * blocks + call.rank, present * chunks, self.threads // 8 * blocks, unroll=1):
+        parts, each = config.splits, config.splits // blocks
+        _, _, _, _, splits = self.cut(call, place.batch)
+        count = cutlass.min(splits - place.which * parts, parts)
+        present = cutlass.min(call.members - place.base, config.rows)
+        for chunk in cutlass.range(thread // 8 * blocks + place.rank, present * chunks, self.threads // 8 * blocks, unroll=1):
             row = chunk // chunks
             column = (chunk - row * chunks) * 32 + lane * 4
             own = shared.merged + (row * pitch + column)
             own_stats = shared.merged + (config.rows * pitch + 2 * row)
-            read: list[Any] = [None] * blocks
-            for b in cutlass.range_constexpr(blocks):
-                there = cutlass.max(cutlass.min(b, count - 1), 0)
-                read[b] = [*load_floats(own, 4, there), *load_floats(own_stats, 2, there)]
+            read: list[Any] = [None] * parts
+            for s in cutlass.range_constexpr(parts):
+                block, at = s // each, s % each * config.part_floats
+                read[s] = [*load_floats(own + at, 4, block), *load_floats(own_stats + at, 2, block)]
             acc = cute.make_rmem_tensor(4, Float32)
             acc.fill(0.0)
             top, total = -Float32.inf, Float32(0.0)
@@ -152,61 +151,61 @@ class Results(Base):
                 for c in cutlass.range_constexpr(4):
                     acc[c] = read[0][c]
                 top, total = read[0][4], read[0][5]
-            for b in cutlass.range_constexpr(1, blocks):
-                if b < count:
-                    mine, other, top = weights_of(top, read[b][4])
-                    total = weighted_sum(mine, total, other, read[b][5])
+            for s in cutlass.range_constexpr(1, parts):
+                if s < count:
+                    mine, other, top = weights_of(top, read[s][4])
+                    total = weighted_sum(mine, total, other, read[s][5])
                     for c in cutlass.range_constexpr(4):
-                        acc[c] = weighted_sum(mine, acc[c], other, read[b][c])
-            head, token = self.head_and_token(call, call.base + row)
-            inverse = self.settle(call, head, token, top, total, column == 0)
+                        acc[c] = weighted_sum(mine, acc[c], other, read[s][c])
+            head, token = self.head_and_token(call, place, place.base + row)
+            inverse = self.settle(call, place, head, token, top, total, column == 0)
             for c in cutlass.range_constexpr(2):
-                self.store(call, head, token, column + 2 * c, [acc[2 * c] * inverse, acc[2 * c + 1] * inverse])
+                self.store(call, place, head, token, column + 2 * c, [acc[2 * c] * inverse, acc[2 * c + 1] * inverse])
 
     # Rows of the result
 
-    def head_and_token(self, call: Any, place: Any) -> tuple[Any, Any]:
+    def head_and_token(self, call: Any, place: Any, row: Any) -> tuple[Any, Any]:
         """Query head and query of a row."""
-        token = place // call.group
-        return call.head * call.group + place - token * call.group, token
+        token = row // call.group
+        return place.head * call.group + row - token * call.group, token
 
     @cute.jit
-    def settle(self, call, head, token, top, total, stores):
+    def settle(self, call, place, head, token, top, total, stores):
         """What a row's O is multiplied by; one thread stores its lse."""
         shrink, lse = Float32(1.0), call.lse
         if const_expr(self.config.groups):
             inverse = 0.0 if total == 0.0 else reciprocal(total)
+            rows = call.out.shape[0] * call.heads_q * call.queries
+            at = Int64(rows) * call.groups * call.out.shape[3] + Int64(self.row(call, place, head, token)) * call.groups
+            target = cute.make_tensor(call.parts.iterator + (at + place.which), cute.make_layout(1))
             if stores:
-                rows = call.out.shape[0] * call.heads_q * call.queries
-                at = Int64(rows) * call.groups * call.out.shape[3] + Int64(self.row(call, head, token)) * call.groups + call.which
-                value = -Float32.inf if total == 0.0 else top + cute.math.log2(total)
-                cute.make_tensor(call.parts.iterator + at, cute.make_layout(1))[0] = value
+                target[0] = -Float32.inf if total == 0.0 else top + cute.math.log2(total)
         else:
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, call.sink[head] * LOG2_E)
             inverse = 0.0 if total == 0.0 else shrink * reciprocal(total)
             if stores:
-                lse[call.batch, head, token] = log_sum_exp(top, total)
+                lse[place.batch, head, token] = log_sum_exp(top, total)
         return inverse
 
     @cute.jit
-    def store(self, call, head, token, column, pair):
+    def store(self, call, place, head, token, column, pair):
         """Two columns of a row."""
         if column < call.out.shape[3]:
             if const_expr(self.config.groups):
-                at = (Int64(self.row(call, head, token)) * call.groups + call.which) * call.out.shape[3] + column
+                at = (Int64(self.row(call, place, head, token)) * call.groups + place.which) * call.out.shape[3] + column
                 two = cute.make_rmem_tensor(2, Float32)
                 two[0], two[1] = pair[0], pair[1]
                 cute.autovec_copy(two, cute.make_tensor((call.parts.iterator + at).align(8), cute.make_layout(2)))
             else:
                 word = cute.make_rmem_tensor(1, Int32)
                 word[0] = pack16(pair[0], pair[1], self.dtype)
-                target = call.out.iterator + cute.crd2idx((call.batch, token, head, column), call.out.layout)
+                target = call.out.iterator + cute.crd2idx((place.batch, token, head, column), call.out.layout)
                 cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
 
-    def row(self, call: Any, head: Any, token: Any) -> Any:
+    def row(self, call: Any, place: Any, head: Any, token: Any) -> Any:
         """Number of a row of (batch, heads_q, queries)."""
-        return (call.batch * call.heads_q + head) * call.queries + token
+        return (place.batch * call.heads_q + head) * call.queries + token
 
 
 @cute.jit

@@ -22,10 +22,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.decode.hopper.base import Call, Shared
+from warploom.decode.hopper.base import Call, Place, Shared
 from warploom.decode.hopper.consumers import Consumers
 from warploom.decode.hopper.merge import Merge
-from warploom.decode.hopper.producer import Producer
+from warploom.decode.hopper.producer import Loads, Producer
 from warploom.kernels.cute.rings import Mbarriers
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
@@ -54,32 +54,33 @@ class HopperDecode(Producer, Consumers, Merge):
         page_shift: Int32,
         least: Int32,  # tiles of a split
         groups: Int32,  # of splits: clusters that share a sequence
-        alone: Int32,  # whether a block has a whole group of splits
+        cluster: Int32,  # blocks that share a group of splits
+        blocks: Int32,  # that do not: at most so many at once
         stream: Any,
     ):
         """Launch a block or a cluster for every key head and sequence."""
         config = self.config
         k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (k, v)]
-        layouts = [
-            tile_layout(self.dtype, (config.box, self.dim), slots * (self.tile_n // config.box), 64)
-            for slots in (config.slots, config.slots_alone)
-        ]
-        tma_k, k = tma_load(k, layouts[0], (config.box, self.dim))
-        tma_v, v = tma_load(v, layouts[0], (config.box, self.dim))
+        layout = tile_layout(self.dtype, (config.box, self.dim), self.tile_n // config.box, 64)
+        tma_k, k = tma_load(k, layout, (config.box, self.dim))
+        tma_v, v = tma_load(v, layout, (config.box, self.dim))
         multiplier, cap_in = multipliers(config, scale, softcap)
         batch, heads_q, queries = lse.shape
         heads_kv = k.shape[2]
         row_blocks = cute.ceil_div(queries * (heads_q // heads_kv), config.rows)
         tensors = (q, k, v, out, lse, parts, lengths, table, sink, tma_k, tma_v)
         numbers = (multiplier, cap_in, left, right, capacity, page_shift, least, groups, row_blocks)
-        shape = {"block": [self.threads, 1, 1], "stream": stream, "use_pdl": True}
-        shape |= {"min_blocks_per_mp": config.blocks, "preferred_smem_carveout": 100}  # per cent
-        if alone > 0:
-            self.kernel(*tensors, layouts[1], *numbers, 1).launch(grid=[heads_kv * row_blocks, batch, groups], **shape)
-        else:
-            self.kernel(*tensors, layouts[0], *numbers, config.cluster).launch(
-                grid=[config.cluster * heads_kv * row_blocks, batch, groups], cluster=[config.cluster, 1, 1], **shape
-            )
+        shape = {"block": [self.threads, 1, 1], "stream": stream, "use_pdl": True, "min_blocks_per_mp": 1}
+        for size in config.clusters:
+            ring = tile_layout(self.dtype, (config.box, self.dim), config.slots(size) * (self.tile_n // config.box), 64)
+            if size == cluster:
+                if const_expr(size == 1):
+                    grid = [cutlass.min(blocks, heads_kv * row_blocks * batch * groups), 1, 1]
+                    self.kernel(*tensors, ring, *numbers, size).launch(grid=grid, **shape)
+                else:
+                    self.kernel(*tensors, ring, *numbers, size).launch(
+                        grid=[size * heads_kv * row_blocks, batch, groups], cluster=[size, 1, 1], **shape
+                    )
         if const_expr(config.groups):
             self.launch_merge(out, lse, parts, lengths, sink, (left, right, capacity, least, groups), stream)
 
@@ -109,30 +110,26 @@ class HopperDecode(Producer, Consumers, Merge):
         row_blocks: Int32,
         cluster: cutlass.Constexpr,
     ):
-        config = self.config
-        slots = config.slots if const_expr(cluster > 1) else config.slots_alone
-        exchanged = self.row_groups * config.state_floats if const_expr(self.key_groups > 1) else 0
-        own = config.part_floats if const_expr(cluster > 1) else self.row_groups * config.state_floats
-        # A cluster's block merges its warps before it leaves its part.
-        memory = cutlass.max(exchanged, own) if const_expr(cluster > 1) else exchanged + own
+        config, slots = self.config, self.config.slots(cluster)
+        exchanged, kept = config.exchanged_floats, config.merged_floats(cluster)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * slots]
-            merged: cute.struct.Align[cute.struct.MemRange[Float32, memory], 128]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, exchanged], 128]
+            merged: cute.struct.Align[cute.struct.MemRange[Float32, kept], 128]
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
-        merged = storage.merged.data_ptr()
         shared = Shared(
             full=barriers.take(slots),
             empty=barriers.take(slots),
             ring=placed(storage.ring, layout),
             start=storage.ring.data_ptr(),
-            exchange=merged,
-            merged=merged if const_expr(cluster > 1) else merged + exchanged,
+            exchange=storage.exchange.data_ptr(),
+            merged=storage.merged.data_ptr(),
         )
         if warp == config.warps:
             for atom in (tma_k, tma_v):
@@ -147,28 +144,42 @@ class HopperDecode(Producer, Consumers, Merge):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        x, batch, which = cute.arch.block_idx()
-        rank = Int32(0)
-        if const_expr(cluster > 1):
-            rank = x % cluster
-            x = x // cluster
-        head = x // row_blocks
         heads_q, queries = lse.shape[1], lse.shape[2]
         group = heads_q // k.shape[2]
         call = Call(
             q=q, out=out, lse=lse, parts=parts, lengths=lengths, table=table, sink=sink, multiplier=multiplier, cap_in=cap_in,
-            left=left, right=right, capacity=capacity, page_shift=page_shift, pages=k.shape[3], least=least, groups=groups, queries=queries,
-            heads_q=heads_q, group=group, members=queries * group, head=head, batch=batch,
-            base=(x - head * row_blocks) * config.rows, which=which, rank=rank, cluster=cluster,
+            left=left, right=right, capacity=capacity, page_shift=page_shift, pages=k.shape[3], least=least, groups=groups,
+            queries=queries, heads_q=heads_q, group=group, members=queries * group, cluster=cluster, slots=slots,
         )  # fmt: skip
-        if warp == config.warps:
-            self.produce(call, shared, k, v, tma_k, tma_v, slots)
-        else:
-            self.consume(call, shared, warp, slots)
+        loads = Loads(k=k, v=v, tma_k=tma_k, tma_v=tma_v)
+        x, y, z = cute.arch.block_idx()
+        across = k.shape[2] * row_blocks
         if const_expr(cluster > 1):
+            place = self.place(x // cluster, y, z, row_blocks, x % cluster)
+            if warp == config.warps:
+                self.produce(call, place, shared, loads, Int32(0), Int32(1))
+            else:
+                self.consume(call, place, shared, warp, Int32(0), Int32(0))
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-            self.merge_cluster(call, shared, warp)
-            # Others may still read this block's part.
-            cute.arch.cluster_arrive()
+            self.merge_cluster(call, place, shared, warp)
+            # Others may still read this block's parts.
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+        else:
+            total = across * lse.shape[0] * groups
+            slot, phase = Int32(0), Int32(0)
+            for index in cutlass.range(x, total, cute.arch.grid_dim()[0], unroll=1):
+                rest = index // across
+                which = rest // lse.shape[0]
+                place = self.place(index - rest * across, rest - which * lse.shape[0], which, row_blocks, Int32(0))
+                if warp == config.warps:
+                    slot, phase = self.produce(call, place, shared, loads, slot, phase ^ 1)
+                    phase ^= 1
+                else:
+                    slot, phase = self.consume(call, place, shared, warp, slot, phase)
+
+    def place(self, x: Any, batch: Any, which: Any, row_blocks: Any, rank: Any) -> Place:
+        """What a block works on: ``x`` counts blocks of rows, and key heads."""
+        head = x // row_blocks
+        return Place(head=head, batch=batch, base=(x - head * row_blocks) * self.config.rows, which=which, rank=rank)
