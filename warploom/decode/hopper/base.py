@@ -35,7 +35,6 @@ class Call(Fields):
     q: Any
     out: Any
     lse: Any
-    parts: Any
     lengths: Any
     table: Any
     sink: Any
@@ -47,7 +46,6 @@ class Call(Fields):
     page_shift: Any
     pages: Any
     least: Any  # tiles of a split
-    groups: Any  # of splits, at most
     queries: Any
     heads_q: Any
     group: Any  # query heads of a key head
@@ -62,7 +60,6 @@ class Place(Fields):
     head: Any  # of keys
     batch: Any
     base: Any  # first row
-    which: Any  # of the groups of splits
     rank: Any  # of the block in its cluster
 
 
@@ -77,27 +74,21 @@ class Base:
         self.threads = WARP * (config.warps + 1)
 
     @cute.jit
-    def cut(self, call, batch):
-        """As ``cut_up``, of the call."""
-        most = self.config.splits * call.groups
-        return self.cut_up(call.lengths, batch, call.queries, call.left, call.right, call.capacity, call.least, most)
-
-    @cute.jit
     def own_splits(self, call, place, splits):
         """The block's splits: the first, and the one behind its last."""
-        first = place.which * self.config.splits + place.rank * (self.config.splits // call.cluster)
-        return first, cutlass.min(first + self.config.splits // call.cluster, splits)
+        each = self.config.splits // call.cluster
+        return place.rank * each, cutlass.min(place.rank * each + each, splits)
 
     @cute.jit
-    def cut_up(self, lengths, batch, queries, left, right, capacity, least, most):
+    def cut(self, call, batch):
         """Of a sequence its length, the first tile, the end of its keys, how many tiles and how many splits there are.
 
-        All by its own keys. Split s has tiles s, s + splits, s + 2 splits, …; there are as many splits as leave each ``least``
-        tiles, one at least and ``most`` at the most.
+        All by its own keys. Split s has tiles s, s + splits, s + 2 splits, …; there are as many splits as leave each
+        ``call.least`` tiles, one at least.
         """
-        length = cutlass.min(cutlass.max(lengths[batch], 0), capacity)
-        start = cutlass.max(length - queries - left, 0) // self.tile_n
-        last = cutlass.min(length, length + right)
+        length = cutlass.min(cutlass.max(call.lengths[batch], 0), call.capacity)
+        start = cutlass.max(length - call.queries - call.left, 0) // self.tile_n
+        last = cutlass.min(length, length + call.right)
         tiles = cutlass.max((last + self.tile_n - 1) // self.tile_n - start, 0)
-        splits = cutlass.min(cutlass.max(tiles // least, choose(tiles > 0, 1, 0)), most)
+        splits = cutlass.min(cutlass.max(tiles // call.least, choose(tiles > 0, 1, 0)), self.config.splits)
         return length, start, last, tiles, splits

@@ -23,7 +23,6 @@ def compile_decode(config: dict[str, Any], name: str, library: Path) -> dict[str
     table = None
     if variant.paged:
         table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4)
-    parts = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16) if variant.groups else None
-    scalars = [Float32(1.0), Float32(1.0), *[Int32(0)] * 8]
-    arguments = [*tensors, rows(3), parts, vector(Int32), table, vector(Float32, variant.sink), *scalars, stream()]
+    scalars = [Float32(1.0), Float32(1.0), *[Int32(0)] * 7]
+    arguments = [*tensors, rows(3), vector(Int32), table, vector(Float32, variant.sink), *scalars, stream()]
     return compile_kernel(HopperDecode(variant), arguments, name, library)

@@ -12,7 +12,7 @@ SHARED_BYTES = 227 * 1024  # of a block, at most
 PAD = 8  # floats behind a row of O in shared memory, which keep what neighbouring rows store at once in different banks
 # What the compiled code is made from.
 SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "consumers", "merge", "producer", "results", "split")),
+    *(f"{_HERE}/{file}.py" for file in ("base", "build", "config", "consumers", "producer", "results", "split")),
     *(
         f"kernels/cute/{file}.py"
         for file in ("arguments", "barriers", "basics", "fields", "instructions", "memory", "rings", "softmax", "tiles")
@@ -32,8 +32,7 @@ class DecodeConfig:
     head_dim: int  # 64, 128 or 256
     rows: int = 16  # queries × heads of a group that a block has: 16, 32 or 64
     tile_n: int = 64  # keys of a tile
-    splits: int = 8  # of a sequence, or of a group: at most, and so many blocks of a cluster
-    groups: bool = False  # several clusters may share them
+    splits: int = 8  # of a sequence, at most
     box: int = 64  # keys of a TMA box: a tile's, or of pages as many as lie in one, to 16
     paged: bool = False
     softcap: bool = False
@@ -56,7 +55,7 @@ class DecodeConfig:
         parts = [self.dtype, f"d{self.head_dim}", f"m{self.rows}", f"n{self.tile_n}", f"s{self.splits}"]
         parts += [f"w{self.warps}"] if self.warps != 4 else []
         parts += [f"paged{self.box}"] if self.paged else []
-        parts += [feature for feature in ("groups", "softcap", "sink") if getattr(self, feature)]
+        parts += [feature for feature in ("softcap", "sink") if getattr(self, feature)]
         return "decode_sm90_" + "_".join(parts)
 
     @cached_property
@@ -82,8 +81,8 @@ class DecodeConfig:
 
     @property
     def exchanged_floats(self) -> int:
-        """What warps with the same rows hand over at once."""
-        return self.row_groups * self.state_floats if self.key_groups > 1 else 0
+        """What warps with the same rows hand over at once, half of them to the other half."""
+        return self.row_groups * (self.key_groups // 2) * self.state_floats
 
     def merged_floats(self, cluster: int) -> int:
         """What a block keeps of its splits, of which it shares a sequence's with the ``cluster``."""

@@ -80,15 +80,17 @@ class Consumers(Results):
                 else:
                     self.step(work, shared, tile * n, k_slot, k_phase, slot, phase, True)
                 slot, phase = advance(slot, phase, call.slots)
-            self.merge_warps(work, shared, row_group, key_group, lane)
+            # Addresses that depend on these are found out at the end: registers are worth more all through the loop.
+            at, of_rows, of_keys = hidden(lane), hidden(row_group), hidden(key_group)
+            self.merge_warps(work, shared, of_rows, of_keys, at)
             if const_expr(call.cluster > 1):
-                self.leave_part(work, shared, row_group, key_group, lane, done)
+                self.leave_part(work, shared, of_rows, of_keys, at, done)
             else:
-                self.add_split(work, shared, row_group, key_group, lane, done)
+                self.add_split(work, shared, of_rows, of_keys, at, done)
             done += 1
             split += 1
         if const_expr(call.cluster == 1):
-            self.finish_alone(work, call, place, places, key_group, lane, done)
+            self.finish_alone(work, call, place, hidden(row_group), hidden(key_group), hidden(lane), done)
         return slot, phase
 
     # Shared memory to registers

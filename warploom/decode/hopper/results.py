@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from warploom.decode.hopper.base import Base
 from warploom.decode.hopper.config import PAD
@@ -35,20 +35,23 @@ class Results(Base):
 
     @cute.jit
     def merge_warps(self, work, shared, row_group, key_group, lane):
-        """The first warp of those with the same rows takes over what the others have, in order."""
+        """Of the warps with the same rows the upper half hands over what it has to the lower one, until the first has all."""
         for r in cutlass.range_constexpr(2):
             work.row_sum[r] = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-        at = shared.exchange + row_group * self.config.state_floats
-        for g in cutlass.range_constexpr(1, self.key_groups):
-            pair = (g - 1) * self.row_groups + row_group
-            if key_group == g:
+        half, pairs = self.key_groups // 2, 0
+        while const_expr(half > 0):
+            to = key_group % half
+            pair = pairs + to * self.row_groups + row_group
+            at = shared.exchange + (to * self.row_groups + row_group) * self.config.state_floats
+            if key_group >= half and key_group < 2 * half:
                 wait(DecodeBarrier.TURN, 2 * WARP, pair)
                 self.store_state(work, at, lane)
                 arrive(DecodeBarrier.HANDED, 2 * WARP, pair)
-            if key_group == 0:
+            if key_group < half:
                 arrive(DecodeBarrier.TURN, 2 * WARP, pair)
                 wait(DecodeBarrier.HANDED, 2 * WARP, pair)
                 self.add_state(work, at, lane, True)
+            pairs, half = pairs + half * self.row_groups, half // 2
 
     @cute.jit
     def add_split(self, work, shared, row_group, key_group, lane, done):
@@ -92,14 +95,15 @@ class Results(Base):
         return cute.make_tensor((at + (32 * i + lane) * 4).align(16), cute.make_layout(4))
 
     @cute.jit
-    def finish_alone(self, work, call, place, places, key_group, lane, done):
+    def finish_alone(self, work, call, place, row_group, key_group, lane, done):
         """The result of a block that has had all splits, which are in its first warps' registers."""
         if key_group == 0:
             if done == 0:
                 self.clear(work)
             for r in cutlass.range_constexpr(2):
-                if places[r] < call.members:
-                    head, token = self.head_and_token(call, place, places[r])
+                row = place.base + row_group * 16 + lane // 4 + 8 * r
+                if row < call.members:
+                    head, token = self.head_and_token(call, place, row)
                     inverse = self.settle(call, place, head, token, work.row_max[r], work.row_sum[r], lane % 4 == 0)
                     for i in cutlass.range_constexpr(self.dim // 8):
                         pair = [work.acc[4 * i + 2 * r + c] * inverse for c in range(2)]
@@ -132,8 +136,7 @@ class Results(Base):
         thread = warp * WARP + cute.arch.lane_idx()
         lane, chunks = thread % 8, self.dim // 32
         parts, each = config.splits, config.splits // blocks
-        _, _, _, _, splits = self.cut(call, place.batch)
-        count = cutlass.min(splits - place.which * parts, parts)
+        _, _, _, _, count = self.cut(call, place.batch)
         present = cutlass.min(call.members - place.base, config.rows)
         for chunk in cutlass.range(thread // 8 * blocks + place.rank, present * chunks, self.threads // 8 * blocks, unroll=1):
             row = chunk // chunks
@@ -173,39 +176,20 @@ class Results(Base):
     def settle(self, call, place, head, token, top, total, stores):
         """What a row's O is multiplied by; one thread stores its lse."""
         shrink, lse = Float32(1.0), call.lse
-        if const_expr(self.config.groups):
-            inverse = 0.0 if total == 0.0 else reciprocal(total)
-            rows = call.out.shape[0] * call.heads_q * call.queries
-            at = Int64(rows) * call.groups * call.out.shape[3] + Int64(self.row(call, place, head, token)) * call.groups
-            target = cute.make_tensor(call.parts.iterator + (at + place.which), cute.make_layout(1))
-            if stores:
-                target[0] = -Float32.inf if total == 0.0 else top + cute.math.log2(total)
-        else:
-            if const_expr(self.config.sink):
-                top, total, shrink = with_sink(top, total, call.sink[head] * LOG2_E)
-            inverse = 0.0 if total == 0.0 else shrink * reciprocal(total)
-            if stores:
-                lse[place.batch, head, token] = log_sum_exp(top, total)
-        return inverse
+        if const_expr(self.config.sink):
+            top, total, shrink = with_sink(top, total, call.sink[head] * LOG2_E)
+        if stores:
+            lse[place.batch, head, token] = log_sum_exp(top, total)
+        return 0.0 if total == 0.0 else shrink * reciprocal(total)
 
     @cute.jit
     def store(self, call, place, head, token, column, pair):
         """Two columns of a row."""
         if column < call.out.shape[3]:
-            if const_expr(self.config.groups):
-                at = (Int64(self.row(call, place, head, token)) * call.groups + place.which) * call.out.shape[3] + column
-                two = cute.make_rmem_tensor(2, Float32)
-                two[0], two[1] = pair[0], pair[1]
-                cute.autovec_copy(two, cute.make_tensor((call.parts.iterator + at).align(8), cute.make_layout(2)))
-            else:
-                word = cute.make_rmem_tensor(1, Int32)
-                word[0] = pack16(pair[0], pair[1], self.dtype)
-                target = call.out.iterator + cute.crd2idx((place.batch, token, head, column), call.out.layout)
-                cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
-
-    def row(self, call: Any, place: Any, head: Any, token: Any) -> Any:
-        """Number of a row of (batch, heads_q, queries)."""
-        return (place.batch * call.heads_q + head) * call.queries + token
+            word = cute.make_rmem_tensor(1, Int32)
+            word[0] = pack16(pair[0], pair[1], self.dtype)
+            target = call.out.iterator + cute.crd2idx((place.batch, token, head, column), call.out.layout)
+            cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
 
 
 @cute.jit

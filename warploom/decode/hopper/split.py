@@ -8,7 +8,7 @@ they are many, a block has all splits. Both put warps and splits together in the
 it changes no bit which of them runs.
 
 Here: the launches, shared memory and which warp does what. The warps are in ``producer`` and ``consumers``, what becomes of
-parts in ``results``; ``merge`` puts together what several clusters leave of a sequence.
+parts in ``results``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -24,14 +24,13 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.decode.hopper.base import Call, Place, Shared
 from warploom.decode.hopper.consumers import Consumers
-from warploom.decode.hopper.merge import Merge
 from warploom.decode.hopper.producer import Loads, Producer
 from warploom.kernels.cute.rings import Mbarriers
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
 
 
-class HopperDecode(Producer, Consumers, Merge):
+class HopperDecode(Producer, Consumers):
     """softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -42,7 +41,6 @@ class HopperDecode(Producer, Consumers, Merge):
         v: cute.Tensor,
         out: cute.Tensor,  # (batch, queries, heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, heads_q, queries) fp32
-        parts: cute.Tensor | None,  # fp32: (rows, groups, head_dim_v), then (rows, groups), of rows of lse
         lengths: cute.Tensor,  # (batch,) int32
         table: cute.Tensor | None,  # (batch, pages of a sequence) int32
         sink: cute.Tensor | None,  # (heads_q,) fp32
@@ -53,9 +51,8 @@ class HopperDecode(Producer, Consumers, Merge):
         capacity: Int32,
         page_shift: Int32,
         least: Int32,  # tiles of a split
-        groups: Int32,  # of splits: clusters that share a sequence
-        cluster: Int32,  # blocks that share a group of splits
-        blocks: Int32,  # that do not: at most so many at once
+        cluster: Int32,  # blocks that share a sequence
+        blocks: Int32,  # at once, where each has sequences alone
         stream: Any,
     ):
         """Launch a block or a cluster for every key head and sequence."""
@@ -68,21 +65,19 @@ class HopperDecode(Producer, Consumers, Merge):
         batch, heads_q, queries = lse.shape
         heads_kv = k.shape[2]
         row_blocks = cute.ceil_div(queries * (heads_q // heads_kv), config.rows)
-        tensors = (q, k, v, out, lse, parts, lengths, table, sink, tma_k, tma_v)
-        numbers = (multiplier, cap_in, left, right, capacity, page_shift, least, groups, row_blocks)
+        tensors = (q, k, v, out, lse, lengths, table, sink, tma_k, tma_v)
+        numbers = (multiplier, cap_in, left, right, capacity, page_shift, least, row_blocks)
         shape = {"block": [self.threads, 1, 1], "stream": stream, "use_pdl": True, "min_blocks_per_mp": 1}
         for size in config.clusters:
             ring = tile_layout(self.dtype, (config.box, self.dim), config.slots(size) * (self.tile_n // config.box), 64)
             if size == cluster:
                 if const_expr(size == 1):
-                    grid = [cutlass.min(blocks, heads_kv * row_blocks * batch * groups), 1, 1]
+                    grid = [cutlass.min(blocks, heads_kv * row_blocks * batch), 1, 1]
                     self.kernel(*tensors, ring, *numbers, size).launch(grid=grid, **shape)
                 else:
                     self.kernel(*tensors, ring, *numbers, size).launch(
-                        grid=[size * heads_kv * row_blocks, batch, groups], cluster=[size, 1, 1], **shape
+                        grid=[size * heads_kv * row_blocks, batch, 1], cluster=[size, 1, 1], **shape
                     )
-        if const_expr(config.groups):
-            self.launch_merge(out, lse, parts, lengths, sink, (left, right, capacity, least, groups), stream)
 
     @cute.kernel
     def kernel(
@@ -92,7 +87,6 @@ class HopperDecode(Producer, Consumers, Merge):
         v: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        parts: cute.Tensor | None,
         lengths: cute.Tensor,
         table: cute.Tensor | None,
         sink: cute.Tensor | None,
@@ -106,7 +100,6 @@ class HopperDecode(Producer, Consumers, Merge):
         capacity: Int32,
         page_shift: Int32,
         least: Int32,
-        groups: Int32,
         row_blocks: Int32,
         cluster: cutlass.Constexpr,
     ):
@@ -147,15 +140,15 @@ class HopperDecode(Producer, Consumers, Merge):
         heads_q, queries = lse.shape[1], lse.shape[2]
         group = heads_q // k.shape[2]
         call = Call(
-            q=q, out=out, lse=lse, parts=parts, lengths=lengths, table=table, sink=sink, multiplier=multiplier, cap_in=cap_in,
-            left=left, right=right, capacity=capacity, page_shift=page_shift, pages=k.shape[3], least=least, groups=groups,
+            q=q, out=out, lse=lse, lengths=lengths, table=table, sink=sink, multiplier=multiplier, cap_in=cap_in,
+            left=left, right=right, capacity=capacity, page_shift=page_shift, pages=k.shape[3], least=least,
             queries=queries, heads_q=heads_q, group=group, members=queries * group, cluster=cluster, slots=slots,
         )  # fmt: skip
         loads = Loads(k=k, v=v, tma_k=tma_k, tma_v=tma_v)
-        x, y, z = cute.arch.block_idx()
+        x, batch, _ = cute.arch.block_idx()
         across = k.shape[2] * row_blocks
         if const_expr(cluster > 1):
-            place = self.place(x // cluster, y, z, row_blocks, x % cluster)
+            place = self.place(x // cluster, batch, row_blocks, x % cluster)
             if warp == config.warps:
                 self.produce(call, place, shared, loads, Int32(0), Int32(1))
             else:
@@ -167,19 +160,18 @@ class HopperDecode(Producer, Consumers, Merge):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
-            total = across * lse.shape[0] * groups
+            total = across * lse.shape[0]
             slot, phase = Int32(0), Int32(0)
             for index in cutlass.range(x, total, cute.arch.grid_dim()[0], unroll=1):
-                rest = index // across
-                which = rest // lse.shape[0]
-                place = self.place(index - rest * across, rest - which * lse.shape[0], which, row_blocks, Int32(0))
+                batch = index // across
+                place = self.place(index - batch * across, batch, row_blocks, Int32(0))
                 if warp == config.warps:
                     slot, phase = self.produce(call, place, shared, loads, slot, phase ^ 1)
                     phase ^= 1
                 else:
                     slot, phase = self.consume(call, place, shared, warp, slot, phase)
 
-    def place(self, x: Any, batch: Any, which: Any, row_blocks: Any, rank: Any) -> Place:
+    def place(self, x: Any, batch: Any, row_blocks: Any, rank: Any) -> Place:
         """What a block works on: ``x`` counts blocks of rows, and key heads."""
         head = x // row_blocks
-        return Place(head=head, batch=batch, base=(x - head * row_blocks) * self.config.rows, which=which, rank=rank)
+        return Place(head=head, batch=batch, base=(x - head * row_blocks) * self.config.rows, rank=rank)

@@ -78,10 +78,10 @@ class WalkBarrier(NamedBarriers):
 
 @unique
 class DecodeBarrier(NamedBarriers):
-    """Of decode: each one of two warps with the same rows."""
+    """Of decode: each one of two warps with the same rows, of which there are up to eight."""
 
-    TURN = 1, 3  # a warp may hand over what it has
-    HANDED = 4, 3  # it has
+    TURN = 1, 7  # a warp may hand over what it has
+    HANDED = 8, 7  # it has
 
 
 def wait(barrier: Any, threads: int, index: Any = 0) -> None:
