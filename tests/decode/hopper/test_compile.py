@@ -1,4 +1,4 @@
-"""A variant compiles for sm_90a here, without a GPU: registers, no spills where tiles are multiplied, TMA in the machine code."""
+"""A variant compiles for sm_90a here, without a GPU: registers, no spills, TMA in the machine code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Split-KV decode for Hopper (sm_90a) in the CuTe DSL: TMA, mma.sync, clusters that merge in shared memory.
 
-One launch a call, without a workspace. Modules are compiled ahead of time by `warploom build`, or once at first use.
+One launch a call, without a workspace. It runs where it is asked for by name. Modules are compiled ahead of time by
+`warploom build`, or once at first use.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warploom.decode.backend import DecodeBackend
-from warploom.decode.hopper.plan import DTYPES, LEAST_HEADS, MOST_ROWS, config, page_size
+from warploom.decode.hopper.plan import DTYPES, HEAD_DIMS, LEAST_HEADS, MOST_ROWS, VARIANTS, config, page_size
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import dispatch, modules
 
@@ -62,6 +63,10 @@ class Hopper(DecodeBackend):
     def available(self) -> str | None:
         return _examine()
 
+    def declines(self) -> str | None:
+        """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
+        return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
+
     def wavers(self) -> bool:
         """Where it builds no modules, another process may."""
         return modules.cannot_build() is not None
@@ -79,8 +84,8 @@ class Hopper(DecodeBackend):
         if p.bias:
             return "has no bias yet"
         for name, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
-            if not 16 <= dim <= 256 or dim % 8:
-                return f"takes {name} from 16 to 256 in steps of 8, not {dim}"
+            if not 16 <= dim <= HEAD_DIMS[-1] or dim % 8:
+                return f"takes {name} from 16 to {HEAD_DIMS[-1]} in steps of 8, not {dim}"
         if p.queries * p.heads_q > MOST_ROWS * p.heads_kv:
             return f"takes up to {MOST_ROWS} queries × heads of a key head, not {p.queries * p.heads_q // p.heads_kv}"
         if p.heads_kv < LEAST_HEADS:
@@ -89,6 +94,8 @@ class Hopper(DecodeBackend):
             return f"takes pages of 8 keys or more, not of {p.page_size}"
         if p.capacity >= 2**31 or p.batch > MOST_SEQUENCES:
             return f"takes {MOST_SEQUENCES} sequences of 2**31 - 1 keys at the most, not {p.batch} of {p.capacity}"
+        if config(*_described(p)) not in VARIANTS:
+            return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
         return _module_refusal(*_described(p))
 
     def describe(self, problem: DecodeProblem) -> str:

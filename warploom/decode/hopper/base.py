@@ -9,7 +9,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from warploom.decode.hopper.config import DecodeConfig
 from warploom.kernels.cute.basics import DTYPES, WARP, choose

@@ -29,15 +29,15 @@ class DecodeConfig:
     """
 
     dtype: str  # "float16" or "bfloat16"
-    head_dim: int  # 64, 128 or 256
-    rows: int = 16  # queries × heads of a group that a block has: 16, 32 or 64
-    tile_n: int = 64  # keys of a tile
+    head_dim: int  # 64 or 128
+    rows: int = 16  # queries × heads of a group that a block has
+    tile_n: int = 128  # keys of a tile
     splits: int = 8  # of a sequence, at most
-    box: int = 64  # keys of a TMA box: a tile's, or of pages as many as lie in one, to 16
+    box: int = 128  # keys of a TMA box: a tile's, or of pages as many as lie in one, to 16
     paged: bool = False
     softcap: bool = False
     sink: bool = False
-    warps: int = 4  # that compute: each 16 rows, and a share of a tile's keys
+    warps: int = 8  # that compute: each 16 rows, and a share of a tile's keys
 
     @property
     def row_groups(self) -> int:
@@ -53,7 +53,7 @@ class DecodeConfig:
     def name(self) -> str:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"m{self.rows}", f"n{self.tile_n}", f"s{self.splits}"]
-        parts += [f"w{self.warps}"] if self.warps != 4 else []
+        parts += [f"w{self.warps}"]
         parts += [f"paged{self.box}"] if self.paged else []
         parts += [feature for feature in ("softcap", "sink") if getattr(self, feature)]
         return "decode_sm90_" + "_".join(parts)

@@ -95,8 +95,8 @@ class Consumers(Results):
 
     # Shared memory to registers
 
-    # A tile lies in boxes of ``box`` keys, each with 64 columns of its keys and then the next 64. Rows are of 128 bytes; which of
-    # eight rows an address lies in says which of a row's 16 bytes change places.
+    # A tile lies in boxes of ``box`` keys, each with 64 columns of its keys and then the next 64. Rows are of 128 bytes; which
+    # of eight rows an address lies in says which of a row's 16 bytes change places.
 
     def lane_place(self, key: Any, chunk: Any) -> Any:
         """Bytes from a slot's start to a lane's key, of ``chunk`` 0 or 1 of 8 columns."""
