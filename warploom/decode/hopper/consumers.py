@@ -149,7 +149,8 @@ class Consumers(Results):
         """S = Q Kᵀ in log2 units, as [8 keys] of four values."""
         subs = self.tile_n // self.key_groups // 16
         chains = 2 if subs < 2 else 1  # of products that wait for one another
-        base, bases = work.keys + at, {}
+        base = work.keys + at
+        bases: dict[int, Any] = {}
         s: Any = [[[Float32(0.0)] * 4 for _ in range(2 * subs)] for _ in range(chains)]
         for k in range(self.dim // 16):
             a = [work.q[4 * k + i] for i in range(4)]
@@ -222,7 +223,8 @@ class Consumers(Results):
 
     def add_values(self, work: Work, p: Any, at: Any, key: Any, masked: bool) -> None:
         """O += P V; values of keys that no row sees count as zeros, whatever they hold."""
-        base, bases = work.values + at, {}
+        base = work.values + at
+        bases: dict[int, Any] = {}
         acc = [work.acc[i] for i in range(self.dim // 2)]
         for g, a in enumerate(p):
             masks = self.masks(work.live, key + 16 * g) if masked else None
