@@ -40,7 +40,7 @@ def query(batch: int = 2, queries: int = 1, heads: int = 4, dim: int = 16) -> to
         ({"window": 5}, TypeError, "window must be a pair"),
         ({"window": (5, 1.5)}, TypeError, "window's right must be an int or None"),
         ({"sink": torch.zeros(3)}, ValueError, r"sink must have shape \(4,\)"),
-        ({"backend": "fast"}, ValueError, "backend must be one of 'triton', 'cpu', 'reference'"),
+        ({"backend": "fast"}, ValueError, "backend must be one of 'hopper', 'triton', 'cpu', 'reference'"),
         ({"backend": "triton"}, ValueError, "backend='triton' cannot run this call"),
     ],
 )

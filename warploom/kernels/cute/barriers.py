@@ -76,6 +76,14 @@ class WalkBarrier(NamedBarriers):
     OUT_WRITTEN = 4  # it may be read
 
 
+@unique
+class DecodeBarrier(NamedBarriers):
+    """Of decode: each one of two warps with the same rows, of which there are up to eight."""
+
+    TURN = 1, 7  # a warp may hand over what it has
+    HANDED = 8, 7  # it has
+
+
 def wait(barrier: Any, threads: int, index: Any = 0) -> None:
     """Wait until all ``threads`` have come to the ``index``-th of the member's barriers."""
     cute.arch.barrier(barrier_id=barrier + index, number_of_threads=threads)

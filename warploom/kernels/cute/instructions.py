@@ -17,6 +17,14 @@ def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def weighted_sum(a: Float32, x: Float32, b: Float32, y: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a x + b y, of which only b y is rounded before: the compiler is not left to choose which product is."""
+    values = [Float32(v).ir_value(loc=loc, ip=ip) for v in (a, x, b, y)]
+    text = "{ .reg .f32 p; mul.rn.f32 p, $3, $4; fma.rn.f32 $0, $1, $2, p; }"
+    return Float32(assembly(T.f32(), values, text, "=f,f,f,f,f"))
+
+
+@dsl_user_op
 def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """``x``, of which the compiler knows nothing."""
     return Int32(assembly(T.i32(), [Int32(x).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", side_effects=True))

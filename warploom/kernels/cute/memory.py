@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warploom.kernels.cute.instructions import assembly
@@ -33,6 +34,20 @@ def bulk_send(target: Any, source: Any, size: int, barrier: Any, block: Int32, *
     pointers = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (target, source)]
     values = [*pointers, Int32(size).ir_value(loc=loc, ip=ip), barrier.to_llvm_ptr(loc=loc, ip=ip)]
     assembly(None, [*values, Int32(block).ir_value(loc=loc, ip=ip)], text, "r,r,r,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def load_floats(source: Any, count: int, block: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Two or four fp32, aligned as one, of another block's shared memory; ``source`` is where they would be in its own."""
+    outputs = ", ".join(f"${i}" for i in range(count))
+    text = (
+        f"{{ .reg .b32 s; mapa.shared::cluster.u32 s, ${count}, ${count + 1}; "
+        f"ld.shared::cluster.v{count}.f32 {{{outputs}}}, [s]; }}"
+    )
+    values = [source.to_llvm_ptr(loc=loc, ip=ip), Int32(block).ir_value(loc=loc, ip=ip)]
+    kind = llvm.StructType.get_literal([T.f32()] * count)
+    struct = assembly(kind, values, text, ",".join(["=f"] * count) + ",r,r,~{memory}", side_effects=True)
+    return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(count)]
 
 
 @dsl_user_op

@@ -1,0 +1,121 @@
+"""Split-KV decode for Hopper (sm_90a) in the CuTe DSL: TMA, mma.sync, clusters that merge in shared memory.
+
+One launch a call, without a workspace. It runs where it is asked for by name. Modules are compiled ahead of time by
+`warploom build`, or once at first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from warploom.decode.backend import DecodeBackend
+from warploom.decode.hopper.plan import DTYPES, HEAD_DIMS, LEAST_HEADS, MOST_ROWS, VARIANTS, config, page_size
+from warploom.decode.problem import DecodeProblem
+from warploom.runtime import dispatch, modules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warploom.decode.hopper.run import Ready
+    from warploom.decode.problem import DecodeArgs
+
+NAME = "hopper"
+MOST_SEQUENCES = 65535  # of a grid's second dimension
+
+
+def _examine() -> str | None:
+    """Why this machine cannot run it, found out once."""
+    return modules.cannot_run()
+
+
+def _module_refusal(*fields: Any) -> str | None:
+    """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice."""
+    if fields in _found or modules.cannot_build() is None:
+        return None
+    missing = modules.absence(config(*fields).spec)
+    if missing is not None:
+        return missing
+    _found.add(fields)
+    return None
+
+
+_found: set[tuple[object, ...]] = set()
+
+# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
+# import costs a second.
+for _function in (_examine, _module_refusal):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _described(p: DecodeProblem) -> tuple[Any, ...]:
+    """What the variant of a problem depends on."""
+    one = p.page_size == p.capacity  # a table of one column
+    return p.dtype, p.head_dim, p.head_dim_v, page_size(p.page_size, one), p.softcap, p.sink
+
+
+class Hopper(DecodeBackend):
+    """Caches of 16 bits of either kind, of some queries a key head and no tree or bias."""
+
+    name = NAME
+    special = True
+    device = "cuda"
+
+    def available(self) -> str | None:
+        return _examine()
+
+    def declines(self) -> str | None:
+        """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
+        return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
+
+    def wavers(self) -> bool:
+        """Where it builds no modules, another process may."""
+        return modules.cannot_build() is not None
+
+    def supports(self, problem: DecodeProblem) -> str | None:
+        p = problem
+        if p.device != "cuda":
+            return f"runs on CUDA tensors, not on {p.device}"
+        if p.fp8:
+            return "reads no FP8 caches yet"
+        if p.dtype not in DTYPES:
+            return f"takes float16 or bfloat16, not {p.dtype}"
+        if p.tree:
+            return "has no trees yet"
+        if p.bias:
+            return "has no bias yet"
+        for name, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+            if not 16 <= dim <= HEAD_DIMS[-1] or dim % 8:
+                return f"takes {name} from 16 to {HEAD_DIMS[-1]} in steps of 8, not {dim}"
+        if p.queries * p.heads_q > MOST_ROWS * p.heads_kv:
+            return f"takes up to {MOST_ROWS} queries × heads of a key head, not {p.queries * p.heads_q // p.heads_kv}"
+        if p.heads_kv < LEAST_HEADS:
+            return f"takes {LEAST_HEADS} key heads or more, not {p.heads_kv}"
+        if p.page_size is not None and p.page_size < 8:
+            return f"takes pages of 8 keys or more, not of {p.page_size}"
+        if p.capacity >= 2**31 or p.batch > MOST_SEQUENCES:
+            return f"takes {MOST_SEQUENCES} sequences of 2**31 - 1 keys at the most, not {p.batch} of {p.capacity}"
+        if config(*_described(p)) not in VARIANTS:
+            return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
+        return _module_refusal(*_described(p))
+
+    def describe(self, problem: DecodeProblem) -> str:
+        """The module and its state."""
+        spec = config(*_described(problem)).spec
+        return f"module {spec.name} ({modules.outlook(spec)})"
+
+    def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
+        """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
+        from warploom.decode.hopper import run
+
+        if not run.readable(args):
+            return dispatch.delegate(NAME, DecodeProblem.from_args(args), "decode").forward(args)
+        return run.forward(args)
+
+    def bind(self, args: DecodeArgs) -> Ready | None:
+        """What runs later calls that differ from this one, which has run, in the contents of q and sink alone."""
+        from warploom.decode.hopper import run
+
+        return run.ready(args) if run.readable(args) else None
+
+
+BACKEND = Hopper()
