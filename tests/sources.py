@@ -11,6 +11,7 @@ PACKAGE = Path(warploom.__file__).parent
 KERNELS = (
     "warploom.attention.ampere",
     "warploom.attention.hopper",
+    "warploom.delta.hopper",
     "warploom.linear.hopper",
     "warploom.kernels.cute",
     "warploom.runtime.compile",

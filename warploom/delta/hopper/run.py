@@ -31,7 +31,10 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
     last = torch.empty(shape, dtype=torch.float32, device=v.device) if return_state else no_state
     prepared = torch.empty((slots * heads_v, ITEM), dtype=torch.float32, device=v.device)
     dtype = str(v.dtype).removeprefix("torch.")
-    first, second = (modules.fetch(kind(dtype, q.shape[3]).spec) for kind in (prepare, walk))
+    sequences = call.sequences + (call.cu_seqlens is not None)
+    processors = _processors(q.device.index)
+    variants = prepare(dtype, q.shape[3]), walk(dtype, q.shape[3], m, sequences * heads_v, processors)
+    first, second = (modules.fetch(variant.spec) for variant in variants)
     with on_device(q):
         first(q, k, beta, decay, lengths, cu, prepared, call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None))
         second(q, k, v, out, prepared, no_state if call.state is None else call.state, last, lengths, cu)
@@ -42,3 +45,9 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
 def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
     """What stands for lengths or starts, and for states, that are not there."""
     return torch.empty(0, dtype=torch.int32, device=device), torch.empty((0, 1, 1, 1), dtype=torch.float32, device=device)
+
+
+@cache
+def _processors(index: int | None) -> int:
+    """Streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
