@@ -9,12 +9,17 @@ from warploom.runtime.modules import ModuleSpec
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # of a TMA box, and value columns of a warpgroup
-# What prepare leaves of a chunk of a value head, fp32 words: two matrices (CHUNK, CHUNK) in 16 bits, each as it lies in shared
-# memory, and four rows of CHUNK fp32.
-MATRIX = CHUNK * CHUNK // 2
-ITEM = 2 * MATRIX + 4 * CHUNK
-# The rows: what multiplies k S, q S and kᵀ Y, for keys and queries as they are given; and the decay of the whole chunk.
-READS, QUERIES, WRITES, WHOLE = 0, 1, 2, 3
+# What prepare leaves of a chunk of a value head, in fp32 words: two lower triangular matrices (CHUNK, CHUNK) in 16 bits and
+# five rows of CHUNK fp32. A matrix is cut into boxes of 16 columns, each from its first row on that is not 0; a box lies as it
+# does in shared memory, with a swizzle of 32 bytes.
+BOX = 16
+BOX_ROWS = tuple(range(CHUNK, 0, -BOX))
+MATRIX = sum(BOX_ROWS) * BOX // 2
+NUMBERS = 5 * CHUNK
+ITEM = 2 * MATRIX + NUMBERS
+# The rows: what multiplies k S and q S, for keys and queries as they are given; beta; what then multiplies kᵀ Y; and the decay
+# of the whole chunk.
+READS, QUERIES, BETA, WRITES, WHOLE = range(5)
 _HERE = "delta/hopper"
 _SHARED = (
     *(f"kernels/cute/{file}.py" for file in ("arguments", "basics", "fields", "instructions", "memory")),

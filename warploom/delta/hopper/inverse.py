@@ -39,11 +39,6 @@ def times(a: Split, b: Split, onto: list[Any] | None = None) -> list[Any]:
     return found
 
 
-def minus(fragment: list[Any]) -> list[Any]:
-    """The fragment times -1."""
-    return [-x for x in fragment]
-
-
 def put_transposed(address: Any, fragment: list[Any], lane: Any) -> None:
     """A fragment into shared memory, columns as rows of PITCH."""
     base = address + (lane % 4 * (2 * PITCH) + lane // 4) * 4
@@ -100,30 +95,3 @@ def get_transposed(address: Any, lane: Any) -> list[Any]:
             for e in range(2):
                 found[4 * n + 2 * r + e] = load_shared(base, ((8 * n + e) * PITCH + 8 * r) * 4, 1)[0]
     return found
-
-
-def inverse_blocks(a: dict[tuple[int, int], Split], turned: list[Split], straight: list[Split]) -> dict[tuple[int, int], Any]:
-    """The fragments below the diagonal of the inverse of a unit lower triangular matrix of 4 × 4 blocks.
-
-    Args:
-        a: its blocks below the diagonal.
-        turned: the transposed inverses of its blocks on the diagonal, of which those of rows 0, 1 and 2 are read.
-        straight: the inverses, of which those of rows 1, 2 and 3 are read.
-    """
-    x: dict[tuple[int, int], Any] = {}
-    # Of [[P, 0], [R, Q]] the inverse is [[P', 0], [-Q' R P', Q']]: first of blocks of 32 on the diagonal, then of the whole.
-    w = split(times(turned[0], a[1, 0]))  # (R P')ᵀ
-    x[1, 0] = minus(times(straight[1], w))
-    upper = split(minus(times(w, straight[1])))  # x[1, 0] transposed
-    w = split(times(turned[2], a[3, 2]))
-    x[3, 2] = minus(times(straight[3], w))
-    lower = split(x[3, 2])
-    for column in range(2):
-        # (R P')ᵀ of rows 2 and 3 of this column.
-        if column == 0:
-            top, bottom = (split(times(upper, a[row, 1], times(turned[0], a[row, 0]))) for row in (2, 3))
-        else:
-            top, bottom = (split(times(turned[1], a[row, 1])) for row in (2, 3))
-        x[2, column] = minus(times(straight[2], top))
-        x[3, column] = minus(times(straight[3], bottom, times(lower, top)))
-    return x

@@ -3,8 +3,8 @@
 With D_ij = e^(G_i - G_j) the decay from token j to token i, and q and k normalized, S0 the state before the chunk:
 
     Y = V - e^G k S0 - A Y,    A_ij = D_ij (k_i . k_j) beta_j  for j < i,
-    out = scale (e^G q S0 + P Y),    P_ij = D_ij (q_i . k_j) beta_j  for j <= i,
-    S = e^G_last S0 + sum_j e^(G_last - G_j) beta_j k_j Y_j.
+    out = scale (e^G q S0 + P beta Y),    P_ij = D_ij (q_i . k_j)  for j <= i,
+    S = e^G_last S0 + sum_j e^(G_last - G_j) k_j beta_j Y_j.
 
 (Yang et al., 2024, arXiv 2412.06464, section 3.3, whose U is beta Y.) A block has a chunk of one key head: a warpgroup forms
 q kᵀ and k kᵀ, then each warp takes a value head of its group, decays them, and inverts I + A (`prepare_head`).
@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.config import CHUNK, COLUMNS
+from warploom.delta.hopper.config import CHUNK, COLUMNS, MATRIX
 from warploom.delta.hopper.inverse import BLOCK_BYTES
 from warploom.delta.hopper.place import Place, place_of_slot
 from warploom.delta.hopper.prepare_head import FRAGMENT_BYTES, PrepareHead, Room
@@ -86,10 +86,9 @@ class Prepare(PrepareHead):
 
         @cute.struct
         class Storage:
-            # Queries and keys; then 8 KB a warp, in which a matrix lies before it leaves.
-            tiles: cute.struct.Align[cute.struct.MemRange[self.dtype, max(2 * size, WARPS * CHUNK * CHUNK)], 1024]
+            # Queries and keys; then for each warp a matrix before it leaves, and blocks that are inverted.
+            tiles: cute.struct.Align[cute.struct.MemRange[self.dtype, max(2 * size, WARPS * (2 * MATRIX + BLOCK_BYTES))], 1024]
             products: cute.struct.Align[cute.struct.MemRange[cutlass.Int8, 2 * BLOCKS_BELOW * FRAGMENT_BYTES], 16]
-            blocks: cute.struct.Align[cute.struct.MemRange[cutlass.Int8, WARPS * 2 * BLOCK_BYTES], 16]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * 3 * CHUNK], 16]
             norms: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 16]
@@ -118,6 +117,10 @@ class Prepare(PrepareHead):
         self.load(q, at, head, address_q)
         self.load(k, at, head, address_k)
         cute.arch.cp_async_commit_group()
+        # Under the same wait as queries and keys.
+        group = beta.shape[2] // k.shape[2]
+        loaded = cute.make_rmem_tensor(4, Float32)
+        self.load_numbers(at, beta, decay, head * group + cutlass.min(warp, group - 1), decays, lane, loaded)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
@@ -139,17 +142,17 @@ class Prepare(PrepareHead):
         self.put_products(kk, qk, products, norms, warp, lane)
         cute.arch.sync_threads()
         room = Room(
-            staging=tiles + warp * (CHUNK * CHUNK),
+            staging=tiles + warp * (2 * MATRIX),
             keys=products,
             queries=products + BLOCKS_BELOW * FRAGMENT_BYTES,
-            blocks=storage.blocks.data_ptr().toint() + warp * (2 * BLOCK_BYTES),
+            blocks=address_q + (WARPS * 4 * MATRIX + warp * (2 * BLOCK_BYTES)),
             numbers=storage.numbers.data_ptr().toint() + warp * (3 * CHUNK * 4),
             norms=norms,
         )
-        self.clear(room, lane)
-        group = beta.shape[2] // k.shape[2]
         for i in cutlass.range(warp, group, WARPS, unroll=1):
-            self.play_head(room, at, beta, decay, prepared, slot, head * group + i, decays, lane)
+            if i != warp:
+                self.load_numbers(at, beta, decay, head * group + i, decays, lane, loaded)
+            self.play_head(room, at, prepared, Int64(slot) * beta.shape[2] + (head * group + i), decays, lane, loaded)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -223,7 +226,7 @@ class Prepare(PrepareHead):
 
     @cute.jit
     def put_products(self, kk, qk, products, norms, warp, lane):
-        """The products of normalized rows, as fragments of the blocks on and below the diagonal."""
+        """The products of normalized rows, as fragments of the blocks on and below the diagonal; those of keys below it negated."""
         row, column = warp * 16 + lane // 4, lane % 4 * 2
         of_k = [load_shared(norms + row * 4, 32 * r, 1)[0] for r in range(2)]
         of_q = [load_shared(norms + row * 4, 4 * CHUNK + 32 * r, 1)[0] for r in range(2)]
@@ -231,7 +234,8 @@ class Prepare(PrepareHead):
             if tile <= warp:
                 across = [x for n in range(2) for x in load_shared(norms + column * 4, (16 * tile + 8 * n) * 4, 2)]
                 to = products + (warp * (warp + 1) // 2 + tile) * FRAGMENT_BYTES + lane * 16
+                sign = Float32(1.0) if tile == warp else Float32(-1.0)
                 for n in cutlass.range_constexpr(2):
-                    for (acc, left, start) in ((kk, of_k, 0), (qk, of_q, BLOCKS_BELOW * FRAGMENT_BYTES)):
+                    for acc, left, start in ((kk, [x * sign for x in of_k], 0), (qk, of_q, BLOCKS_BELOW * FRAGMENT_BYTES)):
                         values = [acc[8 * tile + 4 * n + i] * left[i // 2] * across[2 * n + i % 2] for i in range(4)]
                         store_shared(to, start + n * 512, values)

@@ -6,19 +6,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32
 
-from warploom.delta.hopper.config import CHUNK, ITEM, MATRIX, PrepareConfig
-from warploom.delta.hopper.inverse import (
-    BLOCK_BYTES,
-    get,
-    get_transposed,
-    inverse_blocks,
-    inverses,
-    put_transposed,
-    split,
+from warploom.delta.hopper.config import (
+    BETA,
+    BOX,
+    BOX_ROWS,
+    CHUNK,
+    ITEM,
+    MATRIX,
+    QUERIES,
+    READS,
+    WHOLE,
+    WRITES,
+    PrepareConfig,
 )
-from warploom.kernels.cute.basics import DTYPES, LOG2_E
+from warploom.delta.hopper.inverse import BLOCK_BYTES, Split, get, get_transposed, inverses, put_transposed, split, times
+from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import exp2, load_shared, pack16, store_matrices, store_pair, store_shared
 from warploom.kernels.cute.memory import bulk_store
@@ -31,7 +35,7 @@ LEAST = -128.0
 class Room(Fields):
     """Shared memory of a warp; addresses, but for ``staging``, a pointer."""
 
-    staging: Any  # 8 KB: a matrix, with the swizzle of 128 bytes
+    staging: Any  # 5 KB: a matrix, as `config` has it
     keys: Any  # fragments of k kᵀ, and of q kᵀ
     queries: Any
     blocks: Any  # two of `inverse`
@@ -63,67 +67,72 @@ class PrepareHead:
         self.dtype = DTYPES[config.dtype]
 
     @cute.jit
-    def clear(self, room, lane):
-        """Zeros above the diagonal, which stay."""
-        address = room.staging.toint() + lane * 16
-        for i in cutlass.range_constexpr(CHUNK * CHUNK * 2 // 512):
-            store_shared(address, 512 * i, [Float32(0.0)] * 4)
+    def load_numbers(self, at, beta, decay, head, decays, lane, loaded):
+        """Two tokens' beta and decay, which `put_numbers` looks at; where tokens do not count, those of the last that does."""
+        for e in cutlass.range_constexpr(2):
+            row = at.start + cutlass.min(at.first + 2 * lane + e, at.live - 1)
+            loaded[e] = beta[at.batch, row, head]
+            loaded[2 + e] = decay[at.batch, row, head]
 
     @cute.jit
-    def play_head(self, room, at, beta, decay, prepared, slot, head, decays, lane):
-        """(I + A)⁻¹ - I, P and the rows of numbers of a value head."""
-        item = Int64(slot) * beta.shape[2] + head
-        self.put_numbers(room, at, beta, decay, prepared, item, head, decays, lane)
+    def play_head(self, room, at, prepared, item, decays, lane, loaded):
+        """(I + A)⁻¹ - I, P and the rows of numbers of a value head.
+
+        Of [[U, 0], [R, L]] the inverse is [[U', 0], [-L' R U', L']]: blocks of 16 make blocks of 32, and those the whole. Blocks
+        of A below the diagonal come with their signs turned.
+        """
+        target = prepared.iterator + item * ITEM
+        self.put_numbers(room, at, target, decays, lane, loaded)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        target = prepared.iterator + item * ITEM
-        of_inverse: dict[Any, Any] = {}  # words of its blocks on the diagonal
-        turned, straight = [], []
-        for pair in cutlass.range_constexpr(0, 4, 2):
-            for i in cutlass.range_constexpr(pair, pair + 2):
-                keys, weights = self.block(room, i, i, lane)
-                self.put_block(room, i, i, weights, lane, 0)
-                put_transposed(room.blocks + (i - pair) * BLOCK_BYTES, keys, lane)
-            cute.arch.sync_warp()
-            inverses(room.blocks, lane)
-            for i in cutlass.range_constexpr(pair, pair + 2):
-                address = room.blocks + (i - pair) * BLOCK_BYTES
-                x = get_transposed(address, lane)
-                straight.append(split(x))
-                turned.append(split(get(address, lane)))
-                of_inverse[i, i] = self.packed(self.lower(x, lane, 1))
-            cute.arch.sync_warp()
-        a = {}
-        for j in cutlass.range_constexpr(3):
-            for i in cutlass.range_constexpr(j + 1, 4):
-                keys, weights = self.block(room, i, j, lane)
-                self.put_block(room, i, j, weights, lane)
-                a[i, j] = split(keys)
+        words: dict[Any, Any] = {}  # of the inverse
+        (turned_0, straight_0), (turned_1, straight_1) = self.diagonal(room, 0, lane)
+        words[0, 0], words[1, 1] = self.less_one(straight_0, lane), self.less_one(straight_1, lane)
+        w = split(times(turned_0, split(self.block(room, 1, 0, lane))))
+        words[1, 0] = self.packed(times(straight_1, w))
+        upper = split(times(w, straight_1))  # block (1, 0) of the inverse, transposed
+        (turned_2, straight_2), (_, straight_3) = self.diagonal(room, 2, lane)
+        words[2, 2], words[3, 3] = self.less_one(straight_2, lane), self.less_one(straight_3, lane)
+        x = times(straight_3, split(times(turned_2, split(self.block(room, 3, 2, lane)))))
+        words[3, 2], lower = self.packed(x), split(x)
+        between = []  # -R U', transposed: rows 2 and 3, of each both columns
+        for i in cutlass.range_constexpr(2, 4):
+            first, second = (split(self.block(room, i, j, lane)) for j in range(2))
+            between.append((split(times(upper, second, times(turned_0, first))), split(times(turned_1, second))))
         self.send(room, target + MATRIX, lane)
-        found = inverse_blocks(a, turned, straight)
+        for j in cutlass.range_constexpr(2):
+            words[2, j] = self.packed(times(straight_2, between[0][j]))
+            words[3, j] = self.packed(times(straight_3, between[1][j], times(lower, between[0][j])))
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(4):
             for j in cutlass.range_constexpr(i + 1):
-                words = of_inverse[i, i] if i == j else self.packed(found[i, j])
-                self.put_words(room, i, j, words, lane)
+                self.put_words(room, i, j, words[i, j], lane)
         self.send(room, target, lane)
 
+    def diagonal(self, room: Any, pair: int, lane: Any) -> list[tuple[Split, Split]]:
+        """The inverses of two neighbouring blocks on the diagonal, transposed and not; P's are staged."""
+        for i in range(2):
+            put_transposed(room.blocks + i * BLOCK_BYTES, self.block(room, pair + i, pair + i, lane), lane)
+        cute.arch.sync_warp()
+        inverses(room.blocks, lane)
+        found = []
+        for i in range(2):
+            address = room.blocks + i * BLOCK_BYTES
+            found.append((split(get(address, lane)), split(get_transposed(address, lane))))
+        cute.arch.sync_warp()
+        return found
+
     @cute.jit
-    def put_numbers(self, room, at, beta, decay, prepared, item, head, decays, lane):
+    def put_numbers(self, room, at, target, decays, lane, loaded):
         """Sums of decays and beta into shared memory; what the walk multiplies by into global memory."""
         betas, coarse, fine = [], [], []
         for e in cutlass.range_constexpr(2):
-            token = at.first + 2 * lane + e
-            b, d = Float32(0.0), Float32(0.0)
-            if token < at.live:
-                row = at.start + token
-                b = beta[at.batch, row, head]
-                if decays != 0:
-                    d = at_least(decay[at.batch, row, head], Float32(LEAST))
-            betas.append(b)
+            counts = at.first + 2 * lane + e < at.live
+            betas.append(where(counts, loaded[e]))
+            d = where(counts and decays != 0, at_least(loaded[2 + e], Float32(LEAST)))
             # Multiples of 2^-10 are added without an error: a small decay behind large ones keeps its bits in what is left.
             rounded = cute.math.floor(d * 1024.0 + 0.5) * (1.0 / 1024.0)
             coarse.append(rounded)
@@ -135,18 +144,19 @@ class PrepareHead:
             store_shared(to, i * CHUNK * 4, pair)
         last = [cute.arch.shuffle_sync(pair[1], 31) for pair in (coarse, fine)]
         of_k, of_q = (load_shared(room.norms + lane * 8, i * CHUNK * 4, 2) for i in range(2))
-        target = (prepared.iterator + item * ITEM).toint() + (2 * MATRIX * 4 + lane * 8)
+        address = target.toint() + (2 * MATRIX * 4 + lane * 8)
         since = [exp2(coarse[e] * LOG2_E + fine[e]) for e in range(2)]
         until = [exp2((last[0] - coarse[e]) * LOG2_E + (last[1] - fine[e])) for e in range(2)]
         whole = exp2(last[0] * LOG2_E + last[1])
-        store_pair(target, since[0] * of_k[0], since[1] * of_k[1])
-        store_pair(target + CHUNK * 4, since[0] * of_q[0], since[1] * of_q[1])
-        store_pair(target + 2 * CHUNK * 4, *(until[e] * of_k[e] * betas[e] for e in range(2)))
-        store_pair(target + 3 * CHUNK * 4, whole, whole)
+        store_pair(address + READS * CHUNK * 4, since[0] * of_k[0], since[1] * of_k[1])
+        store_pair(address + QUERIES * CHUNK * 4, since[0] * of_q[0], since[1] * of_q[1])
+        store_pair(address + BETA * CHUNK * 4, betas[0], betas[1])
+        store_pair(address + WRITES * CHUNK * 4, until[0] * of_k[0], until[1] * of_k[1])
+        store_pair(address + WHOLE * CHUNK * 4, whole, whole)
         cute.arch.sync_warp()
 
-    def block(self, room: Any, i: int, j: int, lane: Any) -> tuple[list[Any], list[Any]]:
-        """Fragments of A and of P of a block; above the diagonal they are 0."""
+    def block(self, room: Any, i: int, j: int, lane: Any) -> list[Any]:
+        """The fragment of a block of A, 0 above the diagonal; P's is staged."""
         at_row, at_column = room.numbers + lane // 4 * 4, room.numbers + lane % 4 * 8
         rows = [[load_shared(at_row, (n * CHUNK + 16 * i + 8 * r) * 4, 1)[0] for r in range(2)] for n in range(2)]
         across = [
@@ -159,11 +169,13 @@ class PrepareHead:
         keys, weights = [], []
         for at in range(8):
             r, column = at // 2 % 2, at // 4 * 2 + at % 2
-            exponent = (rows[0][r] - across[0][column]) * LOG2_E + (rows[1][r] - across[1][column])
-            pair = exp2(exponent) * across[2][column]
-            keys.append(kk[at] * pair)
+            pair = exp2((rows[0][r] - across[0][column]) * LOG2_E + (rows[1][r] - across[1][column]))
+            keys.append(kk[at] * (pair * across[2][column]))
             weights.append(qk[at] * pair)
-        return (self.lower(keys, lane, 1), self.lower(weights, lane, 0)) if i == j else (keys, weights)
+        if i == j:
+            keys, weights = self.lower(keys, lane, 1), self.lower(weights, lane, 0)
+        self.put_words(room, i, j, self.packed(weights), lane)
+        return keys
 
     def lower(self, fragment: list[Any], lane: Any, diagonal: int) -> list[Any]:
         """The elements of a block below its diagonal, and on it unless ``diagonal`` is 1; else 0."""
@@ -172,18 +184,23 @@ class PrepareHead:
             where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)
         ]
 
+    def less_one(self, x: Split, lane: Any) -> list[Any]:
+        """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16."""
+        high = x[0]
+        row, column = lane // 4, lane % 4 * 2
+        kept = [choose(row > column + 1, word, choose(row > column, word & 0xFFFF, 0)) for word in (high[0], high[3])]
+        return [kept[0], high[1], Int32(0), kept[1]]
+
     def packed(self, fragment: list[Any]) -> list[Any]:
         """A fragment's words in the inputs' dtype."""
         return [pack16(fragment[2 * n], fragment[2 * n + 1], self.dtype) for n in range(4)]
 
-    def put_block(self, room: Any, i: int, j: int, fragment: list[Any], lane: Any, _: int = 0) -> None:
-        self.put_words(room, i, j, self.packed(fragment), lane)
-
     def put_words(self, room: Any, i: int, j: int, words: list[Any], lane: Any) -> None:
         """A block into the staged matrix."""
         matrix, row = lane // 8, lane % 8
-        place = (matrix % 2 * 8 + row) * CHUNK + ((2 * j + matrix // 2) ^ row) * 8
-        store_matrices(room.staging + (place + 16 * i * CHUNK), words)
+        first = sum(BOX_ROWS[:j]) + 16 * (i - j)
+        place = (matrix % 2 * 8 + row) * BOX + (matrix // 2 ^ row // 4) * 8
+        store_matrices(room.staging + (place + first * BOX), words)
 
     @cute.jit
     def send(self, room, target, lane):

@@ -18,11 +18,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.delta.hopper.config import CHUNK, COLUMNS
+from warploom.delta.hopper.config import BOX, CHUNK, COLUMNS, NUMBERS
 from warploom.delta.hopper.walk_base import WalkPart, WalkShared, ragged
 from warploom.delta.hopper.walk_consumer import Consumer
 from warploom.delta.hopper.walk_producer import Producer
 from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.instructions import store_shared
 from warploom.kernels.cute.packed import bounds, first_tile
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load, tma_store
@@ -70,7 +71,7 @@ class Walk(Producer, Consumer):
             tile_layout(self.dtype, (CHUNK, config.width), config.stages, COLUMNS),
             tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.stages * config.warpgroups, COLUMNS),
-            tile_layout(self.dtype, tile, config.stages * 2, COLUMNS),
+            tile_layout(self.dtype, (CHUNK, CHUNK), config.stages * 2, BOX),
             tile_layout(self.dtype, tile, config.warpgroups, COLUMNS),
             heads,
         ).launch(
@@ -120,7 +121,7 @@ class Walk(Producer, Consumer):
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             matrices: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_matrices)], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_out)], 1024]
-            numbers: cute.struct.Align[cute.struct.MemRange[Float32, 4 * CHUNK * stages], 1024]
+            numbers: cute.struct.Align[cute.struct.MemRange[Float32, NUMBERS * stages], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
@@ -139,6 +140,7 @@ class Walk(Producer, Consumer):
             out=placed(storage.out, layout_out),
             out_start=storage.out.data_ptr(),
         )
+        self.clear(storage.matrices.data_ptr().toint(), 2 * cute.cosize(layout_matrices))
         if warp == LOADER:
             with cute.arch.elect_one():
                 init_rings(stages, (shared.full, shared.empty, 4 * config.warpgroups))
@@ -174,6 +176,15 @@ class Walk(Producer, Consumer):
             if const_expr(config.warpgroups == 2):
                 cute.arch.setmaxregister_increase(240)
             self.play(given, warp // 4 - 1, out, state, last, tma_out, mma, mma_update)
+
+    @cute.jit
+    def clear(self, address, size):
+        """Zeros, which stay where no copy ever goes."""
+        threads = (1 + self.config.warpgroups) * WARPGROUP
+        own = cute.arch.thread_idx()[0] * 16
+        for i in cutlass.range_constexpr(size // (16 * threads)):
+            store_shared(address + own, i * 16 * threads, [Float32(0.0)] * 4)
+        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def tokens(self, sequence, lengths, cu, seqlen):

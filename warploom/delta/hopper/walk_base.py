@@ -25,7 +25,7 @@ class WalkShared(Fields):
     v_start: Any  # pointers
     matrices: Any  # (chunk, chunk, stage and which): (I + A)⁻¹ - I, then P
     matrices_start: Any
-    numbers: Any  # four rows of fp32 for each stage
+    numbers: Any  # of each stage
     out: Any  # (chunk, COLUMNS, warpgroup)
     out_start: Any
 

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.config import CHUNK, COLUMNS, QUERIES, READS, WHOLE, WRITES
+from warploom.delta.hopper.config import BETA, CHUNK, COLUMNS, NUMBERS, QUERIES, READS, WHOLE, WRITES
 
 from warploom.delta.hopper.walk_base import WalkBase, rows_of
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
@@ -56,7 +56,7 @@ class Consumer(WalkBase):
         stage, phase = Int32(0), Int32(0)
         for n in cutlass.range(given.chunks, unroll=1):
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            numbers = (shared.numbers + stage * (4 * CHUNK)).toint() + lane % 4 * 8
+            numbers = (shared.numbers + stage * (NUMBERS)).toint() + lane % 4 * 8
             pack(s, s_operand, self.dtype)
             gemm(mma, y, s_operand, keys[None, None, None, stage], False)
             gemm(mma, o, s_operand, queries[None, None, None, stage], False)
@@ -70,6 +70,7 @@ class Consumer(WalkBase):
             warpgroup.wait_group(1)
             self.scale(o, o, numbers, QUERIES)
             warpgroup.wait_group(0)
+            self.scale(y, y, numbers, BETA)
             pack(y, operand, self.dtype)
             gemm(mma, o, operand, matrices[None, None, None, 2 * stage + 1], True)
             self.scale(y, y, numbers, WRITES)

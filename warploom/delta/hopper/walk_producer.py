@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from warploom.delta.hopper.config import CHUNK, COLUMNS, ITEM, MATRIX
+from warploom.delta.hopper.config import BOX, BOX_ROWS, CHUNK, COLUMNS, ITEM, NUMBERS
 from warploom.delta.hopper.walk_base import WalkBase, rows_of
 from warploom.kernels.cute.memory import bulk_load
 from warploom.kernels.cute.rings import advance, expect
@@ -39,7 +39,13 @@ class Producer(WalkBase):
                 load_tile(load_q, (n, box), stage * self.boxes + box, shared.full, stage)
             with cute.arch.elect_one():
                 item = source + Int64(n) * heads * ITEM
-                to = shared.matrices_start + stage * (2 * CHUNK * CHUNK)
-                bulk_load(to, item, 2 * MATRIX * 4, shared.full + stage)
-                bulk_load(shared.numbers + stage * (4 * CHUNK), item + 2 * MATRIX, 4 * CHUNK * 4, shared.full + stage)
+                for which in cutlass.range_constexpr(2):
+                    to = shared.matrices_start + (2 * stage + which) * (CHUNK * CHUNK)
+                    for box in cutlass.range_constexpr(len(BOX_ROWS)):
+                        # From the first row on that is not 0: those before it stay 0.
+                        part = to + (box * CHUNK + CHUNK - BOX_ROWS[box]) * BOX
+                        words = BOX_ROWS[box] * BOX // 2
+                        bulk_load(part, item, 4 * words, shared.full + stage)
+                        item = item + words
+                bulk_load(shared.numbers + stage * NUMBERS, item, 4 * NUMBERS, shared.full + stage)
             stage, phase = advance(stage, phase, config.stages)
