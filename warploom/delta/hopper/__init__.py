@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.delta.backend import DeltaBackend
-from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of
+from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of, width
 from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ def _examine() -> str | None:
     return modules.cannot_run()
 
 
-def _module_refusal(dtype: str, e: int) -> str | None:
+def _module_refusal(dtype: str, width: int) -> str | None:
     """Why a module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
-    if (dtype, e) in _found or modules.cannot_build() is None:
+    if (dtype, width) in _found or modules.cannot_build() is None:
         return None
-    for variant in modules_of(dtype, e):
+    for variant in modules_of(dtype, width):
         missing = modules.absence(variant.spec)
         if missing is not None:
             return missing
-    _found.add((dtype, e))
+    _found.add((dtype, width))
     return None
 
 
@@ -69,7 +69,7 @@ class Hopper(DeltaBackend):
                 return f"takes {name} from 8 to {most} in steps of 8, not {dim}"
         if not 2 <= tokens <= LONGEST:
             return f"takes from 2 to {LONGEST} tokens, not {tokens}"
-        return _module_refusal(dtype, e)
+        return _module_refusal(dtype, width(e))
 
     def forward(self, call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]:
         """Out and the last state; see `warploom.delta.backend`."""

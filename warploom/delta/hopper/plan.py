@@ -33,7 +33,7 @@ def walk(dtype: str, e: int, m: int, heads: int, processors: int) -> WalkConfig:
 
 def width(e: int) -> int:
     """The smallest tile that holds keys of ``e`` dims."""
-    return min(w for w in WIDTHS if w >= e)
+    return WIDTHS[0] if e <= WIDTHS[0] else WIDTHS[1]
 
 
 def modules_of(dtype: str, e: int) -> tuple[PrepareConfig | WalkConfig, ...]:

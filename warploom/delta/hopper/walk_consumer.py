@@ -54,11 +54,17 @@ class Consumer(WalkBase):
         store_out = tma_views(tma_out, shared.out, tiles_out)
         self.first_state(given, s, state, column, lane)
         stage, phase = Int32(0), Int32(0)
+        before = Int32(0)  # the stage of the chunk before
         for n in cutlass.range(given.chunks, unroll=1):
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            numbers = (shared.numbers + stage * (NUMBERS)).toint() + lane % 4 * 8
+            numbers = (shared.numbers + stage * NUMBERS).toint() + lane % 4 * 8
             pack(s, s_operand, self.dtype)
             gemm(mma, y, s_operand, keys[None, None, None, stage], False)
+            # The chunk before's last product ran under the rounding of the state, and out leaves under this chunk's first.
+            warpgroup.wait_group(1)
+            self.store(o, target, store_out, warp, group, (n - 1, given.block + group), n > 0)
+            if n > 0:
+                release(shared.empty + before)
             gemm(mma, o, s_operand, queries[None, None, None, stage], False)
             whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
             for i in cutlass.range_constexpr(cute.size(s)):
@@ -72,20 +78,21 @@ class Consumer(WalkBase):
             warpgroup.wait_group(0)
             self.scale(y, y, numbers, BETA)
             pack(y, operand, self.dtype)
-            gemm(mma, o, operand, matrices[None, None, None, 2 * stage + 1], True)
             self.scale(y, y, numbers, WRITES)
             pack(y, written, self.dtype)
             gemm(mma_update, s, written, keys_turned[None, None, None, stage], True)
+            gemm(mma, o, operand, matrices[None, None, None, 2 * stage + 1], True)
             warpgroup.wait_group(1)
-            self.store(o, target, store_out, warp, group, (n, given.block + group))
-            warpgroup.wait_group(0)
-            release(shared.empty + stage)
+            before = stage
             stage, phase = advance(stage, phase, config.stages)
+        warpgroup.wait_group(0)
+        if given.chunks > 0:
+            self.store(o, target, store_out, warp, group, (given.chunks - 1, given.block + group), True)
         self.last_state(given, s, last, column, lane)
         if given.chunks * CHUNK < given.rows:
             o.fill(0.0)
             for n in cutlass.range(given.chunks, cute.ceil_div(given.rows, CHUNK), unroll=1):
-                self.store(o, target, store_out, warp, group, (n, given.block + group))
+                self.store(o, target, store_out, warp, group, (n, given.block + group), True)
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -114,8 +121,11 @@ class Consumer(WalkBase):
                 target[4 * i + j] = source[4 * i + j] * pair[j % 2]
 
     @cute.jit
-    def store(self, o, target, tma, warp, group, tile):
-        """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
+    def store(self, o, target, tma, warp, group, tile, there):
+        """out of a chunk, if it is ``there``, turned into rows of tokens, by way of shared memory.
+
+        TMA leaves out what is past its end.
+        """
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         wait(DeltaBarrier.OUT_FREE, WARPGROUP, group)
@@ -124,7 +134,7 @@ class Consumer(WalkBase):
             store_matrices(target + i * (16 * COLUMNS), four, transposed=True)
         cute.arch.fence_view_async_shared()
         wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
-        if warp == 0:
+        if warp == 0 and there:
             cute.copy(tma.atom, tma.shared[None, group], tma.tiles[(None, *tile)])
             cute.arch.cp_async_bulk_commit_group()
 
