@@ -38,7 +38,7 @@ class PrepareConfig:
 
     dtype: str  # "bfloat16"
     width: int  # of the tile of keys: 64 or 128; smaller dims are filled up with zeros
-    blocks: int = 3  # on a multiprocessor
+    blocks: int = 4  # on a multiprocessor, whose shared memory they fill
 
     @property
     def name(self) -> str:

@@ -54,45 +54,39 @@ class Consumer(WalkBase):
         store_out = tma_views(tma_out, shared.out, tiles_out)
         self.first_state(given, s, state, column, lane)
         stage, phase = Int32(0), Int32(0)
-        before = Int32(0)  # the stage of the chunk before
         for n in cutlass.range(given.chunks, unroll=1):
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             numbers = (shared.numbers + stage * NUMBERS).toint() + lane % 4 * 8
             pack(s, s_operand, self.dtype)
             gemm(mma, y, s_operand, keys[None, None, None, stage], False)
-            # The chunk before's last product ran under the rounding of the state, and out leaves under this chunk's first.
-            warpgroup.wait_group(1)
-            self.store(o, target, store_out, warp, group, (n - 1, given.block + group), n > 0)
-            if n > 0:
-                release(shared.empty + before)
             gemm(mma, o, s_operand, queries[None, None, None, stage], False)
+            warpgroup.wait_group(1)
             whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
             for i in cutlass.range_constexpr(cute.size(s)):
                 s[i] = s[i] * whole
-            warpgroup.wait_group(1)
             self.take_values(y, values + stage * (2 * config.warpgroups * CHUNK * COLUMNS), numbers)
             pack(y, operand, self.dtype)
+            self.unpack(operand, y)
             gemm(mma, y, operand, matrices[None, None, None, 2 * stage], True)
             warpgroup.wait_group(1)
             self.scale(o, o, numbers, QUERIES)
             warpgroup.wait_group(0)
             self.scale(y, y, numbers, BETA)
             pack(y, operand, self.dtype)
+            gemm(mma, o, operand, matrices[None, None, None, 2 * stage + 1], True)
             self.scale(y, y, numbers, WRITES)
             pack(y, written, self.dtype)
             gemm(mma_update, s, written, keys_turned[None, None, None, stage], True)
-            gemm(mma, o, operand, matrices[None, None, None, 2 * stage + 1], True)
             warpgroup.wait_group(1)
-            before = stage
+            self.store(o, target, store_out, warp, group, (n, given.block + group))
+            warpgroup.wait_group(0)
+            release(shared.empty + stage)
             stage, phase = advance(stage, phase, config.stages)
-        warpgroup.wait_group(0)
-        if given.chunks > 0:
-            self.store(o, target, store_out, warp, group, (given.chunks - 1, given.block + group), True)
         self.last_state(given, s, last, column, lane)
         if given.chunks * CHUNK < given.rows:
             o.fill(0.0)
             for n in cutlass.range(given.chunks, cute.ceil_div(given.rows, CHUNK), unroll=1):
-                self.store(o, target, store_out, warp, group, (n, given.block + group), True)
+                self.store(o, target, store_out, warp, group, (n, given.block + group))
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -108,6 +102,17 @@ class Consumer(WalkBase):
                         at = 8 * i + 4 * half + 2 * r + e
                         y[at] = self.half(four[2 * half + r], e) - y[at] * reads[e]
 
+    @cute.jit
+    def unpack(self, operand, y):
+        """y as its rounded values: Y takes them by both ways, as they are and by the inverse.
+
+        Of equal keys each token replaces what the one before wrote. An error of all that is written goes with it; one of what
+        the inverse takes alone would stay, and add up.
+        """
+        rounded = words(operand)
+        for i in cutlass.range_constexpr(cute.size(y)):
+            y[i] = self.half(rounded[i // 2], i % 2)
+
     def half(self, word: Any, part: int) -> Any:
         """One of a word's two numbers."""
         return from_bfloat16(word, part) if self.dtype is cutlass.BFloat16 else from_half(word, part)
@@ -121,11 +126,8 @@ class Consumer(WalkBase):
                 target[4 * i + j] = source[4 * i + j] * pair[j % 2]
 
     @cute.jit
-    def store(self, o, target, tma, warp, group, tile, there):
-        """out of a chunk, if it is ``there``, turned into rows of tokens, by way of shared memory.
-
-        TMA leaves out what is past its end.
-        """
+    def store(self, o, target, tma, warp, group, tile):
+        """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         wait(DeltaBarrier.OUT_FREE, WARPGROUP, group)
@@ -134,7 +136,7 @@ class Consumer(WalkBase):
             store_matrices(target + i * (16 * COLUMNS), four, transposed=True)
         cute.arch.fence_view_async_shared()
         wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
-        if warp == 0 and there:
+        if warp == 0:
             cute.copy(tma.atom, tma.shared[None, group], tma.tiles[(None, *tile)])
             cute.arch.cp_async_bulk_commit_group()
 
