@@ -14,7 +14,8 @@ from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
-CORE = {config.name: config for config in named_set()}
+# The wider tile of keys, which takes the most registers, and one of the narrower.
+CORE = {config.name: config for config in named_set() if config.width == 128 or config.name.endswith("w1s3")}
 WALKS = [name for name, config in CORE.items() if isinstance(config, WalkConfig)]
 PREPARES = [name for name, config in CORE.items() if isinstance(config, PrepareConfig)]
 
@@ -35,8 +36,8 @@ def test_walk(name: str, built: Built) -> None:
     assert "UTMALDG" in listing and "UTMASTG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     # k S and q S; two products within the chunk; the state.
     assert listing.count("HGMMA") == 2 * config.width // 16 + 3 * 4
-    # The waits of the source, and one more: more would mean that ptxas serialised wgmma.
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) <= 7
+    # The source's waits. One more, as where the state is multiplied under its own products, cost a fourth of the time.
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == 5
 
 
 @pytest.mark.parametrize("name", PREPARES)

@@ -1,4 +1,4 @@
-"""The gated delta rule's Hopper kernels on a GPU: results against fp64, dims, packed sequences, strides, waves, bits, graphs."""
+"""The gated delta rule's Hopper kernels on a GPU: results against fp64, dims, packing, strides, waves, bits, graphs."""
 
 from __future__ import annotations
 

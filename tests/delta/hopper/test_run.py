@@ -6,6 +6,7 @@ import inspect
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def spans(seqlen: int, batch: int, lengths: Tensor, cu: Tensor) -> list[tuple[in
     """Batch, start, rows, tokens that count and first slot of each sequence; last of those packed, the tokens of none."""
     if cu.numel():
         starts = cu.tolist()
-        found = [(0, a, b - a, b - a, a // CHUNK + n) for n, (a, b) in enumerate(zip(starts, starts[1:], strict=False))]
+        found = [(0, a, b - a, b - a, a // CHUNK + n) for n, (a, b) in enumerate(pairwise(starts))]
         return [*found, (0, starts[-1], seqlen - starts[-1], 0, 0)]
     live = lengths.tolist() if lengths.numel() else [seqlen] * batch
     return [(n, 0, seqlen, live[n], n * -(-seqlen // CHUNK)) for n in range(batch)]
@@ -74,7 +75,9 @@ def prepare(
                 if decays:
                     g[:rows] = decay[batch, part, head]
                 counts = torch.arange(CHUNK) < rows
-                of_q, of_k = ((torch.rsqrt(t.square().sum(1) + eps) if normalize else torch.ones(CHUNK)) * counts for t in (a, b))
+                of_q, of_k = (
+                    (torch.rsqrt(t.square().sum(1) + eps) if normalize else torch.ones(CHUNK)) * counts for t in (a, b)
+                )
                 a, b, total = a * (of_q * scale)[:, None], b * of_k[:, None], g.cumsum(0)
                 pairs = torch.exp(total[:, None] - total).tril()
                 eye = torch.eye(CHUNK).double()

@@ -1,4 +1,4 @@
-"""One frozen configuration per compiled variant: key, file name, symbol and explain() text come from it."""
+"""One frozen configuration per compiled variant: key, file name and symbol come from it."""
 
 from __future__ import annotations
 

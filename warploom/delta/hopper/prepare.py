@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.delta.hopper.config import CHUNK, COLUMNS, MATRIX
@@ -26,8 +26,8 @@ from warploom.delta.hopper.inverse import BLOCK_BYTES
 from warploom.delta.hopper.place import Place, place_of_slot
 from warploom.delta.hopper.prepare_head import FRAGMENT_BYTES, PrepareHead, Room
 from warploom.kernels.cute.basics import WARPGROUP, choose
-from warploom.kernels.cute.instructions import cp_async16, from_bfloat16, from_half, bits_of, load_shared, store_shared
-from warploom.kernels.cute.tiles import placed, tile_layout
+from warploom.kernels.cute.instructions import bits_of, cp_async16, from_bfloat16, from_half, load_shared, store_shared
+from warploom.kernels.cute.tiles import tile_layout
 from warploom.kernels.cute.wgmma import BY_K, IN_SHARED, gemm, product
 
 WARPS = 4
@@ -120,7 +120,7 @@ class Prepare(PrepareHead):
         # Under the same wait as queries and keys.
         group = beta.shape[2] // k.shape[2]
         loaded = cute.make_rmem_tensor(4, Float32)
-        self.load_numbers(at, beta, decay, head * group + cutlass.min(warp, group - 1), decays, lane, loaded)
+        self.load_numbers(at, beta, decay, head * group + cutlass.min(warp, group - 1), lane, loaded)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
@@ -151,7 +151,7 @@ class Prepare(PrepareHead):
         )
         for i in cutlass.range(warp, group, WARPS, unroll=1):
             if i != warp:
-                self.load_numbers(at, beta, decay, head * group + i, decays, lane, loaded)
+                self.load_numbers(at, beta, decay, head * group + i, lane, loaded)
             self.play_head(room, at, prepared, Int64(slot) * beta.shape[2] + (head * group + i), decays, lane, loaded)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -226,7 +226,10 @@ class Prepare(PrepareHead):
 
     @cute.jit
     def put_products(self, kk, qk, products, norms, warp, lane):
-        """The products of normalized rows, as fragments of the blocks on and below the diagonal; those of keys below it negated."""
+        """The products of normalized rows, as fragments of the blocks on and below the diagonal.
+
+        Below it those of keys have their signs turned.
+        """
         row, column = warp * 16 + lane // 4, lane % 4 * 2
         of_k = [load_shared(norms + row * 4, 32 * r, 1)[0] for r in range(2)]
         of_q = [load_shared(norms + row * 4, 4 * CHUNK + 32 * r, 1)[0] for r in range(2)]

@@ -67,7 +67,7 @@ class PrepareHead:
         self.dtype = DTYPES[config.dtype]
 
     @cute.jit
-    def load_numbers(self, at, beta, decay, head, decays, lane, loaded):
+    def load_numbers(self, at, beta, decay, head, lane, loaded):
         """Two tokens' beta and decay, which `put_numbers` looks at; where tokens do not count, those of the last that does."""
         for e in cutlass.range_constexpr(2):
             row = at.start + cutlass.min(at.first + 2 * lane + e, at.live - 1)
@@ -78,8 +78,8 @@ class PrepareHead:
     def play_head(self, room, at, prepared, item, decays, lane, loaded):
         """(I + A)⁻¹ - I, P and the rows of numbers of a value head.
 
-        Of [[U, 0], [R, L]] the inverse is [[U', 0], [-L' R U', L']]: blocks of 16 make blocks of 32, and those the whole. Blocks
-        of A below the diagonal come with their signs turned.
+        Of [[U, 0], [R, L]] the inverse is [[U', 0], [-L' R U', L']]: blocks of 16 make blocks of 32, and those the whole.
+        Blocks of A below the diagonal come with their signs turned.
         """
         target = prepared.iterator + item * ITEM
         self.put_numbers(room, at, target, decays, lane, loaded)
@@ -159,9 +159,7 @@ class PrepareHead:
         """The fragment of a block of A, 0 above the diagonal; P's is staged."""
         at_row, at_column = room.numbers + lane // 4 * 4, room.numbers + lane % 4 * 8
         rows = [[load_shared(at_row, (n * CHUNK + 16 * i + 8 * r) * 4, 1)[0] for r in range(2)] for n in range(2)]
-        across = [
-            [x for h in range(2) for x in load_shared(at_column, (n * CHUNK + 16 * j + 8 * h) * 4, 2)] for n in range(3)
-        ]
+        across = [[x for h in range(2) for x in load_shared(at_column, (n * CHUNK + 16 * j + 8 * h) * 4, 2)] for n in range(3)]
         start = below(i, j) * FRAGMENT_BYTES
         kk, qk = (
             [x for n in range(2) for x in load_shared(of + lane * 16, start + 512 * n, 4)] for of in (room.keys, room.queries)
@@ -180,9 +178,7 @@ class PrepareHead:
     def lower(self, fragment: list[Any], lane: Any, diagonal: int) -> list[Any]:
         """The elements of a block below its diagonal, and on it unless ``diagonal`` is 1; else 0."""
         row, column = lane // 4, lane % 4 * 2
-        return [
-            where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)
-        ]
+        return [where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)]
 
     def less_one(self, x: Split, lane: Any) -> list[Any]:
         """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16."""

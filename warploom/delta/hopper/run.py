@@ -36,7 +36,9 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
     variants = prepare(dtype, q.shape[3]), walk(dtype, q.shape[3], m, sequences * heads_v, processors)
     first, second = (modules.fetch(variant.spec) for variant in variants)
     with on_device(q):
-        first(q, k, beta, decay, lengths, cu, prepared, call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None))
+        first(
+            q, k, beta, decay, lengths, cu, prepared, call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
+        )
         second(q, k, v, out, prepared, no_state if call.state is None else call.state, last, lengths, cu)
     return out, last if return_state else None
 

@@ -57,7 +57,9 @@ class WalkBase:
 
 def ragged(t: Any) -> Any:
     """(tokens, dim, heads, batch) as (RAGGED, dim, heads, end, batch), of which ``rows_of`` takes a sequence."""
-    layout = cute.make_layout((RAGGED, *t.shape[1:3], t.shape[0] + 1, t.shape[3]), stride=(*t.stride[:3], t.stride[0], t.stride[3]))
+    layout = cute.make_layout(
+        (RAGGED, *t.shape[1:3], t.shape[0] + 1, t.shape[3]), stride=(*t.stride[:3], t.stride[0], t.stride[3])
+    )
     return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0, 0), t).iterator, layout)
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.delta.hopper.config import BETA, CHUNK, COLUMNS, NUMBERS, QUERIES, READS, WHOLE, WRITES
-
 from warploom.delta.hopper.walk_base import WalkBase, rows_of
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
@@ -35,9 +34,7 @@ class Consumer(WalkBase):
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane, warp = own % 32, own // 32
         part, update = mma.get_slice(0), mma_update.get_slice(0)
-        queries, keys, matrices = (
-            mma.make_fragment_B(part.partition_B(t)) for t in (shared.q, shared.k, shared.matrices)
-        )
+        queries, keys, matrices = (mma.make_fragment_B(part.partition_B(t)) for t in (shared.q, shared.k, shared.matrices))
         keys_turned = mma_update.make_fragment_B(update.partition_B(transposed(shared.k)))
         s = mma_update.make_fragment_C(update.partition_shape_C((COLUMNS, config.width)))
         s_operand = mma.make_fragment_A(part.partition_shape_A((COLUMNS, config.width)))
