@@ -24,7 +24,8 @@ def walk(dtype: str, e: int, m: int, heads: int, processors: int) -> WalkConfig:
     """The variant for a dtype, keys and values of ``e`` and ``m`` dims, and so many value heads of all sequences.
 
     Two warpgroups of a block share what it loads and keep a multiprocessor's tensor cores busy; one alone takes less time for
-    its chunk, which counts where a wave holds all blocks.
+    its chunk, which counts where a wave holds all blocks. H200, 64 value heads of 1 × 32k tokens: one 0.58 ms, two 0.79; of
+    4 × 8k 0.58 and 0.46. A second warpgroup without columns is nothing that TMA loads for.
     """
     tiles = -(-m // COLUMNS)
     alone = tiles % 2 == 1 or heads * tiles <= processors
