@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from tests.attention import harness, packed
+from tests.delta import delta_model
 from tools.frozen.pretend import Recorder, hopper
 from warploom.attention import judge, reference
 from warploom.commands import build
+from warploom.delta import reference as delta_reference
+from warploom.delta.problem import DeltaCall
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
@@ -32,6 +35,17 @@ def _forward(args) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         out = out + 0 * args.sink.sum()
     lse = out[..., 0]
     return out, (lse.transpose(1, 2) if args.q.ndim == 4 else lse.transpose(0, 1))
+
+
+def _delta(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor]:
+    """Of the gated delta rule's reference the shapes."""
+    shape = (call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3])
+    return torch.zeros_like(call.v), call.v.new_zeros(shape, dtype=call.accumulator)
+
+
+def _delta_model(call: DeltaCall, dout: Tensor, dstate: Tensor | None, *, exact: bool) -> delta_model.Results:
+    """As ``_delta``, of its model."""
+    return delta_model.Results(*_delta(call, True), call.q, call.k, call.v, call.beta, call.decay, call.state)
 
 
 class _Generator(torch.Generator):
@@ -55,6 +69,8 @@ def loaded(expression: str = "", *paths: str) -> list[ModuleSpec]:
         stack.enter_context(hopper(Recorder()))
         for target, name, value in (
             (reference.BACKEND, "forward", _forward),
+            (delta_reference.BACKEND, "forward", _delta),
+            (delta_model, "results", _delta_model),
             (harness, "check", harness.results),
             (packed.Packed, "check", packed.Packed.results),
             (torch, "equal", lambda *tensors: True),

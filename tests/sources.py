@@ -12,6 +12,7 @@ KERNELS = (
     "warploom.attention.ampere",
     "warploom.attention.hopper",
     "warploom.decode.hopper",
+    "warploom.delta.hopper",
     "warploom.linear.hopper",
     "warploom.kernels.cute",
     "warploom.runtime.compile",

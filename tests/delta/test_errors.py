@@ -53,7 +53,7 @@ HIGH = torch.tensor([0.0, 0.5]).repeat(2, 9, 2)
         ({"state": (torch.zeros(2, 4, 8, 6),)}, TypeError, "state must be a torch.Tensor, got tuple"),
         ({"state": torch.zeros(2, 2, 8, 6)}, ValueError, r"state must have shape .* = \(2, 4, 8, 6\), got \(2, 2, 8, 6\)"),
         ({"state": torch.zeros(2, 4, 8, 6).bfloat16()}, TypeError, "state must be torch.float32 beside torch.float32"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of 'cpu', 'triton', 'reference', got 'cuda'"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of 'cpu', 'hopper', 'triton', 'reference', got 'cuda'"),
     ],
 )
 def test_gated_delta_rule(changes: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -67,6 +67,7 @@ _GPU = {
     ("linear", "triton"): (0.13, 2),
     ("linear", "hopper"): (0.05, 3),
     ("delta", "triton"): (0.10, 2),
+    ("delta", "hopper"): (0.03, 3),
 }
 _CPU = {
     ("attention", "cpu"): 8,

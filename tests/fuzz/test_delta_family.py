@@ -76,3 +76,14 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
                     assert (t.storage_offset() * itemsize % 16 != 0) == off, (p, name)
                 if t.numel() and w.layout == "unit" and t.stride(-1) == 1:
                     assert not any(s % 8 for s in t.stride()[:-1]), (p, name)
+
+
+def test_the_hopper_kernels_mostly_get_what_they_take() -> None:
+    taken = 0
+    for number in range(200):
+        p = delta.draw(Draw(SEED, "hopper", number), None, "hopper")
+        given = {"q": torch.empty(0, device="meta")}
+        if delta.refusal(p, given, "hopper") is None:
+            taken += 1
+            assert delta.modules(p, "hopper") and not delta.modules(p, "triton")
+    assert taken > 120

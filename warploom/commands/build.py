@@ -80,6 +80,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
     from warploom.attention.hopper.plan import backward_set
     from warploom.attention.hopper.plan import named_set as forward_set
     from warploom.decode.hopper.plan import named_set as decode_set
+    from warploom.delta.hopper.plan import named_set as delta_set
     from warploom.linear.hopper.plan import named_set as linear_set
 
     if arch == "sm_90a":
@@ -89,6 +90,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
             "attention in FP8": [config.spec for config in fp8_set()],
             "linear attention": [config.spec for config in linear_set()],
             "decode": [config.spec for config in decode_set()],
+            "gated delta rule": [config.spec for config in delta_set()],
         }
     found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]
     return {"attention forward": list(dict.fromkeys(found))}

@@ -21,7 +21,7 @@ from tests.fuzz.problem import DTYPES, OPINIONS, Expected
 from tests.fuzz.views import View, bits, place
 
 NAME = "delta"
-BACKENDS = ("cpu", "triton", "reference")
+BACKENDS = ("cpu", "hopper", "triton", "reference")
 # Oracles that must be caught, by name: a namespace as `oracle` returns.
 MUTANTS = {f"delta: {each.__name__}": SimpleNamespace(delta=each()) for each in ORACLES}
 TENSORS = ("q", "k", "v", "beta", "decay", "state")
@@ -305,7 +305,25 @@ def refusal(p: DeltaProblem, given: dict[str, Any], backend: str) -> str | None:
             return "takes float16, bfloat16 or float32"
         if p.dtype == "bfloat16" and on_cpu:
             return "interpreter multiplies bfloat16"
+    if backend == "hopper":
+        if on_cpu:
+            return "hopper"
+        if p.dtype != "bfloat16":
+            return "takes bfloat16"
+        if p.e > 128 or p.m > 256 or p.e % 8 or p.m % 8:
+            return "in steps of 8"
+        if p.steps or p.seqlen < 2:
+            return "takes from 2 to"
     return None
+
+
+def modules(p: DeltaProblem, backend: str) -> list[Any]:
+    """Specs of the compiled modules that the backend needs for a problem that it takes."""
+    from warploom.delta.hopper.plan import modules_of
+
+    if backend != "hopper" or p.e > 128:
+        return []
+    return [variant.spec for variant in modules_of("bfloat16", p.e)]
 
 
 def shrink(p: DeltaProblem) -> Iterator[DeltaProblem]:

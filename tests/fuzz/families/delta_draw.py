@@ -85,19 +85,21 @@ def draw_variant(d: Draw, backend: str) -> DeltaVariant:
     """Any variant that the backend serves, and some that it does not."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     dtype = d.pick(("float16", "bfloat16", "float32"), (3, 0.2 if interpreted else 4, 3))
-    if backend != "triton" and d.chance(0.07):
+    if backend not in ("triton", "hopper") and d.chance(0.07):
         dtype = "float64"
+    if backend == "hopper" and d.chance(0.85):
+        dtype = "bfloat16"
     e, m = (d.any_of(_SMALL if interpreted else _DIMS) for _ in range(2))
     if d.chance(0.3):
         m = e
-    if d.chance(0.12):
+    if d.chance(0.04 if backend == "hopper" else 0.12):
         e, m = d.integer(1, 70), d.integer(1, 70)
     even = e % 8 == 0 and m % 8 == 0
     layout = d.pick(("unit", "odd", "off"), (5, 2, 3)) if even else "odd"
     off = tuple(d.chance(0.5) for _ in range(4)) if layout == "off" else (False,) * 4
     if layout == "off" and not any(off):
         off = (True, False, True, False)
-    steps, return_state = d.chance(0.2), d.chance(0.5)
+    steps, return_state = d.chance(0.03 if backend == "hopper" else 0.2), d.chance(0.5)
     upstream = d.pick(("", "out", "state", "both"), (2, 5, 1, 3)) if return_state else d.pick(("", "out"), (1, 3))
     inplace = steps and d.chance(0.35)
     return DeltaVariant(
@@ -123,7 +125,7 @@ def draw_problem(d: Draw, variant: DeltaVariant, backend: str) -> DeltaProblem:
     """A problem of the variant."""
     w = variant
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    longest, most = _MOST["interpreter" if interpreted else "gpu" if backend == "triton" else "cpu"]
+    longest, most = _MOST["interpreter" if interpreted else "gpu" if backend in ("triton", "hopper") else "cpu"]
     heads = d.pick((1, 2, 3), (5, 3, 1)) if w.group < 4 else 1
     batch = 1 if w.place == "packed" else d.pick((0, 1, 2, 3), (1, 8, 8, 4))
     if interpreted:

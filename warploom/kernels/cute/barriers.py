@@ -84,6 +84,14 @@ class DecodeBarrier(NamedBarriers):
     HANDED = 8, 7  # it has
 
 
+@unique
+class DeltaBarrier(NamedBarriers):
+    """Of the walk of the gated delta rule."""
+
+    OUT_FREE = 1, 2  # a warpgroup's tile of out may be written
+    OUT_WRITTEN = 3, 2  # it may be read
+
+
 def wait(barrier: Any, threads: int, index: Any = 0) -> None:
     """Wait until all ``threads`` have come to the ``index``-th of the member's barriers."""
     cute.arch.barrier(barrier_id=barrier + index, number_of_threads=threads)

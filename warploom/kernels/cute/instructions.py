@@ -130,6 +130,42 @@ def mma_m16n8k16(
 
 
 @dsl_user_op
+def load_shared(address: Int32, offset: int, count: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """One, two or four fp32 of shared memory at ``address`` + ``offset`` bytes, by one load."""
+    names = ", ".join(f"${i}" for i in range(count))
+    source = f"[${count}+{offset}];"
+    text = f"ld.shared.v{count}.f32 {{{names}}}, {source}" if count > 1 else f"ld.shared.f32 $0, {source}"
+    values, constraints = [Int32(address).ir_value(loc=loc, ip=ip)], "=f," * count + "r,~{memory}"
+    if count == 1:
+        return [Float32(assembly(T.f32(), values, text, constraints, side_effects=True))]
+    struct = assembly(_struct(T.f32(), count), values, text, constraints, side_effects=True)
+    return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def store_shared(address: Int32, offset: int, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
+    """One, two or four fp32 to shared memory at ``address`` + ``offset`` bytes, by one store."""
+    count = len(values)
+    names = ", ".join(f"${i + 1}" for i in range(count))
+    text = f"st.shared.v{count}.f32 [$0+{offset}], {{{names}}};" if count > 1 else f"st.shared.f32 [$0+{offset}], $1;"
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in values)]
+    assembly(None, operands, text, "r" + ",f" * count + ",~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def store_pair(address: Int64, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Two fp32 to global memory by one store."""
+    values = [Int64(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high))]
+    assembly(None, values, "st.global.v2.f32 [$0], {$1, $2};", "l,f,f,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def bits_of(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The word of an fp32."""
+    return Int32(assembly(T.i32(), [Float32(x).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,f"))
+
+
+@dsl_user_op
 def cp_async16(to: Int32, offset: int, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Copy 16 bytes from global to shared memory at ``to`` + ``offset``; ``size`` 0 reads nothing and writes zeros."""
     values = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]

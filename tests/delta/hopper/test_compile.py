@@ -1,0 +1,49 @@
+"""All modules compile for sm_90a here, without a GPU: registers, no spills in the walk, TMA and wgmma in the machine code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compiled import Built, machine_code
+from warploom.delta.hopper.config import PrepareConfig, WalkConfig
+from warploom.delta.hopper.plan import named_set
+from warploom.runtime import modules
+
+pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
+
+# The wider tile of keys, which takes the most registers, and one of the narrower.
+CORE = {config.name: config for config in named_set() if config.width == 128 or config.name.endswith("w1s3")}
+WALKS = [name for name, config in CORE.items() if isinstance(config, WalkConfig)]
+PREPARES = [name for name, config in CORE.items() if isinstance(config, PrepareConfig)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with Built(CORE, "sm_90a", tmp_path_factory) as built:
+        yield built
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_walk(name: str, built: Built) -> None:
+    """Products wait for each other only where the source says so; nothing is spilled."""
+    config, facts, cubin = built[name]
+    assert facts["stack"] == 0, "registers spill"
+    assert facts["registers"] <= 65536 // ((1 + config.warpgroups) * 128)
+    listing = machine_code(cubin)
+    assert "UTMALDG" in listing and "UTMASTG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    # k S and q S; two products within the chunk; the state.
+    assert listing.count("HGMMA") == 2 * config.width // 16 + 3 * 4
+    # The source's waits. One more, as where the state is multiplied under its own products, cost a fourth of the time.
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == 5
+
+
+@pytest.mark.parametrize("name", PREPARES)
+def test_prepare(name: str, built: Built) -> None:
+    config, facts, cubin = built[name]
+    assert facts["registers"] <= 65536 // (config.blocks * 128)
+    listing = machine_code(cubin)
+    assert listing.count("HGMMA") == 2 * config.width // 16
+    assert len(re.findall(r"\bHMMA", listing)) == 17 * 2 * 3, "products of blocks, of two halves each, in three parts"

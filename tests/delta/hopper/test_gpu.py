@@ -1,0 +1,164 @@
+"""The gated delta rule's Hopper kernels on a GPU: results against fp64, dims, packing, strides, waves, bits, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.delta.cases import CASES, Case
+from tests.delta.delta_model import results
+from warploom import gated_delta_rule
+from warploom.attention.judge import judge
+from warploom.delta import hopper, reference, triton
+from warploom.delta.hopper import run
+from warploom.delta.problem import DeltaCall
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_gpu_memory"),
+    pytest.mark.skipif(hopper.BACKEND.available() is not None, reason=f"needs a Hopper GPU: {hopper.BACKEND.available()}"),
+]
+
+
+def drawn(**options: Any) -> Case:
+    return Case(secrets.randbelow(2**31), device="cuda", dtype=torch.bfloat16, **options)
+
+
+def wide(name: str, **changes: Any) -> dict[str, Any]:
+    """A case with three times the tokens and four times the heads: of few numbers the errors would be luck."""
+    options: dict[str, Any] = {"tokens": 70, "heads": 1, **CASES[name], **changes}
+    options.pop("dtype", None)
+    if options["tokens"] > 1:
+        options["tokens"] *= 3
+        for lengths in ("lengths", "sequences"):
+            if options.get(lengths) is not None:
+                options[lengths] = tuple(3 * n for n in options[lengths])
+    return {**options, "heads": 4 * options["heads"]}
+
+
+def check(case: Case) -> None:
+    """Out and the last state, by the error of the model of a correct kernel."""
+    call, dout, dstate = case.call()
+    assert hopper.BACKEND.supports(call) is None, hopper.BACKEND.supports(call)
+    exact = {n: t.double() for n, t in vars(call).items() if isinstance(t, Tensor) and t.is_floating_point()}
+    wanted = reference.BACKEND.forward(dataclasses.replace(call, **exact), True)
+    model = results(call, dout, dstate, exact=False)
+    for name, t, want in zip(("out", "state"), hopper.BACKEND.forward(call, True), wanted, strict=True):
+        assert t is not None and want is not None
+        verdict = judge(name, t, want, getattr(model, name), case.dtype)
+        assert verdict.passed, f"{verdict}\n{case}"
+        assert t.isfinite().all()
+
+
+def equal(found: tuple[Tensor | None, ...], wanted: tuple[Tensor | None, ...]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 72)], ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "one token"])
+def test_case(name: str, dims: tuple[int, int]) -> None:
+    check(drawn(**wide(name, e=dims[0], m=dims[1])))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7])
+@pytest.mark.parametrize("dims", [(8, 8), (16, 200), (64, 64), (72, 192), (120, 256), (128, 136)], ids=str)
+def test_dims(dims: tuple[int, int], group: int) -> None:
+    """Both tiles of keys, one warpgroup and two, dims that fill no tile; a decay and a norm, then neither."""
+    shape = {"tokens": 333, "batch": 2, "heads": 2, "group": group, "e": dims[0], "m": dims[1], "state": True}
+    check(drawn(**shape))
+    check(drawn(**shape, decay=None, normalize_qk=False, keys="long"))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_tokens(dim: int) -> None:
+    check(drawn(tokens=8192, heads=2, group=2, e=dim, m=dim, beta=2.0, state=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_waves(dim: int) -> None:
+    """More blocks than run at once."""
+    check(drawn(tokens=333, batch=5, heads=8, group=7, e=dim, m=2 * dim, state=True))
+
+
+def test_many_sequences() -> None:
+    """More than a warp looks at at once, empty ones among them."""
+    lengths = tuple(secrets.randbelow(4) * secrets.randbelow(70) for _ in range(300))
+    check(drawn(tokens=sum(lengths) + 90, sequences=lengths, heads=2, group=2, e=64, m=64, state=True, hidden=float("nan")))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_hundred_repeats(dim: int) -> None:
+    """Also while another stream keeps the memory busy."""
+    call, *_ = drawn(tokens=2050, batch=2, heads=16, group=4, e=dim, m=dim, state=True).call()
+    first = hopper.BACKEND.forward(call, True)
+    busy, other = torch.empty(2**26, dtype=torch.int8, device="cuda"), torch.cuda.Stream()
+    for i in range(100):
+        if i % 2:
+            with torch.cuda.stream(other):
+                busy.add_(1)
+        assert equal(hopper.BACKEND.forward(call, True), first)
+
+
+def test_strides() -> None:
+    """Views as they are, or copied where TMA cannot read them: results are the same to the bit."""
+    call, *_ = drawn(tokens=300, heads=2, group=2, batch=2, e=64, m=64, state=True).call()
+    assert call.decay is not None and call.state is not None
+    want = hopper.BACKEND.forward(call, True)
+    qkv = torch.cat([call.q, call.k], -1)
+    views = replace(call, q=qkv[..., :64], k=qkv[..., 64:])
+    odd = replace(
+        call,
+        q=torch.cat([call.q, call.q[..., :3]], -1)[..., :64],
+        k=call.k.transpose(1, 2).contiguous().transpose(1, 2),
+        v=call.v.transpose(1, 3).contiguous().transpose(1, 3),
+        beta=call.beta.transpose(1, 2).contiguous().transpose(1, 2),
+        decay=torch.stack([call.decay, call.decay], -1)[..., 1],
+        state=torch.cat([call.state, call.state], -1)[..., :64],
+    )
+    for given in (views, odd):
+        assert equal(hopper.BACKEND.forward(given, True), want)
+
+
+def test_gradients_are_the_next_implementation_s() -> None:
+    call, dout, dstate = drawn(tokens=200, heads=2, group=2, e=64, m=64, state=True).call()
+    assert equal(hopper.BACKEND.backward(call, dout, dstate), triton.BACKEND.backward(call, dout, dstate))
+
+
+def test_graph() -> None:
+    call, *_ = drawn(tokens=500, heads=2, group=2, e=128, m=128, sequences=(130, 0, 300), state=True).call()
+    wanted = hopper.BACKEND.forward(call, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = hopper.BACKEND.forward(call, True)
+    for t in found:
+        assert t is not None
+        t.fill_(float("nan"))
+    graph.replay()
+    assert equal(found, wanted)
+
+
+def test_dispatch_and_a_state_passed_on() -> None:
+    """The public function runs these kernels, and in two halves comes to the same state as in one."""
+    call, *_ = drawn(tokens=256, heads=2, group=4, e=128, m=128).call()
+    given = {name: getattr(call, name) for name in ("q", "k", "v", "beta", "decay")}
+    out, state = gated_delta_rule(**given, normalize_qk=True, return_state=True)
+    assert equal((out, state), run.forward(call, True))
+    halves = [{name: t[:, part] for name, t in given.items()} for part in (slice(0, 128), slice(128, 256))]
+    first, between = gated_delta_rule(**halves[0], normalize_qk=True, return_state=True)
+    second, last = gated_delta_rule(**halves[1], normalize_qk=True, return_state=True, state=between)
+    assert equal((torch.cat([first, second], 1), last), (out, state))
+
+
+def test_a_device_that_is_not_the_current_one() -> None:
+    index = torch.cuda.device_count() - 1
+    call, *_ = drawn(tokens=100, heads=2, e=64, m=64).call()
+    moved: dict[str, Any] = {n: t.to(f"cuda:{index}") for n, t in vars(call).items() if isinstance(t, Tensor)}
+    found: DeltaCall = replace(call, **moved)
+    for a, b in zip(hopper.BACKEND.forward(call, True), hopper.BACKEND.forward(found, True), strict=True):
+        assert a is not None and b is not None and torch.equal(a, b.to(a.device))

@@ -1,0 +1,93 @@
+"""The gated delta rule's forward pass for Hopper (sm_90a) in the CuTe DSL: TMA, wgmma, warp specialisation.
+
+One kernel prepares all chunks of 64 tokens at once: their weights, and the inverse of a triangular matrix. Another walks the
+chunks of each value head with the state in registers (Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464, section
+3.3). Modules are compiled ahead of time by `warploom build`, or once at first use. Gradients are the next implementation's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from warploom.delta.backend import DeltaBackend
+from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of, width
+from warploom.runtime import dispatch, modules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from warploom.delta.problem import DeltaCall, StepArgs
+
+NAME = "hopper"
+_DTYPES = {torch.bfloat16: "bfloat16"}
+
+
+def _examine() -> str | None:
+    """Why this machine cannot run it."""
+    return modules.cannot_run()
+
+
+def _module_refusal(dtype: str, width: int) -> str | None:
+    """Why a module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
+    if (dtype, width) in _found or modules.cannot_build() is None:
+        return None
+    for variant in modules_of(dtype, width):
+        missing = modules.absence(variant.spec)
+        if missing is not None:
+            return missing
+    _found.add((dtype, width))
+    return None
+
+
+_found: set[tuple[str, int]] = set()
+# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
+# import costs a second.
+for _function in (_examine, _module_refusal):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+class Hopper(DeltaBackend):
+    """Calls of more than one token in bfloat16, of up to 128 dims of keys, with states, lengths and packed sequences."""
+
+    name = NAME
+    special = True
+
+    def available(self) -> str | None:
+        return _examine()
+
+    def supports(self, call: DeltaCall) -> str | None:
+        if call.device != "cuda":
+            return f"runs on CUDA tensors, not on {call.device}"
+        dtype = _DTYPES.get(call.v.dtype)
+        if dtype is None:
+            return f"takes bfloat16, not {call.v.dtype}"
+        tokens, e, m = call.q.shape[1], call.q.shape[3], call.v.shape[3]
+        for name, dim, most in (("E (the keys' dim)", e, WIDEST), ("M (the values' dim)", m, 256)):
+            if not 8 <= dim <= most or dim % 8:
+                return f"takes {name} from 8 to {most} in steps of 8, not {dim}"
+        if not 2 <= tokens <= LONGEST:
+            return f"takes from 2 to {LONGEST} tokens, not {tokens}"
+        return _module_refusal(dtype, width(e))
+
+    def forward(self, call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]:
+        """Out and the last state; see `warploom.delta.backend`."""
+        from warploom.delta.hopper.run import forward as run
+
+        return run(call, return_state)
+
+    def backward(
+        self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients from the next implementation that takes the call: they read no result of the forward pass."""
+        beside = dispatch.delegate(NAME, call, "delta")
+        return beside.backward(call, dout, dstate)
+
+    def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
+        beside = dispatch.delegate(NAME, args.call(), "delta")
+        assert isinstance(beside, DeltaBackend)
+        return beside.step(args, into)
+
+
+BACKEND = Hopper()

@@ -1,0 +1,85 @@
+"""One frozen configuration per compiled variant: key, file name and symbol come from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from warploom.runtime.modules import ModuleSpec
+
+CHUNK = 64  # tokens
+COLUMNS = 64  # of a TMA box, and value columns of a warpgroup
+# What prepare leaves of a chunk of a value head, in fp32 words: two lower triangular matrices (CHUNK, CHUNK) in 16 bits and
+# five rows of CHUNK fp32. A matrix is cut into boxes of 16 columns, each from its first row on that is not 0; a box lies as it
+# does in shared memory, with a swizzle of 32 bytes.
+BOX = 16
+BOX_ROWS = tuple(range(CHUNK, 0, -BOX))
+MATRIX = sum(BOX_ROWS) * BOX // 2
+NUMBERS = 5 * CHUNK
+ITEM = 2 * MATRIX + NUMBERS
+# The rows: what multiplies k S and q S, for keys and queries as they are given; beta; what then multiplies kᵀ Y; and the decay
+# of the whole chunk.
+READS, QUERIES, BETA, WRITES, WHOLE = range(5)
+_HERE = "delta/hopper"
+_SHARED = (
+    *(f"kernels/cute/{file}.py" for file in ("arguments", "basics", "fields", "instructions", "memory")),
+    *(f"kernels/cute/{file}.py" for file in ("packed", "tiles", "wgmma")),
+    "runtime/compile.py",
+)
+PREPARE_SOURCES = (
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "inverse", "prepare", "prepare_head", "place")),
+    *_SHARED,
+)
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What is fixed when prepare is compiled; lengths, strides, heads and numbers are not."""
+
+    dtype: str  # "bfloat16"
+    width: int  # of the tile of keys: 64 or 128; smaller dims are filled up with zeros
+    blocks: int = 4  # on a multiprocessor, whose shared memory they fill
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        return f"delta_prepare_sm90_{self.dtype}_d{self.width}_b{self.blocks}"
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_prepare", config, PREPARE_SOURCES)
+
+
+WALK_SOURCES = (
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "place", "walk", "walk_base", "walk_consumer", "walk_producer")),
+    *(f"kernels/cute/{file}.py" for file in ("barriers", "rings")),
+    *_SHARED,
+)
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """What is fixed when a walk is compiled; lengths, strides and heads are not."""
+
+    dtype: str  # "bfloat16"
+    width: int  # of the tile of keys: 64 or 128
+    warpgroups: int = 2  # of COLUMNS value columns each, in a block
+    stages: int = 3
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        return f"delta_walk_sm90_{self.dtype}_d{self.width}_w{self.warpgroups}s{self.stages}"
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_walk", config, WALK_SOURCES)
+
+    @property
+    def stage_bytes(self) -> int:
+        """What is loaded for a chunk."""
+        return 2 * CHUNK * (2 * self.width + self.warpgroups * COLUMNS) + 4 * ITEM

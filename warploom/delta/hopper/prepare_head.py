@@ -1,0 +1,220 @@
+"""One value head of a chunk, by a warp: decays, the weights within the chunk, the inverse. Imports the CuTe DSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from warploom.delta.hopper.config import (
+    BETA,
+    BOX,
+    BOX_ROWS,
+    CHUNK,
+    ITEM,
+    MATRIX,
+    QUERIES,
+    READS,
+    WHOLE,
+    WRITES,
+    PrepareConfig,
+)
+from warploom.delta.hopper.inverse import BLOCK_BYTES, Split, get, get_transposed, inverses, put_transposed, split, times
+from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.instructions import exp2, load_shared, pack16, store_matrices, store_pair, store_shared
+from warploom.kernels.cute.memory import bulk_store
+
+FRAGMENT_BYTES = 1024  # of a block of 16 × 16: first what its left half has, 16 bytes a lane
+# Below it e^x is 0 in fp32: what a decay is raised to, -inf too, so that no difference of sums is inf - inf.
+LEAST = -128.0
+
+
+class Room(Fields):
+    """Shared memory of a warp; addresses, but for ``staging``, a pointer."""
+
+    staging: Any  # 5 KB: a matrix, as `config` has it
+    keys: Any  # fragments of k kᵀ, and of q kᵀ
+    queries: Any
+    blocks: Any  # two of `inverse`
+    numbers: Any  # coarse sums of decays, fine ones in log2 units, beta: CHUNK each
+    norms: Any  # of keys, of queries: CHUNK each
+
+
+def below(i: int, j: int) -> int:
+    """The number of block (i, j) among those on and below the diagonal."""
+    return i * (i + 1) // 2 + j
+
+
+@cute.jit
+def at_least(x, least):
+    """``x``, NaN too, or ``least`` where it is less."""
+    return least if x < least else x
+
+
+@cute.jit
+def where(condition, x):
+    return x if condition else Float32(0.0)
+
+
+class PrepareHead:
+    """What a warp does for a value head."""
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def load_numbers(self, at, beta, decay, head, lane, loaded):
+        """Two tokens' beta and decay, which `put_numbers` looks at; where tokens do not count, those of the last that does."""
+        for e in cutlass.range_constexpr(2):
+            row = at.start + cutlass.min(at.first + 2 * lane + e, at.live - 1)
+            loaded[e] = beta[at.batch, row, head]
+            loaded[2 + e] = decay[at.batch, row, head]
+
+    @cute.jit
+    def play_head(self, room, at, prepared, item, decays, lane, loaded):
+        """(I + A)⁻¹ - I, P and the rows of numbers of a value head.
+
+        Of [[U, 0], [R, L]] the inverse is [[U', 0], [-L' R U', L']]: blocks of 16 make blocks of 32, and those the whole.
+        Blocks of A below the diagonal come with their signs turned.
+        """
+        target = prepared.iterator + item * ITEM
+        self.put_numbers(room, at, target, decays, lane, loaded)
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        words: dict[Any, Any] = {}  # of the inverse
+        (turned_0, straight_0), (turned_1, straight_1) = self.diagonal(room, 0, lane)
+        words[0, 0], words[1, 1] = self.less_one(straight_0, lane), self.less_one(straight_1, lane)
+        w = split(times(turned_0, split(self.block(room, 1, 0, lane))))
+        words[1, 0] = self.packed(times(straight_1, w))
+        upper = split(times(w, straight_1))  # block (1, 0) of the inverse, transposed
+        (turned_2, straight_2), (_, straight_3) = self.diagonal(room, 2, lane)
+        words[2, 2], words[3, 3] = self.less_one(straight_2, lane), self.less_one(straight_3, lane)
+        x = times(straight_3, split(times(turned_2, split(self.block(room, 3, 2, lane)))))
+        words[3, 2], lower = self.packed(x), split(x)
+        between = []  # -R U', transposed: rows 2 and 3, of each both columns
+        for i in cutlass.range_constexpr(2, 4):
+            first, second = (split(self.block(room, i, j, lane)) for j in range(2))
+            between.append((split(times(upper, second, times(turned_0, first))), split(times(turned_1, second))))
+        self.send(room, target + MATRIX, lane)
+        for j in cutlass.range_constexpr(2):
+            words[2, j] = self.packed(times(straight_2, between[0][j]))
+            words[3, j] = self.packed(times(straight_3, between[1][j], times(lower, between[0][j])))
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(i + 1):
+                self.put_words(room, i, j, words[i, j], lane)
+        self.send(room, target, lane)
+
+    def diagonal(self, room: Any, pair: int, lane: Any) -> list[tuple[Split, Split]]:
+        """The inverses of two neighbouring blocks on the diagonal, transposed and not; P's are staged."""
+        for i in range(2):
+            put_transposed(room.blocks + i * BLOCK_BYTES, self.block(room, pair + i, pair + i, lane), lane)
+        cute.arch.sync_warp()
+        inverses(room.blocks, lane)
+        found = []
+        for i in range(2):
+            address = room.blocks + i * BLOCK_BYTES
+            found.append((split(get(address, lane)), split(get_transposed(address, lane))))
+        cute.arch.sync_warp()
+        return found
+
+    @cute.jit
+    def put_numbers(self, room, at, target, decays, lane, loaded):
+        """Sums of decays and beta into shared memory; what the walk multiplies by into global memory."""
+        betas, coarse, fine = [], [], []
+        for e in cutlass.range_constexpr(2):
+            counts = at.first + 2 * lane + e < at.live
+            betas.append(where(counts, loaded[e]))
+            d = where(counts and decays != 0, at_least(loaded[2 + e], Float32(LEAST)))
+            # Multiples of 2^-10 are added without an error: a small decay behind large ones keeps its bits in what is left.
+            rounded = cute.math.floor(d * 1024.0 + 0.5) * (1.0 / 1024.0)
+            coarse.append(rounded)
+            fine.append(d - rounded)
+        coarse, fine = summed(coarse, lane), summed(fine, lane)
+        fine = [x * LOG2_E for x in fine]
+        to = room.numbers + lane * 8
+        for i, pair in enumerate((coarse, fine, betas)):
+            store_shared(to, i * CHUNK * 4, pair)
+        last = [cute.arch.shuffle_sync(pair[1], 31) for pair in (coarse, fine)]
+        of_k, of_q = (load_shared(room.norms + lane * 8, i * CHUNK * 4, 2) for i in range(2))
+        address = target.toint() + (2 * MATRIX * 4 + lane * 8)
+        since = [exp2(coarse[e] * LOG2_E + fine[e]) for e in range(2)]
+        until = [exp2((last[0] - coarse[e]) * LOG2_E + (last[1] - fine[e])) for e in range(2)]
+        whole = exp2(last[0] * LOG2_E + last[1])
+        store_pair(address + READS * CHUNK * 4, since[0] * of_k[0], since[1] * of_k[1])
+        store_pair(address + QUERIES * CHUNK * 4, since[0] * of_q[0], since[1] * of_q[1])
+        store_pair(address + BETA * CHUNK * 4, betas[0], betas[1])
+        store_pair(address + WRITES * CHUNK * 4, until[0] * of_k[0], until[1] * of_k[1])
+        store_pair(address + WHOLE * CHUNK * 4, whole, whole)
+        cute.arch.sync_warp()
+
+    def block(self, room: Any, i: int, j: int, lane: Any) -> list[Any]:
+        """The fragment of a block of A, 0 above the diagonal; P's is staged."""
+        at_row, at_column = room.numbers + lane // 4 * 4, room.numbers + lane % 4 * 8
+        rows = [[load_shared(at_row, (n * CHUNK + 16 * i + 8 * r) * 4, 1)[0] for r in range(2)] for n in range(2)]
+        across = [[x for h in range(2) for x in load_shared(at_column, (n * CHUNK + 16 * j + 8 * h) * 4, 2)] for n in range(3)]
+        start = below(i, j) * FRAGMENT_BYTES
+        kk, qk = (
+            [x for n in range(2) for x in load_shared(of + lane * 16, start + 512 * n, 4)] for of in (room.keys, room.queries)
+        )
+        keys, weights = [], []
+        for at in range(8):
+            r, column = at // 2 % 2, at // 4 * 2 + at % 2
+            pair = exp2((rows[0][r] - across[0][column]) * LOG2_E + (rows[1][r] - across[1][column]))
+            keys.append(kk[at] * (pair * across[2][column]))
+            weights.append(qk[at] * pair)
+        if i == j:
+            keys, weights = self.lower(keys, lane, 1), self.lower(weights, lane, 0)
+        self.put_words(room, i, j, self.packed(weights), lane)
+        return keys
+
+    def lower(self, fragment: list[Any], lane: Any, diagonal: int) -> list[Any]:
+        """The elements of a block below its diagonal, and on it unless ``diagonal`` is 1; else 0."""
+        row, column = lane // 4, lane % 4 * 2
+        return [where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)]
+
+    def less_one(self, x: Split, lane: Any) -> list[Any]:
+        """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16."""
+        high = x[0]
+        row, column = lane // 4, lane % 4 * 2
+        kept = [choose(row > column + 1, word, choose(row > column, word & 0xFFFF, 0)) for word in (high[0], high[3])]
+        return [kept[0], high[1], Int32(0), kept[1]]
+
+    def packed(self, fragment: list[Any]) -> list[Any]:
+        """A fragment's words in the inputs' dtype."""
+        return [pack16(fragment[2 * n], fragment[2 * n + 1], self.dtype) for n in range(4)]
+
+    def put_words(self, room: Any, i: int, j: int, words: list[Any], lane: Any) -> None:
+        """A block into the staged matrix."""
+        matrix, row = lane // 8, lane % 8
+        first = sum(BOX_ROWS[:j]) + 16 * (i - j)
+        place = (matrix % 2 * 8 + row) * BOX + (matrix // 2 ^ row // 4) * 8
+        store_matrices(room.staging + (place + first * BOX), words)
+
+    @cute.jit
+    def send(self, room, target, lane):
+        """The staged matrix, all of it, into global memory."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            bulk_store(target, room.staging, MATRIX * 4)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def summed(pair, lane):
+    """Of two numbers a lane, the sums up to each."""
+    total = pair[0] + pair[1]
+    for i in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(total, 1 << i, mask_and_clamp=0)
+        total = total + where(lane >= (1 << i), below)
+    before = cute.arch.shuffle_sync_up(total, 1, mask_and_clamp=0)
+    before = where(lane >= 1, before)
+    return [before + pair[0], before + pair[0] + pair[1]]

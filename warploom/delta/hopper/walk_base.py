@@ -1,0 +1,68 @@
+"""What the roles of a walk share. Imports the CuTe DSL; only what compiles kernels imports this module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+
+from warploom.delta.hopper.config import WalkConfig
+from warploom.kernels.cute.basics import DTYPES
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.packed import RAGGED
+
+
+class WalkShared(Fields):
+    """A block's shared memory. Barriers are addresses of the first of the ring's."""
+
+    full: Any
+    empty: Any
+    q: Any  # (chunk, width, stage)
+    k: Any
+    boxes_q: Any  # the same as TMA fills it, (chunk, COLUMNS, box)
+    boxes_k: Any
+    v: Any  # (chunk, COLUMNS, stage and warpgroup)
+    v_start: Any  # pointers
+    matrices: Any  # (chunk, chunk, stage and which): (I + A)⁻¹ - I, then P
+    matrices_start: Any
+    numbers: Any  # of each stage
+    out: Any  # (chunk, COLUMNS, warpgroup)
+    out_start: Any
+
+
+class WalkPart(Fields):
+    """What a block works on."""
+
+    shared: WalkShared
+    block: Any  # which columns of v and out, in tiles of COLUMNS: its first
+    head: Any  # of values
+    head_qk: Any
+    batch: Any
+    sequence: Any
+    start: Any  # row of the sequence's first token in its batch
+    rows: Any  # the sequence's tokens
+    live: Any  # those that count
+    chunks: Any  # that hold any of these
+    slot: Any  # of the first chunk
+
+
+class WalkBase:
+    """Sizes of one configuration."""
+
+    def __init__(self, config: WalkConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.boxes = config.width // 64  # of a chunk of q or k
+
+
+def ragged(t: Any) -> Any:
+    """(tokens, dim, heads, batch) as (RAGGED, dim, heads, end, batch), of which ``rows_of`` takes a sequence."""
+    layout = cute.make_layout(
+        (RAGGED, *t.shape[1:3], t.shape[0] + 1, t.shape[3]), stride=(*t.stride[:3], t.stride[0], t.stride[3])
+    )
+    return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0, 0), t).iterator, layout)
+
+
+def rows_of(t: Any, head: Any, batch: Any, start: Any, length: Any) -> Any:
+    """(rows, dim) of a head of ``length`` tokens; TMA reads zeros past them and writes nothing there."""
+    return cute.domain_offset((RAGGED - length, 0), t[None, None, head, start + length, batch])
