@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardBase, ForwardShared
+from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
+from warploom.attention.hopper.forward_bias import CROSSED, LEFT, RIGHT, BiasedScores
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
@@ -61,16 +62,17 @@ class Rows(Fields):
     dropout: Any  # what the call says of it, or None
     tile: Any  # with dropout: head, batch, the first row, and under a column mask the key tile
     kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
+    lean: Any  # what is to be known of ALiBi, or None
 
 
-class Consumers(ForwardBase):
+class Consumers(BiasedScores):
     """What every consumer warpgroup runs."""
 
     # The tiles of a block
 
     @cute.jit
     def compute(
-        self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
+        self, out, lse, sink, parts, k_shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
     ):
         """64 rows of every query tile of this block."""
         config = self.config
@@ -82,7 +84,7 @@ class Consumers(ForwardBase):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
@@ -103,6 +105,8 @@ class Consumers(ForwardBase):
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             self.start(work, head, batch, places)
+            if const_expr(self.biased):
+                self.set_bias(work, batch, places, shift)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
@@ -117,6 +121,10 @@ class Consumers(ForwardBase):
                     whole_first, whole_end = whole_tiles(
                         config, top, top + span, own_first, seqlen_q, seqlen_k, shift, left, right
                     )
+                    if const_expr(self.biased):
+                        right_first, left_end = self.sides(
+                            work, batch, m_block, head, members, (top, top + span), seqlen_q, shift
+                        )
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
                     self.wait_ping_pong(group)
@@ -130,12 +138,19 @@ class Consumers(ForwardBase):
                     self.softmax(work, n, True)
                     self.keep_scale(work)
                     pack(work.acc_s, work.p, self.dtype)
+                    if const_expr(self.biased and not config.right):
+                        # Of its tiles only the first may be partial.
+                        for _ in cutlass.range(n - cutlass.max(right_first, whole_first), unroll=1):
+                            n -= 1
+                            stage, phase = self.step(work, n, own_first, stage, phase, False, RIGHT)
+                    if const_expr(self.biased):
+                        whole_end = cutlass.min(whole_end, left_end)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, own_first, stage, phase, True)
                     for _ in cutlass.range(n - whole_first, unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, own_first, stage, phase, False)
+                        stage, phase = self.step(work, n, own_first, stage, phase, False, LEFT)
                     if const_expr(config.left):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
@@ -178,7 +193,7 @@ class Consumers(ForwardBase):
     # What a warpgroup keeps
 
     def rows(
-        self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any, dropout: Any = None
+        self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any, dropout: Any, bias: Any = None
     ) -> Rows:
         """What warpgroup ``group`` keeps."""
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -208,6 +223,7 @@ class Consumers(ForwardBase):
             dropout=dropout_of(dropout),
             tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
+            lean=self.lean(bias),
         )
 
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
@@ -233,7 +249,7 @@ class Consumers(ForwardBase):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked):
+    def step(self, work, n, last, stage, phase, masked, side=CROSSED):
         """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
         shared = work.shared
         v_stage, v_phase = stage, phase
@@ -252,7 +268,7 @@ class Consumers(ForwardBase):
         release(shared.k_empty + stage)
         if n == last:
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
-        self.softmax(work, n, masked, shared.v_empty + v_stage)
+        self.softmax(work, n, masked, shared.v_empty + v_stage, side)
         pack(work.acc_s, work.p, self.dtype)
         return stage, phase
 
@@ -306,15 +322,17 @@ class Consumers(ForwardBase):
     # The softmax
 
     @cute.jit
-    def softmax(self, work, n, masked, v_empty=None):
+    def softmax(self, work, n, masked, v_empty=None, side=CROSSED):
         """Exponentiate the scores of key tile ``n`` against a maximum that leaves them HEADROOM; O is left to ``rescale``.
 
         A PV under way, which releases ``v_empty``, is waited for as the configuration has it. After a quarter of the
         exponentials it has about ended, and the conversion of P can fill the issue slots that the others leave.
         """
         rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
-        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
-        if const_expr(self.config.softcap):
+        units, frames = self.units(work), [Float32(0.0), Float32(0.0)]
+        if const_expr(self.biased):
+            frames = self.add_bias(work, n, side)
+        elif const_expr(self.config.softcap):
             for i in cutlass.range_constexpr(2 * columns):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, work.cap_in)
         if const_expr(masked and self.config.columns):
@@ -326,17 +344,22 @@ class Consumers(ForwardBase):
             top = [work.row_max[r], rows[r, 0]]
             for c in cutlass.range_constexpr(1, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
-            new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4)
-            grown = (new - work.row_max[r]) * scale
+            new = cute.arch.fmax(top[0], top[1])
+            if const_expr(self.biased):
+                new = new + frames[r]
+            new = cute.arch.warp_reduction_max(new, threads_in_group=4)
+            grown = (new - work.row_max[r]) * units[r]
             outgrown = grown > HEADROOM  # not where both are -inf
             new = new if outgrown else work.row_max[r]
             work.correction[r] = exp2(-grown) if outgrown else 1.0
             work.row_max[r] = new
-            offsets[r] = finite(new) * scale
+            offsets[r] = finite(new) * units[r]
+            if const_expr(self.biased):
+                offsets[r] = (finite(new) - frames[r]) * units[r]
         for r in cutlass.range_constexpr(2):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
-                p = exp2(rows[r, c] * scale - offsets[r])
+                p = exp2(rows[r, c] * units[r] - offsets[r])
                 rows[r, c] = self.keep(work, r, c, p)
                 sums[c % 2] = sums[c % 2] + p
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
@@ -413,7 +436,7 @@ class Consumers(ForwardBase):
     def leave(self, work, parts, slot, row):
         """Store a piece in the workspace: O, not normalised, then each row's maximum in log2 units and its sum."""
         dim = self.config.head_dim_v
-        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        units = self.units(work)
         base = parts.iterator + cutlass.Int64(slot) * self.config.piece_floats
         word = cute.arch.lane_idx() % 4
         for r in cutlass.range_constexpr(2):
@@ -422,7 +445,7 @@ class Consumers(ForwardBase):
             for c in cutlass.range_constexpr(dim // 8):
                 self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
             if word == 0:
-                self.store_pair(base + (self.tile_m * dim + 2 * here), work.row_max[r] * scale, total)
+                self.store_pair(base + (self.tile_m * dim + 2 * here), work.row_max[r] * units[r], total)
 
     @cute.jit
     def store_pair(self, target, a, b):
@@ -451,12 +474,12 @@ class Consumers(ForwardBase):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         word = lane % 4
-        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        units = self.units(work)
         for r in cutlass.range_constexpr(2):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = work.row_max[r] * scale  # log2 units
+            top = work.row_max[r] * units[r]  # log2 units
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)

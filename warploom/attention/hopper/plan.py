@@ -95,6 +95,8 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
         tile = tiling.other
     elif features.right and not long and not each:
         tile = tiling.short
+    if features.bias and each and dims == (96, 96):
+        tile = tiling.softcap  # slopes of two heads would spill, too
     tile = tile or tiling.dense
     return ForwardConfig(
         features.dtype_name,
@@ -135,6 +137,13 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     if features.columns or features.dropout:
         return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
     return config(features, long, pack_gqa(problem.seqlen_q, group, config(features, long).tile_m))
+
+
+def bias_refusal(problem: AttentionProblem) -> str | None:
+    """Why the forward takes a problem's bias not, or None."""
+    if problem.bias != "alibi":
+        return "takes no bias but ALiBi"
+    return "takes no bias under a column mask" if problem.columns else None
 
 
 def named_set() -> list[ForwardConfig]:

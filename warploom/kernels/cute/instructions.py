@@ -84,6 +84,12 @@ def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def magnitude(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """|x|, which most instructions take of an operand for nothing."""
+    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "abs.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
 def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``; the DSL's conversion packs only some widths."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
