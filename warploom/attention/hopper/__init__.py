@@ -15,6 +15,7 @@ from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
     backward_config_for,
+    bias_backward_refusal,
     bias_refusal,
     config,
     config_for,
@@ -50,7 +51,9 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
         short = True
     features = Features.of(problem, dlse)
     if features.bias:
-        return "has no kernel for a bias"
+        refused = bias_backward_refusal(features)
+        if refused is not None:
+            return refused
     if features.columns and not takes_columns(features):
         return "has no kernel for this column mask"
     if not takes_dropout(features):
@@ -93,7 +96,7 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
     features, short = described(args, dlse)
-    if features.bias:
+    if features.bias and bias_backward_refusal(features) is not None:
         return False
     if (features.columns and not takes_columns(features)) or not takes_dropout(features):
         return False

@@ -410,7 +410,7 @@ class Consumers(Dealer, DropoutSteps):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
-        spare = const_expr(not (config.softcap or config.dropout))
+        spare = const_expr(not (config.softcap or config.dropout or self.biased))
         late = const_expr(not spare or (config.columns and masked))
         if const_expr(not late):
             level = self.statistics(r, stage, 0)
@@ -433,7 +433,7 @@ class Consumers(Dealer, DropoutSteps):
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
-        if const_expr(not spare):
+        if const_expr(not spare and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
         pack(r.acc_dp, r.ds, self.dtype)

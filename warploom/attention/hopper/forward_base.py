@@ -66,6 +66,7 @@ class ForwardBase:
         self.warpgroups = config.warpgroups
         self.tile_stages = 2
         self.biased = bool(config.bias)
+        self.begins = self.biased and not config.softcap  # scores begin at the bias
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 

@@ -1,8 +1,9 @@
-"""ALiBi in the forward: what it adds to the scores of a key tile, for one instruction an element where that is enough.
+"""ALiBi in the forward: scores of a key tile begin at it, where their product adds to them.
 
--slope · |d| falls or rises by constants along a row, so scores are counted in slopes: u = raw · ratio ± k, where k is an
-immediate. What is the same for a thread's elements of a row joins the row's maximum instead. Tiles that the diagonal crosses,
-and all of a negative slope, take |d| of every element.
+Along a side of the diagonal -slope · |d| rises or falls by constants: what the scores of a thread's columns begin at is the same
+for every row and tile, and is written where the registers of the tile before are free, among its exponentials, which leave
+issue slots. What else depends on the row and the tile joins the row's maximum. Tiles that the diagonal crosses begin at |d| of
+every element. A softcap, which comes before the bias, takes it after the scores are there.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -13,25 +14,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from warploom.attention.hopper.forward_base import ForwardBase
-from warploom.kernels.cute.bias import LEAST, Slopes, slope_of, slopes_of
+from warploom.kernels.cute.bias import Slopes, slope_of, slopes_of
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import magnitude
-from warploom.kernels.cute.softmax import capped
-
-CROSSED, LEFT, RIGHT = 0, 1, -1  # where a key tile lies: keys before all queries of the rows, after them, or neither
+from warploom.kernels.cute.instructions import magnitude, pack16, times
+from warploom.kernels.cute.wgmma import words
 
 
 class Lean(Fields):
     """ALiBi of a warpgroup's rows; with several heads in a tile each of a thread's two rows has its own slope."""
 
     slopes: Slopes
-    unit: Any  # |slope| in log2 units: what scores are counted in
-    ratio: Any  # of a raw score, or of the softcap's, to that
-    sign: Any  # of the bias: 1 where the slope is negative
+    slope: Any  # as scores are before they are scaled; with a softcap in log2 units
     apart: Any  # of each row: distance to this thread's first column of key tile 0
+    right_first: Any  # key tiles from this one on lie right of all queries of the warpgroup
 
 
 class BiasedScores(ForwardBase):
@@ -41,17 +39,12 @@ class BiasedScores(ForwardBase):
         slopes = slopes_of(bias)
         if slopes is None:
             return None
-        heads = 2 if self.config.pack_gqa else 1
-        unit, ratio, sign, apart = (cute.make_rmem_tensor(n, Float32) for n in (heads, heads, heads, 2))
-        return Lean(slopes=slopes, unit=unit, ratio=ratio, sign=sign, apart=apart)
-
-    def units(self, work: Any) -> list[Any]:
-        """What a score of each of a thread's two rows is worth in log2 units."""
-        if self.biased:
-            unit = work.lean.unit
-            return [unit[0], unit[cute.size(unit) - 1]]
-        scale = Float32(1.0) if self.config.softcap else work.multiplier
-        return [scale, scale]
+        return Lean(
+            slopes=slopes,
+            slope=cute.make_rmem_tensor(2 if self.config.pack_gqa else 1, Float32),
+            apart=cute.make_rmem_tensor(2, Float32),
+            right_first=cute.make_rmem_tensor(1, Int32),
+        )
 
     @cute.jit
     def set_bias(self, work, batch, places, shift):
@@ -60,44 +53,77 @@ class BiasedScores(ForwardBase):
         for r in cutlass.range_constexpr(2):
             query, head = places[r]
             lean.apart[r] = (query + shift + lean.slopes.origin - first_column).to(Float32)
-            if const_expr(r < cute.size(lean.unit)):
+            if const_expr(r < cute.size(lean.slope)):
                 slope = slope_of(lean.slopes, batch, head)
-                lean.unit[r] = cute.arch.fmax(magnitude(slope), Float32(LEAST))
-                lean.ratio[r] = work.multiplier / lean.unit[r]
-                lean.sign[r] = 1.0 if slope < 0.0 else -1.0
+                lean.slope[r] = slope if const_expr(self.config.softcap) else slope / work.multiplier
 
     @cute.jit
-    def sides(self, work, batch, m_block, head, members, rows, seqlen_q, shift):
-        """Key tiles from the first on that lie right of all queries of ``rows``, and to the first on that does not lie left."""
+    def left_tiles(self, work, rows, seqlen_q, shift):
+        """Key tiles to the first that does not lie left of all queries of ``rows``; which lie right is kept."""
         lean, tile_n = work.lean, self.tile_n
         first, past = rows
-        local = cute.arch.lane_idx() * (self.tile_m // 32)
-        own = slope_of(lean.slopes, batch, self.place(m_block, head, local, members, seqlen_q)[1])
-        far = first + shift + lean.slopes.origin
-        left_end = cutlass.max(far + 1, 0) // tile_n
-        far = cutlass.min(past, seqlen_q) - 1 + shift + lean.slopes.origin
-        right_first = cute.ceil_div(cutlass.max(far, 0), tile_n)
-        if cute.arch.vote_any_sync(own < 0.0):
-            left_end, right_first = 0, 1 << 30
-        return right_first, left_end
+        if const_expr(not self.config.right):
+            last = cutlass.min(past, seqlen_q) - 1 + shift + lean.slopes.origin
+            lean.right_first[0] = cute.ceil_div(cutlass.max(last, 0), tile_n)
+        return cutlass.max(first + shift + lean.slopes.origin + 1, 0) // tile_n
+
+    def slope_at(self, work: Any, r: int) -> Any:
+        slope = work.lean.slope
+        return slope[r % cute.size(slope)]
+
+    def columns_at(self, c: int) -> float:
+        """A thread's c-th column of a row, counted from its first."""
+        return float(c // 2 * 8 + c % 2)
 
     @cute.jit
-    def add_bias(self, work, n, side):
-        """Scores of key tile ``n`` in slopes, and what is to be added to those of each row."""
-        lean, rows = work.lean, work.rows_s
-        frames = []
+    def begin_crossed(self, work, n):
+        """Scores of key tile ``n`` begin at the bias."""
+        rows = work.rows_s
         for r in cutlass.range_constexpr(2):
-            ratio, sign = lean.ratio[r % cute.size(lean.ratio)], lean.sign[r % cute.size(lean.sign)]
-            apart = lean.apart[r] - (n * self.tile_n).to(Float32)
+            slope = -self.slope_at(work, r)
+            apart = work.lean.apart[r] - (n * self.tile_n).to(Float32)
             for c in cutlass.range_constexpr(self.tile_n // 4):
-                column = float(c // 2 * 8 + c % 2)
-                if const_expr(side == CROSSED):
-                    added = magnitude(apart - column) * sign
-                else:
-                    added = Float32(column * side)
-                if const_expr(self.config.softcap):
-                    rows[r, c] = capped(rows[r, c], ratio, work.cap_in) + added
-                else:
-                    rows[r, c] = rows[r, c] * ratio + added
-            frames.append(apart * float(-side))
-        return frames
+                rows[r, c] = magnitude(apart - self.columns_at(c)) * slope
+
+    @cute.jit
+    def pack_and_begin(self, work, n):
+        """P as an operand, and in its place what scores of key tile ``n`` begin at, unless the diagonal crosses it."""
+        rows, packed = work.rows_s, words(work.p)
+        slopes = [self.toward(work, r, n) for r in range(2)]
+        last = self.columns_at(self.tile_n // 4 - 1)
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            r, c = i % 2, i // 2 * 2
+            packed[i] = pack16(rows[r, c], rows[r, c + 1], self.dtype)
+            for j in cutlass.range_constexpr(2):
+                rows[r, c + j] = times(slopes[r], self.columns_at(c + j) - last)
+
+    @cute.jit
+    def toward(self, work, r, n):
+        """By how much a row's scores rise from a column to the next, in a key tile that the diagonal does not cross."""
+        slope = self.slope_at(work, r)
+        if const_expr(not self.config.right):
+            slope = -slope if n >= work.lean.right_first[0] else slope
+        return slope
+
+    @cute.jit
+    def row_parts(self, work, n, crossed):
+        """What is still to be added to the scores of each row."""
+        parts = []
+        for r in cutlass.range_constexpr(2):
+            if const_expr(crossed):
+                parts.append(Float32(0.0))
+            else:
+                last = self.columns_at(self.tile_n // 4 - 1)
+                apart = work.lean.apart[r] - (n * self.tile_n).to(Float32) - last
+                parts.append(-apart * self.toward(work, r, n))
+        return parts
+
+    @cute.jit
+    def add_bias(self, work, n):
+        """To capped scores of key tile ``n``."""
+        rows = work.rows_s
+        for r in cutlass.range_constexpr(2):
+            slope = self.slope_at(work, r)
+            apart = work.lean.apart[r] - (n * self.tile_n).to(Float32)
+            for c in cutlass.range_constexpr(self.tile_n // 4):
+                rows[r, c] = rows[r, c] - magnitude(apart - self.columns_at(c)) * slope

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
-from warploom.attention.hopper.forward_bias import CROSSED, LEFT, RIGHT, BiasedScores
+from warploom.attention.hopper.forward_bias import BiasedScores
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
@@ -122,13 +122,13 @@ class Consumers(BiasedScores):
                         config, top, top + span, own_first, seqlen_q, seqlen_k, shift, left, right
                     )
                     if const_expr(self.biased):
-                        right_first, left_end = self.sides(
-                            work, batch, m_block, head, members, (top, top + span), seqlen_q, shift
-                        )
+                        left_end = self.left_tiles(work, (top, top + span), seqlen_q, shift)
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
                     self.wait_ping_pong(group)
-                    gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+                    if const_expr(self.begins):
+                        self.begin_crossed(work, n)
+                    gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
                     self.pass_ping_pong(group)
                     self.drop(work, n)
                     warpgroup.wait_group(0)
@@ -137,20 +137,20 @@ class Consumers(BiasedScores):
                         release(shared.q_empty + group)
                     self.softmax(work, n, True)
                     self.keep_scale(work)
-                    pack(work.acc_s, work.p, self.dtype)
-                    if const_expr(self.biased and not config.right):
-                        # Of its tiles only the first may be partial.
-                        for _ in cutlass.range(n - cutlass.max(right_first, whole_first), unroll=1):
+                    self.pack_p(work, n)
+                    if const_expr(self.begins and not config.right):
+                        # Without a limit on the right only the first tile may be partial.
+                        for _ in cutlass.range(n - cutlass.max(work.lean.right_first[0], whole_first), unroll=1):
                             n -= 1
-                            stage, phase = self.step(work, n, own_first, stage, phase, False, RIGHT)
-                    if const_expr(self.biased):
+                            stage, phase = self.step(work, n, own_first, stage, phase, False)
+                    if const_expr(self.begins):
                         whole_end = cutlass.min(whole_end, left_end)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, own_first, stage, phase, True)
                     for _ in cutlass.range(n - whole_first, unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, own_first, stage, phase, False, LEFT)
+                        stage, phase = self.step(work, n, own_first, stage, phase, False)
                     if const_expr(config.left):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
@@ -249,14 +249,16 @@ class Consumers(BiasedScores):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked, side=CROSSED):
+    def step(self, work, n, last, stage, phase, masked):
         """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
         shared = work.shared
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.wait_ping_pong(work.group)
-        gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+        if const_expr(self.begins and masked):
+            self.begin_crossed(work, n)
+        gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
@@ -268,9 +270,16 @@ class Consumers(BiasedScores):
         release(shared.k_empty + stage)
         if n == last:
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
-        self.softmax(work, n, masked, shared.v_empty + v_stage, side)
-        pack(work.acc_s, work.p, self.dtype)
+        self.softmax(work, n, masked, shared.v_empty + v_stage)
+        self.pack_p(work, n)
         return stage, phase
+
+    def pack_p(self, work: Any, n: Any) -> None:
+        """P of key tile ``n`` as an operand; with a bias the next tile's scores then begin in its place."""
+        if self.begins:
+            self.pack_and_begin(work, n - 1)
+        else:
+            pack(work.acc_s, work.p, self.dtype)
 
     @cute.jit
     def wait_ping_pong(self, group):
@@ -322,19 +331,21 @@ class Consumers(BiasedScores):
     # The softmax
 
     @cute.jit
-    def softmax(self, work, n, masked, v_empty=None, side=CROSSED):
+    def softmax(self, work, n, masked, v_empty=None):
         """Exponentiate the scores of key tile ``n`` against a maximum that leaves them HEADROOM; O is left to ``rescale``.
 
         A PV under way, which releases ``v_empty``, is waited for as the configuration has it. After a quarter of the
         exponentials it has about ended, and the conversion of P can fill the issue slots that the others leave.
         """
         rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
-        units, frames = self.units(work), [Float32(0.0), Float32(0.0)]
-        if const_expr(self.biased):
-            frames = self.add_bias(work, n, side)
-        elif const_expr(self.config.softcap):
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
+        if const_expr(self.config.softcap):
             for i in cutlass.range_constexpr(2 * columns):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, work.cap_in)
+            if const_expr(self.biased):
+                self.add_bias(work, n)
+        if const_expr(self.begins):
+            parts = self.row_parts(work, n, masked)
         if const_expr(masked and self.config.columns):
             self.apply_mask(rows, work.mask_words)
         elif const_expr(masked):
@@ -345,21 +356,21 @@ class Consumers(BiasedScores):
             for c in cutlass.range_constexpr(1, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.fmax(top[0], top[1])
-            if const_expr(self.biased):
-                new = new + frames[r]
+            if const_expr(self.begins):
+                new = new + parts[r]
             new = cute.arch.warp_reduction_max(new, threads_in_group=4)
-            grown = (new - work.row_max[r]) * units[r]
+            grown = (new - work.row_max[r]) * scale
             outgrown = grown > HEADROOM  # not where both are -inf
             new = new if outgrown else work.row_max[r]
             work.correction[r] = exp2(-grown) if outgrown else 1.0
             work.row_max[r] = new
-            offsets[r] = finite(new) * units[r]
-            if const_expr(self.biased):
-                offsets[r] = (finite(new) - frames[r]) * units[r]
+            offsets[r] = finite(new) * scale
+            if const_expr(self.begins):
+                offsets[r] = (finite(new) - parts[r]) * scale
         for r in cutlass.range_constexpr(2):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
-                p = exp2(rows[r, c] * units[r] - offsets[r])
+                p = exp2(rows[r, c] * scale - offsets[r])
                 rows[r, c] = self.keep(work, r, c, p)
                 sums[c % 2] = sums[c % 2] + p
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
@@ -436,7 +447,7 @@ class Consumers(BiasedScores):
     def leave(self, work, parts, slot, row):
         """Store a piece in the workspace: O, not normalised, then each row's maximum in log2 units and its sum."""
         dim = self.config.head_dim_v
-        units = self.units(work)
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         base = parts.iterator + cutlass.Int64(slot) * self.config.piece_floats
         word = cute.arch.lane_idx() % 4
         for r in cutlass.range_constexpr(2):
@@ -445,7 +456,7 @@ class Consumers(BiasedScores):
             for c in cutlass.range_constexpr(dim // 8):
                 self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
             if word == 0:
-                self.store_pair(base + (self.tile_m * dim + 2 * here), work.row_max[r] * units[r], total)
+                self.store_pair(base + (self.tile_m * dim + 2 * here), work.row_max[r] * scale, total)
 
     @cute.jit
     def store_pair(self, target, a, b):
@@ -474,12 +485,12 @@ class Consumers(BiasedScores):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         word = lane % 4
-        units = self.units(work)
+        scale = Float32(1.0) if const_expr(self.config.softcap) else work.multiplier
         for r in cutlass.range_constexpr(2):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = work.row_max[r] * units[r]  # log2 units
+            top = work.row_max[r] * scale  # log2 units
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)

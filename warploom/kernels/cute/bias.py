@@ -14,9 +14,6 @@ import cutlass.cute as cute
 from warploom.kernels.cute.basics import LOG2_E
 from warploom.kernels.cute.fields import Fields
 
-# The least slope in log2 units that scores are divided by: over 2^24 keys it adds less than fp32 keeps of any score.
-LEAST = 1e-20
-
 
 class Slopes(Fields):
     """ALiBi's slopes in global memory."""
