@@ -165,6 +165,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
+        lean_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct
         class Storage:
@@ -177,6 +178,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+            lean: cute.struct.Align[cute.struct.MemRange[cutlass.BFloat16, lean_elements], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
@@ -199,6 +201,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             loads_q=placed(storage.q, loads_q),
             k=placed(storage.k, layout_k),
             v=placed(storage.v, layout_v),
+            lean=self.lean_keys(storage.lean) if const_expr(self.multiplies) else None,
         )
         self.init_barriers(warp, shared)
 

@@ -14,13 +14,19 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper.forward_base import ForwardBase
+from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.bias import Slopes, slope_of, slopes_of
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import magnitude, pack16, times
-from warploom.kernels.cute.wgmma import words
+from warploom.kernels.cute.instructions import from_bfloat16, magnitude, pack16, times
+from warploom.kernels.cute.tiles import placed, tile_layout
+from warploom.kernels.cute.wgmma import BY_K, IN_REGISTERS, product, words
+
+PIECES = 16  # the depth of a product, of which a slope takes three
+SIGNS = -0x7FFF8000  # both of a word's halves
 
 
 class Lean(Fields):
@@ -30,21 +36,46 @@ class Lean(Fields):
     slope: Any  # as scores are before they are scaled; with a softcap in log2 units
     apart: Any  # of each row: distance to this thread's first column of key tile 0
     right_first: Any  # key tiles from this one on lie right of all queries of the warpgroup
+    product: Any  # of slopes and columns, where scores begin at that; its operands
+    left: Any
+    right: Any
+    pieces: Any  # of each row's slope: what this thread has of the left one
 
 
 class BiasedScores(ForwardBase):
     """What consumer warpgroups do for a bias."""
 
-    def lean(self, bias: Any) -> Lean | None:
+    def lean(self, bias: Any, shared: Any) -> Lean | None:
         slopes = slopes_of(bias)
         if slopes is None:
             return None
+        mma, left, right = None, None, None
+        if self.multiplies:
+            mma = product(BFloat16, (64, self.tile_n, PIECES), IN_REGISTERS, BY_K, BY_K)
+            thread = mma.get_slice(0)
+            left = mma.make_fragment_A(thread.partition_shape_A((64, PIECES)))
+            right = mma.make_fragment_B(thread.partition_B(shared.lean))
         return Lean(
             slopes=slopes,
             slope=cute.make_rmem_tensor(2 if self.config.pack_gqa else 1, Float32),
             apart=cute.make_rmem_tensor(2, Float32),
             right_first=cute.make_rmem_tensor(1, Int32),
+            product=mma,
+            left=left,
+            right=right,
+            pieces=cute.make_rmem_tensor(2, Int32) if self.multiplies else None,
         )
+
+    @cute.jit
+    def lean_keys(self, storage):
+        """The right operand of the product: of each key its column, counted from the tile's last, in the first three pieces."""
+        keys = placed(storage, tile_layout(BFloat16, (self.tile_n, PIECES), 1, PIECES))
+        for key in cutlass.range(cute.arch.thread_idx()[0], self.tile_n, self.threads, unroll=1):
+            for i in cutlass.range_constexpr(PIECES):
+                column = (key + 1 - self.tile_n).to(Float32) if const_expr(i < 3) else Float32(0.0)
+                keys[key, i, 0] = BFloat16(column)
+        cute.arch.fence_view_async_shared()
+        return keys
 
     @cute.jit
     def set_bias(self, work, batch, places, shift):
@@ -56,6 +87,37 @@ class BiasedScores(ForwardBase):
             if const_expr(r < cute.size(lean.slope)):
                 slope = slope_of(lean.slopes, batch, head)
                 lean.slope[r] = slope if const_expr(self.config.softcap) else slope / work.multiplier
+            if const_expr(self.multiplies):
+                lean.pieces[r] = self.pieces(self.slope_at(work, r))
+
+    @cute.jit
+    def pieces(self, slope):
+        """A slope as the sum of three bf16, of which the first lane of a quad has two, the second one."""
+        first = pack16(slope, Float32(0.0), BFloat16)
+        rest = slope - from_bfloat16(first, 0)
+        second = pack16(rest, Float32(0.0), BFloat16)
+        third = pack16(rest - from_bfloat16(second, 0), Float32(0.0), BFloat16)
+        quarter = cute.arch.lane_idx() % 4
+        return choose(quarter == 0, first | (second << 16), choose(quarter == 1, third, 0))
+
+    @cute.jit
+    def gemm_leaning(self, work, n, stage):
+        """QKᵀ of key tile ``n``, which the diagonal does not cross, added to slopes times columns: one group."""
+        lean = work.lean
+        left = words(lean.left)
+        for r in cutlass.range_constexpr(2):
+            piece = lean.pieces[r]
+            if const_expr(not self.config.right):
+                piece = piece ^ SIGNS if n >= lean.right_first[0] else piece
+            left[r], left[r + 2] = piece, Int32(0)
+        leaning, scoring = cute.make_mma_atom(lean.product.op), cute.make_mma_atom(work.mma_qk.op)
+        warpgroup.fence()
+        leaning.set(warpgroup.Field.ACCUMULATE, False)
+        cute.gemm(leaning, work.acc_s, lean.left[None, None, 0], lean.right[None, None, 0, 0], work.acc_s)
+        scoring.set(warpgroup.Field.ACCUMULATE, True)
+        for i in cutlass.range_constexpr(cute.size(work.k, mode=[2])):
+            cute.gemm(scoring, work.acc_s, work.q[None, None, i], work.k[None, None, i, stage], work.acc_s)
+        warpgroup.commit_group()
 
     @cute.jit
     def left_tiles(self, work, rows, seqlen_q, shift):
@@ -114,6 +176,8 @@ class BiasedScores(ForwardBase):
                 parts.append(Float32(0.0))
             else:
                 last = self.columns_at(self.tile_n // 4 - 1)
+                if const_expr(self.multiplies):  # which counts columns from the tile's first
+                    last = float(self.tile_n - 1) - (cute.arch.lane_idx() % 4 * 2).to(Float32)
                 apart = work.lean.apart[r] - (n * self.tile_n).to(Float32) - last
                 parts.append(-apart * self.toward(work, r, n))
         return parts

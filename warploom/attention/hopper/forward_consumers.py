@@ -223,7 +223,7 @@ class Consumers(BiasedScores):
             dropout=dropout_of(dropout),
             tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
-            lean=self.lean(bias),
+            lean=self.lean(bias, shared),
         )
 
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
@@ -258,7 +258,10 @@ class Consumers(BiasedScores):
         self.wait_ping_pong(work.group)
         if const_expr(self.begins and masked):
             self.begin_crossed(work, n)
-        gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
+        if const_expr(self.multiplies and not masked):
+            self.gemm_leaning(work, n, stage)
+        else:
+            gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
@@ -275,8 +278,8 @@ class Consumers(BiasedScores):
         return stage, phase
 
     def pack_p(self, work: Any, n: Any) -> None:
-        """P of key tile ``n`` as an operand; with a bias the next tile's scores then begin in its place."""
-        if self.begins:
+        """P of key tile ``n`` as an operand; with a bias the next tile's scores may begin in its place."""
+        if self.begins and not self.multiplies:
             self.pack_and_begin(work, n - 1)
         else:
             pack(work.acc_s, work.p, self.dtype)
@@ -353,11 +356,13 @@ class Consumers(BiasedScores):
         offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top = [work.row_max[r], rows[r, 0]]
+            if const_expr(self.begins):
+                top[0] = -Float32.inf
             for c in cutlass.range_constexpr(1, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.fmax(top[0], top[1])
             if const_expr(self.begins):
-                new = new + parts[r]
+                new = cute.arch.fmax(new + parts[r], work.row_max[r])
             new = cute.arch.warp_reduction_max(new, threads_in_group=4)
             grown = (new - work.row_max[r]) * scale
             outgrown = grown > HEADROOM  # not where both are -inf
