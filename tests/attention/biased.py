@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,18 @@ def check(call: Call, kind: str, backend: str, bias_dtype: torch.dtype) -> None:
         if name != "dsink":  # whose own tests are without a bias
             verdict = judge(name, value, want[name], low[name], call.dtype)
             assert verdict.passed, f"{backend}, bias {kind} in {bias_dtype}: {verdict}\n{call}"
+
+
+def check_frozen(call: Call, kind: str, backend: str) -> None:
+    """As ``check``, of a bias that asks for no gradient: a backend may then compute both passes itself."""
+    leaf = leaf_of(kind, (call.batch, call.heads_q, call.seqlen_q, call.seqlen_k), call.seed, torch.float32)
+    bias = KINDS[kind].build(leaf.to(call.device))
+    got = results(replace(call, keywords={**call.keywords, "bias": bias}), backend)
+    want = biased_results(call, kind, leaf.double(), "reference", torch.float64)
+    low = _model(call, kind, leaf)
+    for name, value in got.items():
+        verdict = judge(name, value, want[name], low[name], call.dtype)
+        assert verdict.passed, f"{backend}, bias {kind}: {verdict}\n{call}"
 
 
 def biased_results(

@@ -164,6 +164,11 @@ def added(args: AttentionArgs, beyond: int = 0) -> tuple[Tensor, int] | None:
     return None if args.bias is None else (args.bias.detach(), args.bias_origin + beyond)
 
 
+def one_entry(args: AttentionArgs) -> AttentionArgs:
+    """The call with the bias of its first batch entry, as a launch on one token has it."""
+    return args if args.bias is None else args._replace(bias=args.bias[:1])
+
+
 def with_seed(args: AttentionArgs, launch: Callable[..., Any]) -> Callable[..., Any]:
     """``launch``, which takes a seed by its name, so that it takes that of a call that drops as its last tensor."""
     if not args.dropout_p:
@@ -315,10 +320,10 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     numbers = _numbers(args, args.left, args.right, pair_heads=1, split=split)
-    dropout = dropped(args)(args.dropout_seed)
+    dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, added(args), *numbers))
+    _launch(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, *numbers))
 
 
 def _numbers(

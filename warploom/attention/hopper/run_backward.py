@@ -13,7 +13,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import added, column_mask, dropped, filled, processors, with_seed
+from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, with_seed
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -157,7 +157,7 @@ def warm(args: AttentionArgs) -> None:
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0  # a block and a coarse one
-    launch = _launcher(function, variant, args._replace(q=q), tiles, (args.left, args.right), 1)
+    launch = _launcher(function, variant, one_entry(args._replace(q=q)), tiles, (args.left, args.right), 1)
     launch((q, k, v, out, out), lse, None, gradients, starts, columns, args.dropout_seed)
 
 
