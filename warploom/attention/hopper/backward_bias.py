@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
@@ -20,7 +19,7 @@ from warploom.kernels.cute.bias import Slopes, slope_of
 from warploom.kernels.cute.fields import Fields
 
 
-class KeyLean(Fields):
+class KeyAlibi(Fields):
     """ALiBi of a warpgroup's keys."""
 
     slopes: Slopes
@@ -31,12 +30,12 @@ class KeyLean(Fields):
 class BiasSteps(BackwardBase):
     """What the kernels do for a bias."""
 
-    def lean(self, work: Any) -> KeyLean | None:
+    def alibi(self, work: Any) -> KeyAlibi | None:
         """Of a block, or of a call; None without a bias."""
         if not self.biased:
             return None
         given = work.given if isinstance(work, Work) else work
-        return KeyLean(
+        return KeyAlibi(
             slopes=given.slopes, slope=cute.make_rmem_tensor(1, Float32), apart=cute.make_rmem_tensor(1, Int32)
         )
 
@@ -44,18 +43,18 @@ class BiasSteps(BackwardBase):
     def take_slope(self, r, work, head):
         """The steps that follow are of this query head, counted in the call."""
         if const_expr(self.biased):
-            r.lean.slope[0] = slope_of(r.lean.slopes, work.sequence, head)
+            r.alibi.slope[0] = slope_of(r.alibi.slopes, work.sequence, head)
 
     @cute.jit
     def set_apart(self, r, work):
         """Of a block's keys."""
         if const_expr(self.biased):
-            r.lean.apart[0] = work.n_block * self.tile_n + r.row - work.shift - r.lean.slopes.origin
+            r.alibi.apart[0] = work.n_block * self.tile_n + r.row - work.shift - r.alibi.slopes.origin
 
-    def leaning(self, r: Any, m: Any, masked: bool) -> Any:
+    def level_of(self, r: Any, m: Any, masked: bool) -> Any:
         """What makes of a row's statistic, by its column and the key, what a score is less in the exponent."""
-        slope = r.lean.slope[0]
-        apart = r.lean.apart[0] - m * self.tile_m
+        slope = r.alibi.slope[0]
+        apart = r.alibi.apart[0] - m * self.tile_m
         first = slope * apart.to(Float32)
         near = [first, first + slope * 8.0]
         twice = (2 * (apart - r.column)).to(Float32)
@@ -68,6 +67,6 @@ class BiasSteps(BackwardBase):
 
         return level
 
-    def row_lean(self, slopes: Slopes | None, batch: Any, head: Any, in_tile: Any) -> Any:
+    def row_bias(self, slopes: Slopes | None, batch: Any, head: Any, in_tile: Any) -> Any:
         """What is added to a row's lse in log2 units."""
         return slope_of(slopes, batch, head) * in_tile.to(Float32)

@@ -59,7 +59,7 @@ class StepOperands(Operands):
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
-    lean: Any  # ALiBi of its keys, or None
+    alibi: Any  # ALiBi of its keys, or None
 
 
 @cute.jit
@@ -362,7 +362,7 @@ class Consumers(Dealer, DropoutSteps):
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             drops=self.drops(work),
-            lean=self.lean(work),
+            alibi=self.alibi(work),
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
@@ -494,13 +494,13 @@ class Consumers(Dealer, DropoutSteps):
                         r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
         p_words = words(r.p)
         if const_expr(self.biased):
-            leaning = self.leaning(r, m, masked)
+            level_of = self.level_of(r, m, masked)
         for c, i in self.elements():
             p = []
             for j in (0, 1):
                 above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
                 if const_expr(self.biased):
-                    above = leaning(above, i, c + j)
+                    above = level_of(above, i, c + j)
                 weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                 passed = weight * slope if const_expr(self.config.softcap) else weight
                 r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)

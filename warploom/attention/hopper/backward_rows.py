@@ -105,7 +105,7 @@ class RowKernels(Dealer, BiasSteps):
                         total -= self.of_row(dlse, batch, head, start + row)
                     level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
                     if const_expr(slopes is not None):
-                        level += self.row_lean(slopes, sequence, head, in_tile)
+                        level += self.row_bias(slopes, sequence, head, in_tile)
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level

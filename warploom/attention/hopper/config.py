@@ -112,6 +112,11 @@ class ForwardConfig:
         return self.tile_m // self.queries
 
     @property
+    def bias_product(self) -> bool:
+        """Whether scores begin at a product of slopes and columns: where the tensor cores have time to spare."""
+        return bool(self.bias) and self.head_dim <= 64 and not self.softcap
+
+    @property
     def boxes(self) -> tuple[int, int]:
         """Columns of a TMA box of Q and K, and of V."""
         return box_columns(self.head_dim), box_columns(self.head_dim_v)
@@ -123,9 +128,9 @@ class ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of Q and of the two rings; barriers and the tile ring add less than 512 bytes."""
+        """Shared memory of Q, of the two rings and of a bias's columns; barriers and the tile ring add less than 512 bytes."""
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (self.tile_m * self.head_dim + ring)
+        return 2 * (self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
 
 
 @dataclass(frozen=True)

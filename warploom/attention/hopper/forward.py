@@ -165,7 +165,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
-        lean_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
+        alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct
         class Storage:
@@ -178,7 +178,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
-            lean: cute.struct.Align[cute.struct.MemRange[cutlass.BFloat16, lean_elements], 1024]
+            alibi: cute.struct.Align[cute.struct.MemRange[cutlass.BFloat16, alibi_elements], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
@@ -201,7 +201,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             loads_q=placed(storage.q, loads_q),
             k=placed(storage.k, layout_k),
             v=placed(storage.v, layout_v),
-            lean=self.lean_keys(storage.lean) if const_expr(self.multiplies) else None,
+            alibi=self.alibi_columns(storage.alibi) if const_expr(self.multiplies) else None,
         )
         self.init_barriers(warp, shared)
 
@@ -237,8 +237,9 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
             self.compute(
-                out, lse, sink, parts, k.shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-            )
+                out, lse, sink, parts, k.shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in,
+                left, right,
+            )  # fmt: skip
 
     @cute.jit
     def play_lists(

@@ -53,7 +53,7 @@ class ForwardShared(Fields):
     loads_q: Any  # the same as TMA fills it
     k: Any  # (key, head_dim, stage)
     v: Any
-    lean: Any  # (key, 16) where ALiBi is a product
+    alibi: Any  # (key, 16) where ALiBi is a product
 
 
 class ForwardBase:
@@ -68,8 +68,7 @@ class ForwardBase:
         self.tile_stages = 2
         self.biased = bool(config.bias)
         self.begins = self.biased and not config.softcap  # scores begin at the bias
-        # Which a product of its own writes, where the tensor cores have time to spare.
-        self.multiplies = self.begins and config.head_dim <= 64
+        self.multiplies = config.bias_product
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 

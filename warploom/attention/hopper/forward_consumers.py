@@ -62,7 +62,7 @@ class Rows(Fields):
     dropout: Any  # what the call says of it, or None
     tile: Any  # with dropout: head, batch, the first row, and under a column mask the key tile
     kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
-    lean: Any  # what is to be known of ALiBi, or None
+    alibi: Any  # what is to be known of ALiBi, or None
 
 
 class Consumers(BiasedScores):
@@ -121,7 +121,7 @@ class Consumers(BiasedScores):
                     whole_first, whole_end = whole_tiles(
                         config, top, top + span, own_first, seqlen_q, seqlen_k, shift, left, right
                     )
-                    if const_expr(self.biased):
+                    if const_expr(self.begins):
                         left_end = self.left_tiles(work, (top, top + span), seqlen_q, shift)
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
@@ -140,7 +140,7 @@ class Consumers(BiasedScores):
                     self.pack_p(work, n)
                     if const_expr(self.begins and not config.right):
                         # Without a limit on the right only the first tile may be partial.
-                        for _ in cutlass.range(n - cutlass.max(work.lean.right_first[0], whole_first), unroll=1):
+                        for _ in cutlass.range(n - cutlass.max(work.alibi.right_first[0], whole_first), unroll=1):
                             n -= 1
                             stage, phase = self.step(work, n, own_first, stage, phase, False)
                     if const_expr(self.begins):
@@ -223,7 +223,7 @@ class Consumers(BiasedScores):
             dropout=dropout_of(dropout),
             tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
-            lean=self.lean(bias, shared),
+            alibi=self.alibi(bias, shared),
         )
 
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
@@ -259,7 +259,7 @@ class Consumers(BiasedScores):
         if const_expr(self.begins and masked):
             self.begin_crossed(work, n)
         if const_expr(self.multiplies and not masked):
-            self.gemm_leaning(work, n, stage)
+            self.gemm_alibi(work, n, stage)
         else:
             gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
         self.rescale(work)
