@@ -48,8 +48,8 @@ FLAGS = [name for name, value in Features(torch.float16, 16, 16)._asdict().items
 
 
 def carrying(packed: bool = False, heads_kv: int = 2, **keywords: Any) -> AttentionArgs:
-    q = torch.zeros(1, 20, 2, 16, dtype=torch.float16)
-    k = torch.zeros(1, 20, heads_kv, 16, dtype=torch.float16)
+    q = torch.zeros(1, 20, 2, 16, dtype=torch.bfloat16)
+    k = torch.zeros(1, 20, heads_kv, 16, dtype=torch.bfloat16)
     if not packed:
         return (chunk_args if "q_offset" in keywords else dense_args)(q, k, k, **keywords)
     k = k.view(4, 5, heads_kv, 16) if "block_table" in keywords else k[0]

@@ -30,7 +30,7 @@ CORE = {
         for a, b in TILINGS
     },
     "head_dim 128, causal, ALiBi": config(Features(BF16, 128, 128, right=True, bias="alibi"), long=True),
-    "head_dim 64, ALiBi": config(Features(FP16, 64, 64, bias="alibi"), long=True),
+    "head_dim 64, ALiBi": config(Features(BF16, 64, 64, bias="alibi"), long=True),
     "head_dim 128, packed, window, dropout": config(
         Features(FP16, 128, 128, right=True, left=True, varlen=True, used=True, dropout=True), long=False
     ),
@@ -83,7 +83,7 @@ BACKWARD = {
         f"head_dims {a} and {b}, causal, dropout": backward_config(Features(BF16, a, b, right=True, dropout=True), short=False)
         for a, b in BACKWARD_TILES
     },
-    "head_dim 64, causal, ALiBi": backward_config(Features(FP16, 64, 64, right=True, bias="alibi"), short=False),
+    "head_dim 64, causal, ALiBi": backward_config(Features(BF16, 64, 64, right=True, bias="alibi"), short=False),
     "head_dim 128, causal, ALiBi, waves": backward_config(
         Features(BF16, 128, 128, right=True, bias="alibi"), short=False, waves=True
     ),

@@ -44,15 +44,8 @@ def test_both_passes(kind: str, head_dim: int, band: str) -> None:
         check_frozen(call, kind, "hopper")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_fp16(head_dim: int) -> None:
-    call = Call(seed(), 2, 500, 481, 4, 2, head_dim, dtype=torch.float16, device="cuda", keywords={"causal": True})
-    check_frozen(call, "alibi", "hopper")
-
-
-@pytest.mark.parametrize("head_dim", [40, 96, 192, 256])
+@pytest.mark.parametrize("head_dim", [40, 96])
 def test_other_head_dims(head_dim: int) -> None:
-    """Past 128 the backward is Triton's."""
     call = Call(seed(), 2, 300, 400, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords={"causal": True})
     check_frozen(call, "alibi", "hopper")
 
