@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,18 @@ def check(call: Call, kind: str, backend: str, bias_dtype: torch.dtype) -> None:
             assert verdict.passed, f"{backend}, bias {kind} in {bias_dtype}: {verdict}\n{call}"
 
 
+def check_frozen(call: Call, kind: str, backend: str) -> None:
+    """As ``check``, of a bias that asks for no gradient: a backend may then compute both passes itself."""
+    leaf = leaf_of(kind, (call.batch, call.heads_q, call.seqlen_q, call.seqlen_k), call.seed, torch.float32)
+    bias = KINDS[kind].build(leaf.to(call.device))
+    got = results(replace(call, keywords={**call.keywords, "bias": bias}), backend)
+    want = biased_results(call, kind, leaf.double(), "reference", torch.float64)
+    low = _model(call, kind, leaf, frozen=True)
+    for name, value in got.items():
+        verdict = judge(name, value, want[name], low[name], call.dtype)
+        assert verdict.passed, f"{backend}, bias {kind}: {verdict}\n{call}"
+
+
 def biased_results(
     call: Call, kind: str, leaf: Tensor, backend: str, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
@@ -134,7 +146,7 @@ def biased_results(
     return results(call, backend, dtype, bias=(leaf, KINDS[kind].build(leaf)))
 
 
-def _model(call: Call, kind: str, leaf: Tensor) -> dict[str, Tensor]:
+def _model(call: Call, kind: str, leaf: Tensor, frozen: bool = False) -> dict[str, Tensor]:
     q, k, v, sink = call.tensors()
     args = dense_args(q, k, v, sink=sink, **call.keywords)
     rows, cols = torch.arange(call.seqlen_q), torch.arange(call.seqlen_k)
@@ -148,6 +160,8 @@ def _model(call: Call, kind: str, leaf: Tensor) -> dict[str, Tensor]:
     options: dict[str, Any] = {"scale": args.scale, "softcap": args.softcap, "sink": sink, "bias": bias.detach().to(q.device)}
     low = low_precision(q, k, v, dout, dlse, seen, **options)
     named = {"out": low.out, "lse": low.lse, "dq": low.dq, "dk": low.dk, "dv": low.dv}
+    if frozen:
+        return named
     if KINDS[kind].matrix in (_element, _key) and kind != "of rows":  # whose gradient cancels to zero
         (dbias,) = torch.autograd.grad(bias, leaf, low.dscores.cpu().sum_to_size(bias.shape))
     else:

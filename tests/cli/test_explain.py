@@ -6,12 +6,14 @@ import json
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import warploom
 from tests.sizes import Sizes
+from warploom.bias import ALiBi, Key, Relative
 from warploom.cli import main
 from warploom.commands.devices import CAPABILITIES
 from warploom.commands.mask_argument import parse_mask
@@ -40,6 +42,22 @@ def test_mask_and_backend(capsys: pytest.CaptureFixture) -> None:
     shown = printed(capsys, "--seqlen", "96", "--heads", "1", "--mask", "Document([50, 46])", "--backend", "reference")
     assert shown == f"{plan}\n"
     assert "column mask" in shown and "reference" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        ("alibi", ALiBi(torch.ones(4))),
+        ("relative", Relative(torch.zeros(4, 9))),
+        ("key", Key(torch.zeros(1, 4, 96))),
+        ("tensor", torch.zeros(4, 96, 96)),
+    ],
+)
+def test_biases(name: str, bias: Any, capsys: pytest.CaptureFixture) -> None:
+    q = torch.zeros(1, 96, 4, 64, dtype=torch.bfloat16)
+    assert printed(capsys, "--seqlen", "96", "--heads", "4", "--bias", name) == f"{warploom.explain(q, q, q, bias=bias)}\n"
+    shown = printed(capsys, "--seqlen", "96", "--heads", "4", "--bias", name, "--bias-grad", "--backward")
+    assert "with a gradient" in shown
 
 
 def test_allocates_nothing_of_the_call_s_size() -> None:
@@ -173,6 +191,14 @@ def test_a_gpu_that_is_not_here_without_the_extras_here(monkeypatch: pytest.Monk
     assert "with all extras (pip install 'warploom[triton,hopper]')\nruns      hopper: " in shown
     assert main(["explain", "--device", "h100", "--backend", "hopper", *CALL]) == 2
     assert "backend='hopper' cannot run this call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bias", ["alibi", "relative", "key", "tensor"])
+def test_a_bias_on_a_gpu_that_is_not_here(bias: str, installed: None, capsys: pytest.CaptureFixture) -> None:
+    found = elsewhere(capsys, "h100", "--bias", bias, "--backward")
+    assert found["implementation"] == ("hopper" if bias == "alibi" else "triton")
+    refused = {row["implementation"]: row["why"] for row in found["refused"]}
+    assert bias == "alibi" or refused["hopper"] == "takes no bias but ALiBi"
 
 
 def test_every_name_of_a_gpu_is_answered(capsys: pytest.CaptureFixture) -> None:

@@ -13,6 +13,7 @@ import torch
 from warploom.attention.arguments import dense_args
 from warploom.attention.plan import Plan, plan_of
 from warploom.attention.problem import AttentionProblem
+from warploom.bias import T5_MAX_DISTANCE
 from warploom.commands.devices import capability
 from warploom.commands.mask_argument import parse_mask
 from warploom.masks import ResolvedMask
@@ -98,5 +99,18 @@ def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
         deterministic=options.deterministic or None,
         resolved=None if resolved is None else ResolvedMask(resolved.left, resolved.right, *vectors),
     )
+    if options.bias is not None:
+        kind, shape = _bias(options.bias, options.heads, options.seqlen, seqlen_k)
+        values = Outline(shape, torch.float32, device)
+        args = args._replace(bias=values, bias_kind=kind, bias_grad=options.bias_grad and options.backward)
     counted = args.mask if resolved is None else ResolvedMask(args.left, args.right, *resolved.vectors)
     return plan_of(args, AttentionProblem.from_args(args, options.backward), options.backend, counted)
+
+
+def _bias(name: str, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[str, tuple[int, ...]]:
+    """What implementations are given of a bias of `warploom.bias`, or of a tensor: its kind and its shape."""
+    if name == "alibi":
+        return "alibi", (1, heads)
+    if name == "relative":
+        return "distance", (heads, 2 * T5_MAX_DISTANCE + 1)
+    return "tensor", (1, heads, 1 if name == "key" else seqlen_q, seqlen_k)

@@ -29,6 +29,8 @@ CORE = {
         f"head_dims {a} and {b}, causal, dropout": config(Features(BF16, a, b, right=True, dropout=True), long=True)
         for a, b in TILINGS
     },
+    "head_dim 128, causal, ALiBi": config(Features(BF16, 128, 128, right=True, bias="alibi"), long=True),
+    "head_dim 64, ALiBi": config(Features(BF16, 64, 64, bias="alibi"), long=True),
     "head_dim 128, packed, window, dropout": config(
         Features(FP16, 128, 128, right=True, left=True, varlen=True, used=True, dropout=True), long=False
     ),
@@ -55,9 +57,12 @@ def test_machine_code(name: str, built: Built) -> None:
     listing = machine_code(cubin)
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     waits_and_gemms = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", listing)
-    loops = 3 if variant.left else 2
+    # With ALiBi key tiles may lie right of the queries, on the diagonal or left of them.
+    sides = 0 if not variant.bias else 1 if variant.right else 2
+    loops = 3 if variant.left or sides == 2 else 2
     per_step = variant.head_dim // 16 + -(-variant.tile_n // 16)
-    assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step
+    leaning = sides * (variant.head_dim <= 64)  # slopes times columns, unless the diagonal crosses
+    assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step + leaning
     # The first QKᵀ and the last PV wait once each, a step twice: more would mean that ptxas serialised wgmma.
     assert len(waits_and_gemms) - waits_and_gemms.count("HGMMA") == 2 * loops + 2
 
@@ -78,6 +83,10 @@ BACKWARD = {
         f"head_dims {a} and {b}, causal, dropout": backward_config(Features(BF16, a, b, right=True, dropout=True), short=False)
         for a, b in BACKWARD_TILES
     },
+    "head_dim 64, causal, ALiBi": backward_config(Features(BF16, 64, 64, right=True, bias="alibi"), short=False),
+    "head_dim 128, causal, ALiBi, waves": backward_config(
+        Features(BF16, 128, 128, right=True, bias="alibi"), short=False, waves=True
+    ),
     "head_dim 128, dropout": backward_config(Features(FP16, 128, 128, dropout=True), short=False),
     "head_dim 128, packed, causal, dropout": backward_config(
         Features(BF16, 128, 128, right=True, varlen=True, dropout=True), short=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 444
+    assert len({c.name for c in found}) == len(found) <= 457
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -109,10 +110,38 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
         ({"head_dim": 100}, "steps of 8"),
         ({"head_dim_v": 264}, "8 to 256"),
         ({"layout": "paged"}, "pages"),
+        ({"bias": "distance"}, "no bias but ALiBi"),
+        ({"bias": "alibi", "columns": ("lts",)}, "no bias under a column mask"),
+        ({"bias": "alibi", "head_dim": 136}, "no bias past head_dim 128"),
+        ({"bias": "alibi", "head_dim_v": 192}, "no bias past head_dim 128"),
+        ({"bias": "alibi", "dtype": torch.float16}, "a bias of calls in bfloat16 alone"),
+        ({"bias": "alibi", "softcap": True, "dropout": True}, "no bias beside both"),
     ],
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:
     assert words in (hopper.BACKEND.supports(problem(**changes)) or "")
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        (Features(torch.bfloat16, 128, 128, bias="alibi"), None),
+        (Features(torch.bfloat16, 96, 96, bias="alibi", softcap=True), None),
+        (Features(torch.bfloat16, 128, 128, bias="alibi", bias_grad=True), "gradient of a bias"),
+        (Features(torch.bfloat16, 104, 104, bias="alibi", softcap=True), "beside a softcap past head_dim 96"),
+    ],
+)
+def test_backward_of_a_bias(features: Features, words: str | None) -> None:
+    found = plan.bias_backward_refusal(features)
+    assert found is None if words is None else words in (found or "")
+
+
+def test_alibi_of_common_models_is_prepared() -> None:
+    forward, backward = {c.name for c in named_set()}, {c.name for c in backward_set()}
+    for dim, layout, length in product((64, 128), ("dense", "varlen"), (1000, 9000)):
+        call = problem(head_dim=dim, head_dim_v=dim, layout=layout, right=0, seqlen_q=length, seqlen_k=length, bias="alibi")
+        assert config_for(call).name in forward and "_alibi" in config_for(call).name
+        assert plan.backward_config_for(replace(call, heads_q=1)).name in backward
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
 from tests.attention.packed import PACKED, Packed
 from tests.attention.packed_bounds import packed_bounds
 from tests.plain import parameters
+from warploom.attention import reference
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
 from warploom.attention.bounds import BLOCK
@@ -43,7 +44,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
         cu_q: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None, counter: Tensor | None, parts: Tensor | None,
-        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None,
+        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None, bias: tuple[Tensor, int] | None,
         scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
@@ -66,8 +67,6 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             "sink": sink,
             "scale": scale,
             "softcap": softcap,
-            "return_lse": True,
-            "backend": "reference",
         }
         if mask is not None:
             assert counter is not None and not counter.any()
@@ -76,8 +75,9 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dropout is not None:
             options["dropout_seed"], options["dropout_p"], first = told(dropout)
             k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, first, 0)) for t in (k, v))  # keys that the band hides
+        assert (bias is not None) == bool(variant["bias"])
         if cu_q is None:
-            found = warploom.attention(q, k, v, **options)
+            found = attended(dense_args(q, k, v, **options), bias)
         else:
             assert counter is not None and not counter.any()
             (box, box_v), dim, dim_v = config.boxes, config.head_dim, config.head_dim_v
@@ -85,11 +85,20 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
                 assert tile >= t.shape[-1] > least  # no box lies beside all columns
             assert not v[..., out.shape[-1] :].any()
             v = v[..., : out.shape[-1]]
-            found = warploom.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used_k, **options)
+            found = attended(varlen_args(q, k, v, cu_q, cu_k, seqused_k=used_k, **options), bias)
         out.copy_(found[0])
         lse.copy_(found[1])
 
     return call
+
+
+def attended(args: AttentionArgs, bias: tuple[Tensor, int] | None) -> tuple[Tensor, Tensor]:
+    """Out and lse of a call with the slopes and the origin of distances that a module is handed."""
+    if bias is not None:
+        slopes, origin = bias
+        assert slopes.ndim == 2 and slopes.is_contiguous() and slopes.dtype == torch.float32
+        args = args._replace(bias=slopes, bias_kind="alibi", bias_origin=origin)
+    return reference.BACKEND.forward(args)
 
 
 def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
@@ -262,6 +271,15 @@ def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, i
     found = run.forward(dense_args(q, k, v, window=window))
     assert not found[0].isnan().any()
     assert_same(found, want)
+
+
+@pytest.mark.parametrize("origin", [0, 9])
+@pytest.mark.parametrize("window", [(12, 0), (20, -5), (None, -7), (None, 0), (None, None), (0, 3)])
+def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None, int | None], origin: int) -> None:
+    q, k, v = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
+    slopes = torch.tensor([[0.3, -0.1], [0.05, 0.7]])
+    args = dense_args(q, k, v, window=window)._replace(bias=slopes, bias_kind="alibi", bias_origin=origin)
+    assert_same(run.forward(args), reference.BACKEND.forward(args))
 
 
 @pytest.mark.parametrize("window", [(12, 0), (20, -5), (0, 3)])

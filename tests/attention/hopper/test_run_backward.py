@@ -26,6 +26,7 @@ from warploom.attention.hopper.config import TABLE, BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.philox import keep_mask
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.bias import ALiBi
 from warploom.masks import ColumnMask, tiles
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
@@ -45,7 +46,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def one(
         q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
         scale: float, softcap: float, left: int, right: int, masked: Tensor | None = None,
-        dropout: tuple[Any, ...] | None = None, sequence: int | None = None,
+        dropout: tuple[Any, ...] | None = None, bias: tuple[Tensor, int] | None = None, sequence: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of (batch, seqlen, heads, dim) in fp64, given lse and delta (batch, heads, seqlen)."""
         assert (dropout is not None) == variant["dropout"]
@@ -58,6 +59,11 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             bent = torch.tanh(s / softcap)
             s, slope = softcap * bent, 1 - bent.square()
         distance = torch.arange(s.shape[2])[:, None] + s.shape[3] - s.shape[2] - torch.arange(s.shape[3])
+        assert (bias is not None) == bool(variant["bias"])
+        if bias is not None:
+            slopes, origin = bias
+            slopes = slopes if sequence is None or slopes.shape[0] == 1 else slopes[sequence : sequence + 1]
+            s = s - slopes.double()[..., None, None] * (distance + origin).abs()
         hidden = (distance < -right) & variant["right"] | (distance > left) & variant["left"]
         hidden = hidden if masked is None else hidden | masked
         p = (s - lse[..., None]).masked_fill(hidden | (lse == -torch.inf)[..., None], -torch.inf).exp()
@@ -103,7 +109,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def packed(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        vectors: tuple[Tensor | None, ...], dropout: tuple[Any, ...] | None,
+        vectors: tuple[Tensor | None, ...], dropout: tuple[Any, ...] | None, bias: tuple[Tensor, int] | None,
         scale: float, softcap: float, left: int, right: int,
     ) -> None:  # fmt: skip
         assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
@@ -121,7 +127,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             delta = (dout[a:b].double() * out[a:b].double()).sum(-1).T - (0 if dlse is None else dlse[:, a:b])
             parts = (t[None] for t in (q[a:b], k[c:d], v[c:d], dout[a:b], lse[:, a:b].double(), delta))
             masked = hidden_by([None if t is None else t[..., c:d] for t in vectors], b - a, d - c, q.shape[1])
-            gradients = one(*parts, scale, softcap, left, right, masked, dropout=dropout, sequence=n)
+            gradients = one(*parts, scale, softcap, left, right, masked, dropout=dropout, bias=bias, sequence=n)
             for t, found in zip((dq[a:b], dk[c:d], dv[c:d]), gradients, strict=True):
                 t.copy_(found[0])
 
@@ -130,7 +136,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None,
-        bounds: Tensor | None, present: int | None, dropout: tuple[Any, ...] | None,
+        bounds: Tensor | None, present: int | None, dropout: tuple[Any, ...] | None, bias: tuple[Tensor, int] | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
@@ -151,7 +157,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if cu_q is not None:
             carve((q.shape[0] // variant["tile_m"] + cu_q.shape[0] - 1) * q.shape[1], dq, sums)
             numbers = scale, softcap, left, right
-            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, vectors, dropout, *numbers)
+            packed(q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_q, cu_k, used, vectors, dropout, bias, *numbers)
             return
         assert section >= 1 and (dlse is not None) == variant["dlse"]
         assert (softcap != 0.0) == variant["softcap"]
@@ -162,7 +168,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dlse is not None:
             delta = delta - dlse
         masked = hidden_by(vectors, q.shape[1], k.shape[1], q.shape[2])
-        options = (scale, softcap, left, right, masked, dropout)
+        options = (scale, softcap, left, right, masked, dropout, bias)
         stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, sums, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
@@ -206,6 +212,18 @@ def test_dense(name: str, deterministic: bool) -> None:
         given = torch.where(seen, given, 0.0)
     found = run_backward.backward(args, dout, given, out.detach().half(), lse.detach().float())
     compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("window", [(12, 0), (20, -5), (None, -7), (None, 0), (None, None), (0, 3)])
+def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None, int | None]) -> None:
+    q, k, v = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    bias = ALiBi(torch.tensor([[0.3, -0.1], [0.05, 0.7]]))
+    out, lse = warploom.attention(*leaves, bias=bias, window=window, return_lse=True, backend="reference")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+    args = dense_args(q, k, v, window=window)._replace(bias=bias.slopes, bias_kind="alibi")
+    found = run_backward.backward(args, dout, None, out.detach().half(), lse.detach().float())
+    compare(found[:3], torch.autograd.grad((out * dout.double()).sum(), leaves))
 
 
 @pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])
@@ -389,7 +407,7 @@ def test_which_calls_go_in_waves(shape: tuple[int, ...], monkeypatch: pytest.Mon
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
         names.append(spec.name)
-        return lambda *arguments: given.extend(arguments[25:])
+        return lambda *arguments: given.extend(arguments[26:])
 
     monkeypatch.setattr(modules, "load", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
@@ -437,7 +455,7 @@ def test_which_packed_calls_claim_tiles(
     given: list[Any] = []
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
-        return lambda *arguments: given.extend((spec.name, arguments[25]))
+        return lambda *arguments: given.extend((spec.name, arguments[26]))
 
     monkeypatch.setattr(modules, "load", load)
     q, cu = torch.empty(5000, 8, 128, dtype=torch.float16), torch.tensor([0, 300, 300, 600], dtype=torch.int32)
@@ -465,7 +483,7 @@ def test_the_kernel_in_python_takes_what_the_compiled_one_takes() -> None:
 
 def test_names_are_unique_and_memory_fits() -> None:
     found = backward_set()
-    assert len({c.name for c in found}) == len(found) <= 210
+    assert len({c.name for c in found}) == len(found) <= 217
     # Barriers, and statistics up to the alignment of what follows, take up to 1 KiB more.
     assert all(c.name.isidentifier() and c.shared_bytes + 1024 <= 227 * 1024 for c in found)
 

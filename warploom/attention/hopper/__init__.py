@@ -18,6 +18,8 @@ from warploom.attention.hopper.plan import (
     LONG,
     backward_config,
     backward_config_for,
+    bias_backward_refusal,
+    bias_refusal,
     config,
     config_for,
     is_short,
@@ -51,6 +53,10 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
         short = True
     features = Features.of(problem, dlse)
+    if features.bias:
+        refused = bias_backward_refusal(features)
+        if refused is not None:
+            return refused
     if features.columns and not takes_columns(features):
         return "has no kernel for this column mask"
     if not takes_dropout(features):
@@ -93,6 +99,8 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
     features, short = described(args, dlse)
+    if features.bias and bias_backward_refusal(features) is not None:
+        return False
     if (features.columns and not takes_columns(features)) or not takes_dropout(features):
         return False
     return _module_refusal(short, True, *features) is None
@@ -135,7 +143,9 @@ class Hopper(Backend):
         if problem.q_offset:
             return "has no query offsets yet"
         if problem.bias:
-            return "has no bias yet"
+            refused = bias_refusal(problem)
+            if refused is not None:
+                return refused
         if problem.backward and dispatch.following(NAME, problem) is None:
             refused = _no_backward(problem)
             if refused is not None:
@@ -202,6 +212,8 @@ class Hopper(Backend):
         behind those; with dropout the seed comes last.
         """
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
+            return None
+        if args.bias is not None:
             return None
         from warploom.attention.hopper.run import bind as run
         from warploom.attention.hopper.run import parts_fours

@@ -38,6 +38,7 @@ from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.backward_rows import RowKernels
 from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.bias import slopes_of
 from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.dropout import dropout_of
 from warploom.kernels.cute.packed import ragged
@@ -92,6 +93,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         bounds: cute.Tensor | None,
         present: Int32 | None,
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
+        bias: tuple[Any, ...] | None,  # as ``slopes_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -122,7 +124,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         masked = None
         if const_expr(self.config.dealt or self.config.ordered > 0):
             masked = (bounds, k, n_blocks, section, left, right, blocks, split)
-        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, m_blocks).launch(
+        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, bias, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
@@ -132,7 +134,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             views = [ragged(t) for t in views]
         self.launch(
             views, (dk, dv, sums, partial, stats, counters), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
-            (lts, lte, uts, ute, bounds, present), dropout, (scale, softcap, left, right, section), heads_q,
+            (lts, lte, uts, ute, bounds, present), (dropout, bias), (scale, softcap, left, right, section), heads_q,
             (blocks, split, each), stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
@@ -149,7 +151,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
         columns: tuple[Any, ...],
-        dropout: tuple[Any, ...] | None,
+        added: tuple[Any, Any],
         band: tuple[Any, ...],
         heads_q: Any,
         order: tuple[Any, Any, Any],
@@ -180,7 +182,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             grid = blocks  # there may be more pieces than blocks
         self.kernel(
             tq, tk, tv, tdo, *buffers, tma_q, tma_k, tma_v, tma_do, *products,
-            *layouts, *sizes, *columns, dropout, *band, items, *deal,
+            *layouts, *sizes, *columns, *added, *band, items, *deal,
         ).launch(
             grid=[grid, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -278,6 +280,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         bounds: cute.Tensor | None,
         present: Int32 | None,
         dropout: tuple[Any, ...] | None,
+        bias: tuple[Any, ...] | None,
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -348,6 +351,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             right=right,
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
             dropout=drops,
+            slopes=slopes_of(bias),
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

@@ -83,6 +83,7 @@ class Call(Fields):
     right: Any
     columns: Any  # of the mask, or None
     dropout: Any  # what the call says of it, or None
+    slopes: Any  # ALiBi's, or None
 
 
 class Work(Fields):
@@ -139,6 +140,7 @@ class BackwardBase:
 
     def __init__(self, config: BackwardConfig):
         self.config = config
+        self.biased = bool(config.bias)
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.span = config.tile_n * (2 if config.pair else 1)  # keys of blocks that walk the same query tiles
@@ -172,7 +174,7 @@ class BackwardBase:
         # A block is described again when its steps have ended: registers hold no more.
         self.reads_again = config.stream_k or (config.persistent and config.dropout)
         # A block's words have its sequence where its batch, 0, stands else.
-        self.numbered = config.varlen and (config.dropout or config.columns)
+        self.numbered = config.varlen and (config.dropout or config.columns or self.biased)
         self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS
 
     def init_both(self, shared: Any, releases: int) -> None:
@@ -236,7 +238,8 @@ class BackwardBase:
         lengths = (q_start, k_start, seqlen_q, seqlen_k, shift, tile)
         query_tiles: tuple[Any, ...] = (Int32(0),) * 4
         if not self.config.columns:
-            query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right)
+            origin = given.slopes.origin if self.biased else None
+            query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right, origin)
         work = self.work(given, group_size, n_block, head, batch, lengths, query_tiles, rising)
         return work.but(whole=whole, hidden=hidden, sequence=sequence if self.config.varlen else batch)
 
@@ -271,8 +274,11 @@ class BackwardBase:
         )
 
     @cute.jit
-    def query_tiles(self, n_block, seqlen_q, seqlen_k, shift, left, right):
-        """Query tiles [first, end) that some key of the block sees, and [whole_first, whole_end) that all of them see."""
+    def query_tiles(self, n_block, seqlen_q, seqlen_k, shift, left, right, origin=None):
+        """Query tiles [first, end) that some key of the block sees, and [whole_first, whole_end) that all of them see.
+
+        With a bias, whose distances have an ``origin``, the latter have all keys on the left of their queries.
+        """
         key, past = n_block * self.span, (n_block + 1) * self.span
         first, end = Int32(0), cute.ceil_div(seqlen_q, self.tile_m)
         if const_expr(self.config.left):
@@ -284,6 +290,9 @@ class BackwardBase:
         if const_expr(self.config.right):
             whole_first = cute.ceil_div(cutlass.max(past - 1 - shift - right, 0), self.tile_m)
             whole_first = cutlass.min(cutlass.max(whole_first, first), end)
+        if const_expr(self.biased):
+            aside = cute.ceil_div(cutlass.max(past - 1 - shift - origin, 0), self.tile_m)
+            whole_first = cutlass.min(cutlass.max(whole_first, aside), end)
         if const_expr(self.config.left):
             whole_end = cutlass.max(key + left - shift + 1, 0) // self.tile_m
             whole_end = cutlass.max(cutlass.min(whole_end, end), whole_first)

@@ -59,6 +59,7 @@ class StepOperands(Operands):
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
+    alibi: Any  # ALiBi of its keys, or None
 
 
 @cute.jit
@@ -106,6 +107,7 @@ class Consumers(Dealer, DropoutSteps):
         r = r.but(past=work.base + self.steps_of(work))
         if const_expr(not self.config.columns):
             self.set_limits(r, work, left, right)
+        self.set_apart(r, work)
         r.acc_dk.fill(0.0)
         r.acc_dv.fill(0.0)
         if const_expr(self.config.persistent):
@@ -360,6 +362,7 @@ class Consumers(Dealer, DropoutSteps):
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
             ds_target=ds_target,
             drops=self.drops(work),
+            alibi=self.alibi(work),
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
@@ -407,7 +410,7 @@ class Consumers(Dealer, DropoutSteps):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
         # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
-        spare = const_expr(not (config.softcap or config.dropout))
+        spare = const_expr(not (config.softcap or config.dropout or self.biased))
         late = const_expr(not spare or (config.columns and masked))
         if const_expr(not late):
             level = self.statistics(r, stage, 0)
@@ -430,7 +433,7 @@ class Consumers(Dealer, DropoutSteps):
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
-        if const_expr(not spare):
+        if const_expr(not spare and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
         pack(r.acc_dp, r.ds, self.dtype)
@@ -490,10 +493,14 @@ class Consumers(Dealer, DropoutSteps):
                     for c in cutlass.range_constexpr(self.tile_m // 4):
                         r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 < past else -Float32.inf
         p_words = words(r.p)
+        if const_expr(self.biased):
+            level_of = self.level_of(r, m, masked)
         for c, i in self.elements():
             p = []
             for j in (0, 1):
                 above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
+                if const_expr(self.biased):
+                    above = level_of(above, i, c + j)
                 weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                 passed = weight * slope if const_expr(self.config.softcap) else weight
                 r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)

@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from warploom.attention.hopper.backward_base import LOADER, BackwardBase, Work
+from warploom.attention.hopper.backward_base import LOADER, Work
+from warploom.attention.hopper.backward_bias import BiasSteps
 from warploom.kernels.cute.dropout import bits_of_columns, kept
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import pin_bits, reload
@@ -27,7 +28,7 @@ class Drops(Fields):
     bits: Any  # registers: of a step
 
 
-class DropoutSteps(BackwardBase):
+class DropoutSteps(BiasSteps):
     """Of accumulators whose rows are keys."""
 
     def drops(self, work: Any) -> Drops | None:
@@ -66,6 +67,7 @@ class DropoutSteps(BackwardBase):
         if self.config.waves:
             member = (member + work.n_block) % work.group_size
         self.take_head(r, work, work.head * work.group_size + member)
+        self.take_slope(r, work, work.head * work.group_size + member)
 
     def take_tile(self, r: Any, work: Any, step: Any) -> Any:
         """Query tile of a step, counted through all heads of the block; the step is of its head."""

@@ -44,7 +44,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
         buffers: tuple[Any, ...],
         sizes: tuple[Any, ...],
         columns: tuple[Any, ...],
-        dropout: tuple[Any, ...] | None,
+        added: tuple[Any, Any],
         band: tuple[Any, ...],
         heads_q: Any,
         order: tuple[Any, Any, Any],
@@ -68,7 +68,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             clusters = cutlass.min(cutlass.max(order[0] // PAIR, 1), clusters)
         self.kernel(
             tq, tk, tv, tdo, dk, dv, sums, stats, counters, tma_q, tma_k, tma_v, tma_do, *self.products(),
-            *layouts, *sizes, *columns, dropout, *band,
+            *layouts, *sizes, *columns, added[0], *band,
         ).launch(
             grid=[PAIR * clusters, 1, 1],
             block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
@@ -197,6 +197,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             right=right,
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
             dropout=drops,
+            slopes=None,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

@@ -14,15 +14,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper.backward_base import FAR_LEVEL, ROW_THREADS, Call
+from warploom.attention.hopper.backward_bias import BiasSteps
 from warploom.attention.hopper.backward_deal import Dealer
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
+from warploom.kernels.cute.bias import slopes_of
 from warploom.kernels.cute.columns import Columns
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.instructions import pack16, store_matrices
 from warploom.kernels.cute.packed import bounds, locate
 
 
-class RowKernels(Dealer):
+class RowKernels(Dealer, BiasSteps):
     """What runs over rows of Q rather than blocks of keys."""
 
     @cute.kernel
@@ -41,6 +43,7 @@ class RowKernels(Dealer):
         cu_k: cute.Tensor | None,
         q: cute.Tensor | None,
         masked: tuple[Any, ...] | None,
+        bias: tuple[Any, ...] | None,
         m_blocks: Int32,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
@@ -54,7 +57,8 @@ class RowKernels(Dealer):
         if const_expr(self.config.varlen):
             self.clear(dk, cu_k)
             self.clear(dv, cu_k)
-        batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, out, cu_q)
+        batch, head, start, seqlen_q, m_block, sequence = self.query_tile(index, m_blocks, out, cu_q)
+        slopes = slopes_of(bias)
         size = tile_m * self.config.head_dim
         if const_expr(not self.config.claims):
             zeros = cute.make_rmem_tensor(4, Float32)
@@ -100,6 +104,8 @@ class RowKernels(Dealer):
                     if const_expr(dlse is not None):
                         total -= self.of_row(dlse, batch, head, start + row)
                     level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
+                    if const_expr(slopes is not None):
+                        level += self.row_bias(slopes, sequence, head, in_tile)
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
@@ -126,6 +132,7 @@ class RowKernels(Dealer):
             right=right,
             columns=Columns(vectors=None, present=None, bounds=bounds),
             dropout=None,
+            slopes=None,
         )
 
     @cute.jit
@@ -167,13 +174,17 @@ class RowKernels(Dealer):
 
     @cute.jit
     def query_tile(self, index, m_blocks, rows, cu_q):
-        """Batch, head, first row and rows of the sequence, and query tile in it, of a block of the kernels before and after."""
+        """Of a block of the kernels before and after: batch, head, first row and rows of the sequence, and query tile in it.
+
+        Last the number of the batch entry or sequence.
+        """
         slice_, m_block = index // m_blocks, index % m_blocks
         if const_expr(self.config.varlen):
-            _, start, length, m_block = locate(cu_q, m_block, self.tile_m, rows.shape[0])
-            return Int32(0), slice_, start, length, m_block
+            sequence, start, length, m_block = locate(cu_q, m_block, self.tile_m, rows.shape[0])
+            return Int32(0), slice_, start, length, m_block, sequence
         heads = rows.shape[2]
-        return slice_ // heads, slice_ % heads, Int32(0), rows.shape[1], m_block
+        batch = slice_ // heads
+        return batch, slice_ % heads, Int32(0), rows.shape[1], m_block, batch
 
     @cute.jit
     def unseen_tiles(self, tile, seqlen_q, cu_q, total_q, keys):
@@ -210,7 +221,7 @@ class RowKernels(Dealer):
         if const_expr(config.varlen):
             self.clear(dq, cu_q)
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        batch, head, start, seqlen_q, m_block = self.query_tile(index, m_blocks, dq, cu_q)
+        batch, head, start, seqlen_q, m_block, _ = self.query_tile(index, m_blocks, dq, cu_q)
         group, own, lane = thread // WARPGROUP, thread % WARPGROUP, thread % 32
         source = sums.iterator + Int64(index) * (tile_m * config.head_dim) + group * self.part + own * 4
         count = self.part // (4 * WARPGROUP)

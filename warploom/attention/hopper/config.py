@@ -18,14 +18,18 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "consumers", "columns", "merge")))
-SOURCES = (*_COMMON, "kernels/cute/band.py", "kernels/cute/columns.py", *(f"{_HERE}/{file}.py" for file in _FORWARD))
+_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "bias", "consumers", "columns", "merge")))
+SOURCES = (
+    *_COMMON,
+    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns")),
+    *(f"{_HERE}/{file}.py" for file in _FORWARD),
+)
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "bias", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("columns", "memory", "row_tiles")),
+    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "memory", "row_tiles")),
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 
@@ -72,6 +76,7 @@ class ForwardConfig:
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
+    bias: str = ""  # "alibi", or none
 
     @property
     def tile_m(self) -> int:
@@ -85,6 +90,7 @@ class ForwardConfig:
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
+        parts += [self.bias] if self.bias else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         return "attn_fwd_sm90_" + "_".join(parts)
@@ -106,6 +112,11 @@ class ForwardConfig:
         return self.tile_m // self.queries
 
     @property
+    def bias_product(self) -> bool:
+        """Whether scores begin at a product of slopes and columns: where the tensor cores have time to spare."""
+        return bool(self.bias) and self.head_dim <= 64 and not self.softcap
+
+    @property
     def boxes(self) -> tuple[int, int]:
         """Columns of a TMA box of Q and K, and of V."""
         return box_columns(self.head_dim), box_columns(self.head_dim_v)
@@ -117,9 +128,9 @@ class ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of Q and of the two rings; barriers and the tile ring add less than 512 bytes."""
+        """Shared memory of Q, of the two rings and of a bias's columns; barriers and the tile ring add less than 512 bytes."""
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (self.tile_m * self.head_dim + ring)
+        return 2 * (self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,7 @@ class BackwardConfig:
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
     columns: bool = False  # of the mask hide rows
     dropout: bool = False
+    bias: str = ""  # "alibi", or none
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
@@ -158,6 +170,7 @@ class BackwardConfig:
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
         features = "columns", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
         parts += [feature for feature in features if getattr(self, feature)]
+        parts += [self.bias] if self.bias else []
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
@@ -216,7 +229,8 @@ class BackwardConfig:
     @property
     def stream_k(self) -> bool:
         """Whether the steps of a call's last key blocks may be shared out (stream-K): where all blocks have the same steps."""
-        return self.persistent and not (self.roles or self.pair or self.right or self.left or self.varlen or self.columns)
+        alike = not (self.right or self.left or self.varlen or self.columns or self.bias)
+        return self.persistent and alike and not (self.roles or self.pair)
 
     @property
     def boxes(self) -> tuple[int, int, int, int]:

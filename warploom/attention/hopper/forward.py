@@ -58,6 +58,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
+        bias: tuple[Any, ...] | None,  # as ``slopes_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -91,7 +92,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
@@ -137,6 +138,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         parts: cute.Tensor | None,
         mask: tuple[Any, ...] | None,
         dropout: tuple[Any, ...] | None,
+        bias: tuple[Any, ...] | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -163,6 +165,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
+        alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct
         class Storage:
@@ -175,6 +178,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+            alibi: cute.struct.Align[cute.struct.MemRange[cutlass.BFloat16, alibi_elements], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
@@ -197,6 +201,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             loads_q=placed(storage.q, loads_q),
             k=placed(storage.k, layout_k),
             v=placed(storage.v, layout_v),
+            alibi=self.alibi_columns(storage.alibi) if const_expr(self.multiplies) else None,
         )
         self.init_barriers(warp, shared)
 
@@ -207,13 +212,13 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             )  # fmt: skip
         else:
             self.play_tiles(
-                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, shared, tma_q, tma_k, tma_v,
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, shared, tma_q, tma_k, tma_v,
                 mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
             )  # fmt: skip
 
     @cute.jit
     def play_tiles(
-        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, shared, tma_q, tma_k, tma_v,
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, shared, tma_q, tma_k, tma_v,
         mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
     ):  # fmt: skip
         """What each warp does without a column mask."""
@@ -232,8 +237,9 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
             self.compute(
-                out, lse, sink, parts, k.shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right
-            )
+                out, lse, sink, parts, k.shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in,
+                left, right,
+            )  # fmt: skip
 
     @cute.jit
     def play_lists(

@@ -53,6 +53,7 @@ class ForwardShared(Fields):
     loads_q: Any  # the same as TMA fills it
     k: Any  # (key, head_dim, stage)
     v: Any
+    alibi: Any  # (key, 16) where ALiBi is a product
 
 
 class ForwardBase:
@@ -65,6 +66,9 @@ class ForwardBase:
         self.stages = config.stages
         self.warpgroups = config.warpgroups
         self.tile_stages = 2
+        self.biased = bool(config.bias)
+        self.begins = self.biased and not config.softcap  # scores begin at the bias
+        self.multiplies = config.bias_product
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 

@@ -329,4 +329,4 @@ class ColumnConsumers(Consumers):
             release(shared.q_empty + work.group)
         self.softmax(work, 0, True)
         self.keep_scale(work)
-        self.pack(work)
+        self.pack(work, 0)

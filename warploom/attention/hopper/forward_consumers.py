@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardBase, ForwardShared
+from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
+from warploom.attention.hopper.forward_bias import BiasedScores
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
@@ -61,16 +62,17 @@ class Rows(Fields):
     dropout: Any  # what the call says of it, or None
     tile: Any  # with dropout: head, batch, the first row, and under a column mask the key tile
     kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
+    alibi: Any  # what is to be known of ALiBi, or None
 
 
-class Consumers(ForwardBase):
+class Consumers(BiasedScores):
     """What every consumer warpgroup runs."""
 
     # The tiles of a block
 
     @cute.jit
     def compute(
-        self, out, lse, sink, parts, k_shape, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, left, right,
+        self, out, lse, sink, parts, k_shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in, left, right,
         scales=None,
     ):  # fmt: skip
         """64 rows of every query tile of this block; ``scales``: what FP8 needs of q, k and v besides."""
@@ -83,7 +85,7 @@ class Consumers(ForwardBase):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, scales)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
@@ -105,6 +107,8 @@ class Consumers(ForwardBase):
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             self.start(work, head, batch, places)
             self.find_scales(work, head, batch, top)
+            if const_expr(self.biased):
+                self.set_bias(work, batch, places, shift)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
@@ -119,10 +123,14 @@ class Consumers(ForwardBase):
                     whole_first, whole_end = whole_tiles(
                         config, top, top + span, own_first, seqlen_q, seqlen_k, shift, left, right
                     )
+                    if const_expr(self.begins):
+                        left_end = self.left_tiles(work, (top, top + span), seqlen_q, shift)
                     n = own_end - 1
                     cute.arch.mbarrier_wait(shared.k_full + stage, phase)
                     self.wait_ping_pong(group)
-                    gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+                    if const_expr(self.begins):
+                        self.begin_crossed(work, n)
+                    gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
                     self.pass_ping_pong(group)
                     self.while_scoring(work, n)
                     warpgroup.wait_group(0)
@@ -131,7 +139,14 @@ class Consumers(ForwardBase):
                         release(shared.q_empty + group)
                     self.softmax(work, n, True)
                     self.keep_scale(work)
-                    self.pack(work)
+                    self.pack(work, n)
+                    if const_expr(self.begins and not config.right):
+                        # Without a limit on the right only the first tile may be partial.
+                        for _ in cutlass.range(n - cutlass.max(work.alibi.right_first[0], whole_first), unroll=1):
+                            n -= 1
+                            stage, phase = self.step(work, n, own_first, stage, phase, False)
+                    if const_expr(self.begins):
+                        whole_end = cutlass.min(whole_end, left_end)
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
                         stage, phase = self.step(work, n, own_first, stage, phase, True)
@@ -183,6 +198,7 @@ class Consumers(ForwardBase):
         multiplier: Any,
         cap_in: Any,
         dropout: Any = None,
+        bias: Any = None,
         scales: Any = None,
     ) -> Rows:
         """What warpgroup ``group`` keeps."""
@@ -213,6 +229,7 @@ class Consumers(ForwardBase):
             dropout=dropout_of(dropout),
             tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
+            alibi=self.alibi(bias, shared),
         )
 
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
@@ -252,7 +269,12 @@ class Consumers(ForwardBase):
         stage, phase = advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.wait_ping_pong(work.group)
-        gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+        if const_expr(self.begins and masked):
+            self.begin_crossed(work, n)
+        if const_expr(self.multiplies and not masked):
+            self.gemm_alibi(work, n, stage)
+        else:
+            gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
@@ -265,12 +287,15 @@ class Consumers(ForwardBase):
         if n == last:
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
         self.softmax(work, n, masked, shared.v_empty + v_stage)
-        self.pack(work)
+        self.pack(work, n)
         return stage, phase
 
-    def pack(self, work: Any) -> None:
-        """P as the next product's operand."""
-        pack(work.acc_s, work.p, self.dtype)
+    def pack(self, work: Any, n: Any) -> None:
+        """P of key tile ``n`` as an operand; with a bias the next tile's scores may begin in its place."""
+        if self.begins and not self.multiplies:
+            self.pack_and_begin(work, n - 1)
+        else:
+            pack(work.acc_s, work.p, self.dtype)
 
     @cute.jit
     def finish(self, work, stage, phase):
@@ -344,6 +369,10 @@ class Consumers(ForwardBase):
         if const_expr(self.config.softcap):
             for i in cutlass.range_constexpr(2 * columns):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, work.cap_in)
+            if const_expr(self.biased):
+                self.add_bias(work, n)
+        if const_expr(self.begins):
+            parts = self.row_parts(work, n, masked)
         if const_expr(masked and self.config.columns):
             self.apply_mask(rows, work.mask_words)
         elif const_expr(masked):
@@ -351,15 +380,22 @@ class Consumers(ForwardBase):
         offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top = [work.row_max[r], rows[r, 0]]
+            if const_expr(self.begins):
+                top[0] = -Float32.inf
             for c in cutlass.range_constexpr(1, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
-            new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4)
+            new = cute.arch.fmax(top[0], top[1])
+            if const_expr(self.begins):
+                new = cute.arch.fmax(new + parts[r], work.row_max[r])
+            new = cute.arch.warp_reduction_max(new, threads_in_group=4)
             grown = (new - work.row_max[r]) * scale
             outgrown = grown > HEADROOM  # not where both are -inf
             new = new if outgrown else work.row_max[r]
             work.correction[r] = exp2(-grown) if outgrown else 1.0
             work.row_max[r] = new
             offsets[r] = finite(new) * scale
+            if const_expr(self.begins):
+                offsets[r] = (finite(new) - parts[r]) * scale
         for r in cutlass.range_constexpr(2):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):

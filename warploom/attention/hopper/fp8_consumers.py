@@ -53,6 +53,7 @@ class Fp8Consumers(Consumers):
         multiplier: Any,
         cap_in: Any,
         dropout: Any = None,
+        bias: Any = None,
         scales: Any = None,
     ) -> Fp8Rows:
         """What warpgroup ``group`` keeps."""
@@ -84,6 +85,7 @@ class Fp8Consumers(Consumers):
             dropout=None,
             tile=None,
             kept_words=None,
+            alibi=None,
             scales=scales,
             partial=partial,
             query_scale=cute.make_rmem_tensor(1, Float32),
@@ -173,7 +175,7 @@ class Fp8Consumers(Consumers):
             if n == last:
                 release(shared.q_empty + work.group)
             self.softmax(work, n, masked)
-        self.pack(work)
+        self.pack(work, n)
         return stage, phase
 
     @cute.jit
@@ -253,7 +255,7 @@ class Fp8Consumers(Consumers):
             warpgroup.wait_group(0)
             release(v_empty)
 
-    def pack(self, work: Any) -> None:
+    def pack(self, work: Any, n: Any) -> None:
         """P in e4m3: the bytes of a word are four neighbouring keys, two of either half of a tile's columns."""
         packed, rows, pairs = words(work.p), work.rows_s, self.tile_n // 16
         for pair in range(pairs):

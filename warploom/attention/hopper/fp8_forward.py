@@ -150,6 +150,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
             loads_q=queries,
             k=placed(storage.k, layout_k),
             v=placed(storage.v, layout_v),
+            alibi=None,
         )
         consumers = 4 * warpgroups  # warps
         if warp == LOADER:
@@ -173,5 +174,5 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
             scales = Scales(q=scale_q, k=scale_k, v=scale_v, members=members)
             k_shape = (seqlen_k, self.config.head_dim, heads_kv)
             self.compute(
-                out, lse, sink, parts, k_shape, 0, None, shared, mma_qk, mma_pv, multiplier, cap_in, left, right, scales
+                out, lse, sink, parts, k_shape, 0, None, None, shared, mma_qk, mma_pv, multiplier, cap_in, left, right, scales
             )

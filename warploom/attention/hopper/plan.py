@@ -66,6 +66,9 @@ TILINGS = {
 }
 
 
+WITH_BIAS = ((64, 64), (128, 128))  # head dims of which `warploom build` prepares kernels with ALiBi
+
+
 BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"right": True, "left": True})  # of what `warploom build` prepares
 
 
@@ -95,7 +98,11 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
         tile = tiling.other
     elif features.right and not long and not each:
         tile = tiling.short
+    if features.bias and each and dims == (96, 96):
+        tile = tiling.softcap  # slopes of two heads would spill, too
     tile = tile or tiling.dense
+    if features.bias and tile.pv_wait == "early" and dims > (64, 64):
+        tile = replace(tile, pv_wait="pingpong")  # 16384 keys causal: 1.01 of the time without a bias, early 1.14
     return ForwardConfig(
         features.dtype_name,
         *dims,
@@ -137,11 +144,36 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     return config(features, long, pack_gqa(problem.seqlen_q, group, config(features, long).tile_m))
 
 
+def bias_refusal(problem: AttentionProblem) -> str | None:
+    """Why the forward does not take a problem's bias, or None."""
+    if problem.bias != "alibi":
+        return "takes no bias but ALiBi"
+    if problem.columns:
+        return "takes no bias under a column mask"
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return "takes no bias past head_dim 128"
+    if problem.dtype != torch.bfloat16:  # compiled without a spill, not run on a GPU yet
+        return "takes a bias of calls in bfloat16 alone"
+    if problem.softcap and problem.dropout:
+        return "takes no bias beside both a softcap and dropout"
+    return None
+
+
+def bias_backward_refusal(features: Features) -> str | None:
+    """Why the backward does not take a call's bias, which the forward takes, or None."""
+    if features.bias_grad:
+        return "computes no gradient of a bias"
+    if features.softcap and max(backward_dims(features)) == 128:
+        return "has no kernel for a bias beside a softcap past head_dim 96"  # registers spill
+    return None
+
+
 def named_set() -> list[ForwardConfig]:
     """The forward variants that `warploom build` prepares.
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
-    under a column mask of packed sequences; and without those for up to 8 queries of heads that share their keys.
+    under a column mask of packed sequences; and without those for up to 8 queries of heads that share their keys. Causal ones
+    with ALiBi, dense or packed, of the head dims that models have with it.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -149,6 +181,8 @@ def named_set() -> list[ForwardConfig]:
     found: dict[ForwardConfig, None] = {}
     for extra, dims, band, long, dtype in product(extras, TILINGS, BANDS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, **band | extra), long)] = None
+    for dims, varlen, long in product(WITH_BIAS, (False, True), (False, True)):
+        found[config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), long)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, columns=True, varlen=True), True)] = None
         found.update({config(Features(dtype, *dims, right=right), True, each): None for each in PACK_GQA[:1]})
@@ -210,7 +244,10 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = backward_dims(features)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
+    biased = features.bias and dims == (64, 64)
     if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
+        tile_m = 64
+    if biased and deterministic:
         tile_m = 64
     if (softcap or features.dropout) and tile_n == 112:
         tile_n = 96  # constants, or Philox, would spill
@@ -226,7 +263,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
         claims=claims and (tile_n == 128 or (dims in PAIRS and not varlen)),
         # With a softcap, or a packed window at head_dim 64, its loop would spill. Lengths that differ within a call leave the
         # order of pairs to the hardware.
-        persistent=(tile_n == 128 and not (deterministic or softcap or (left and varlen and dims == (64, 64))))
+        persistent=(tile_n == 128 and not (deterministic or softcap or ((left or biased) and varlen and dims == (64, 64))))
         or (features.columns and (tile_n == 128 or dims in PAIRS))
         or (dims in PAIRS and not (deterministic or softcap or varlen)),
         pair=dims in PAIRS,
@@ -287,7 +324,7 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
-    deterministic or not; full and causal ones packed under a column mask.
+    deterministic or not; full and causal ones packed under a column mask; causal ones with ALiBi, dense or packed.
 
     Others are compiled when first called for.
     """
@@ -310,5 +347,7 @@ def backward_set() -> list[BackwardConfig]:
         features = Features(dtype, *dims, columns=True, varlen=True, right=right)
         if takes_columns(features):
             found[backward_config(features, False)] = None
+    for dims, varlen, short in product(WITH_BIAS, (False, True), (False, True)):
+        found[backward_config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), short)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
     return list(found)

@@ -69,7 +69,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     numbers = numbers_of(args, left, right, heads_in_pairs(m_blocks, rows, blocks, shared), split, blocks)
     like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
-    dropout = dropped(args, first)
+    dropout, bias = dropped(args, first), added(args, seqlen_k - end)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None = None
@@ -83,7 +83,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         parts = lse if variant.split else None  # not read: of the type
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
-        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), *numbers)
+        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), bias, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -119,7 +119,7 @@ def _bind_columns(
             sink = sink.float().contiguous()
         counter = _counter(device)
         columns = column_mask(*mask)
-        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), *numbers)
+        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -157,6 +157,16 @@ def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tu
         return seed.reshape(1).view(torch.int32), *numbers
 
     return of
+
+
+def added(args: AttentionArgs, beyond: int = 0) -> tuple[Tensor, int] | None:
+    """What a module takes of a bias: its values, and what to add to distances; ``beyond``: keys left out at the end."""
+    return None if args.bias is None else (args.bias.detach(), args.bias_origin + beyond)
+
+
+def one_entry(args: AttentionArgs) -> AttentionArgs:
+    """The call with the bias of its first batch entry, as a launch on one token has it."""
+    return args if args.bias is None else args._replace(bias=args.bias[:1])
 
 
 def with_seed(args: AttentionArgs, launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,7 +233,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     readable = all(map(stepped, (q, args.k, args.v)))
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
-    dropout = dropped(args)
+    dropout, bias = dropped(args), added(args)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
@@ -241,7 +251,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
         columns = column_mask(*mask) if variant.columns else None
-        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), *numbers)
+        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), bias, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -310,10 +320,10 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
-    dropout = dropped(args)(args.dropout_seed)
+    dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    launch_on(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, *numbers))
+    launch_on(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, *numbers))
 
 
 def numbers_of(

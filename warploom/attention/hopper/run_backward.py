@@ -13,7 +13,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import column_mask, dropped, filled, processors, with_seed
+from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, with_seed
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -112,7 +112,8 @@ def _bind_dense(
         )
     if variant.dealt:
         split = min(MOST_SLOTS, variant.most_split(tiles, q.numel()))
-    return _launcher(function, variant, args, tiles, band, together, split, each, first), variant, tiles
+    beyond = k.shape[1] - first - keys
+    return _launcher(function, variant, args, tiles, band, together, split, each, first, beyond), variant, tiles
 
 
 def _masked(args: AttentionArgs) -> bool:
@@ -156,7 +157,7 @@ def warm(args: AttentionArgs) -> None:
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0  # a block and a coarse one
-    launch = _launcher(function, variant, args._replace(q=q), tiles, (args.left, args.right), 1)
+    launch = _launcher(function, variant, one_entry(args._replace(q=q)), tiles, (args.left, args.right), 1)
     launch((q, k, v, out, out), lse, None, gradients, starts, columns, args.dropout_seed)
 
 
@@ -227,6 +228,7 @@ def _launcher(
     split: int = 0,
     each: int = 1,
     first: int = 0,
+    beyond: int = 0,
 ) -> Callable[..., Tensor]:
     """What allocates the workspace, launches and returns the workspace, as ``workspace_floats`` has it.
 
@@ -235,7 +237,7 @@ def _launcher(
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
-    dropout = dropped(args, first)
+    dropout, bias = dropped(args, first), added(args, beyond)
     numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
@@ -255,7 +257,7 @@ def _launcher(
             tensors = filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)
         views = [aligned(t) for t in tensors]
         with on_device(views[0]):
-            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), *numbers)
+            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), bias, *numbers)
         return workspace
 
     return launch

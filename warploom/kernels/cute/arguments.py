@@ -49,6 +49,11 @@ def dropout() -> tuple[Any, ...]:
     return vector(Int32), Int32(0), Float32(1.0), Int32(0)
 
 
+def slopes() -> tuple[Any, ...]:
+    """What `warploom.kernels.cute.bias` takes of ALiBi: slopes (batch|1, heads_q), and what is added to distances."""
+    return rows(2), Int32(0)
+
+
 def stream() -> Any:
     """The stream that torch works on."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import cutlass
@@ -54,8 +55,8 @@ def rotated(word: Int32, left: Int32, *, loc: Any = None, ip: Any = None) -> Int
 def wide_product(x: Int32, factor: int, *, loc: Any = None, ip: Any = None) -> list[Int32]:
     """The high and the low word of ``x`` times ``factor``, both unsigned."""
     text = f"{{ .reg .b64 p; mul.wide.u32 p, $2, {factor}; mov.b64 {{$1, $0}}, p; }}"
-    struct = assembly(_struct(T.i32(), 2), [Int32(x).ir_value(loc=loc, ip=ip)], text, "=r,=r,r")
-    return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(2)]
+    parts = assembly(_struct(T.i32(), 2), [Int32(x).ir_value(loc=loc, ip=ip)], text, "=r,=r,r")
+    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
 
 
 @dsl_user_op
@@ -92,6 +93,12 @@ def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def magnitude(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """|x|, which most instructions take of an operand for nothing."""
+    return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "abs.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
 def pack16(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two fp32 rounded to nearest even in one 32-bit word of ``dtype``; the DSL's conversion packs only some widths."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
@@ -113,8 +120,8 @@ def ldmatrix_x4(address: Int32, offset: int, trans: bool, *, loc: Any = None, ip
     form = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if trans else ''}.shared.b16"
     text = f"{form} {{$0, $1, $2, $3}}, [$4+{offset}];"
     values = [Int32(address).ir_value(loc=loc, ip=ip)]
-    struct = assembly(_struct(T.i32(), 4), values, text, "=r,=r,=r,=r,r", side_effects=True)
-    return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
+    parts = assembly(_struct(T.i32(), 4), values, text, "=r,=r,=r,=r,r", side_effects=True)
+    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 @dsl_user_op
@@ -125,8 +132,8 @@ def mma_m16n8k16(
     kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, "
     values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)] + [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
-    struct = assembly(_struct(T.f32(), 4), values, text + "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
-    return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
+    parts = assembly(_struct(T.f32(), 4), values, text + "{$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+    return [Float32(llvm.extractvalue(T.f32(), parts, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 @dsl_user_op
@@ -196,8 +203,8 @@ def hold(values: list[Float32], scratch: Any, *, loc: Any = None, ip: Any = None
 def reload(address: Any, *, loc: Any = None, ip: Any = None) -> list[Int32]:
     """Two words of shared memory, read where it stands: what comes of them is not computed before."""
     values, text = [address.to_llvm_ptr(loc=loc, ip=ip)], "ld.volatile.shared.v2.b32 {$0, $1}, [$2];"
-    struct = assembly(_struct(T.i32(), 2), values, text, "=r,=r,r", side_effects=True)
-    return [Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(2)]
+    parts = assembly(_struct(T.i32(), 2), values, text, "=r,=r,r", side_effects=True)
+    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
 
 
 @dsl_user_op
@@ -211,6 +218,14 @@ def pin_bits(bits: Int32, scratch: Any, *, loc: Any = None, ip: Any = None) -> N
 def negative(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """-x, computed where it stands: into registers of a coming wgmma, which ptxas must not fill behind another one's start."""
     return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "neg.f32 $0, $1;", "=f,f", side_effects=True))
+
+
+@dsl_user_op
+def times(x: Float32, factor: float, *, loc: Any = None, ip: Any = None) -> Float32:
+    """x · factor, computed where it stands, as ``negative``."""
+    word = struct.unpack("<I", struct.pack("<f", factor))[0]
+    values = [Float32(x).ir_value(loc=loc, ip=ip)]
+    return Float32(assembly(T.f32(), values, f"mul.f32 $0, $1, 0f{word:08X};", "=f,f", side_effects=True))
 
 
 @dsl_user_op

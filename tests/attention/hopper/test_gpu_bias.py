@@ -1,0 +1,105 @@
+"""ALiBi of the Hopper kernels on an H100 or H200: the criterion, both passes here, slopes of any sign, bits."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+import torch
+
+import warploom
+from tests.attention.biased import check_frozen
+from tests.attention.harness import Call
+from warploom.attention import hopper
+from warploom.bias import ALiBi
+
+MISSING = hopper.BACKEND.available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("here", "poisoned_gpu_memory"),
+    pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}"),
+]
+
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (170, 0)},
+    "two-sided window": {"window": (170, 90)},
+}
+KINDS = ["alibi", "alibi of batches"]
+SLOPES = [0.5, -0.05, 0.0, 1e-3, -1e-6, 0.9, 0.004, -0.01]
+
+
+def seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_passes(kind: str, head_dim: int, band: str) -> None:
+    for seqlen_k in (700, 481, 333):
+        call = Call(seed(), 2, 500, seqlen_k, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords=BANDS[band])
+        check_frozen(call, kind, "hopper")
+
+
+@pytest.mark.parametrize("head_dim", [40, 96])
+def test_other_head_dims(head_dim: int) -> None:
+    call = Call(seed(), 2, 300, 400, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords={"causal": True})
+    check_frozen(call, "alibi", "hopper")
+
+
+@pytest.mark.parametrize("heads", [(32, 4), (28, 4)], ids=str)
+@pytest.mark.parametrize("queries", [1, 7, 30])
+def test_few_queries_of_groups(queries: int, heads: tuple[int, int]) -> None:
+    """Tiles of several heads, each with its own slope, and split ones."""
+    call = Call(seed(), 2, queries, 3000, *heads, 128, dtype=torch.bfloat16, device="cuda", keywords={"causal": True})
+    check_frozen(call, "alibi", "hopper")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_calls_of_slopes_of_any_sign(deterministic: bool, head_dim: int) -> None:
+    """Against Triton, in whose tiles every element has its own distance; deterministic gradients have the same bits again."""
+    q, k, v = (torch.randn(1, 2500, h, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+    bias = ALiBi(torch.tensor(SLOPES, device="cuda"))
+    found = []
+    for backend in ("hopper", "triton"):
+        out = warploom.attention(q, k, v, bias=bias, causal=True, deterministic=deterministic, backend=backend)
+        dout = torch.ones_like(out) + out.detach()
+        found.append((out, *torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)))
+        again = torch.autograd.grad(out, (q, k, v), dout)
+        assert not deterministic or all(torch.equal(a, b) for a, b in zip(found[-1][1:], again, strict=True))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).float().norm() <= 8e-3 * b.float().norm()
+
+
+def test_packed() -> None:
+    """Sequences have slopes of their own, and distances count within each."""
+    lengths, cu = [100, 0, 612, 33, 500], torch.tensor([0, 100, 100, 712, 745, 1245], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(1245, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    slopes = torch.rand(5, 4, device="cuda") - 0.1
+    out = warploom.attention_varlen(q, k, v, cu, max_seqlen_q=612, bias=ALiBi(slopes), causal=True, backend="hopper")
+    dout = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    for n, (length, start) in enumerate(zip(lengths, cu.tolist(), strict=False)):
+        if not length:
+            continue
+        part = slice(start, start + length)
+        alone = [t[None, part].detach().double().requires_grad_() for t in (q, k, v)]
+        want = warploom.attention(*alone, bias=ALiBi(slopes[n].double()), causal=True, backend="reference")
+        wanted = [want, *torch.autograd.grad(want, alone, dout[None, part].double())]
+        for a, b in zip(found, wanted, strict=True):
+            assert (a[part] - b[0]).norm() <= 8e-3 * b.norm()
+
+
+def test_slopes_that_ask_for_a_gradient_go_on() -> None:
+    """To Triton, with the out and lse of these kernels."""
+    q = torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+    grads = []
+    for backend in ("hopper", "triton"):
+        out = warploom.attention(q, q, q, bias=ALiBi(slopes), causal=True, backend=backend)
+        grads.append(torch.autograd.grad(out.float().square().sum(), slopes)[0])
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
