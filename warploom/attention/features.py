@@ -86,7 +86,7 @@ class Features(NamedTuple):
         """As a configuration has it."""
         return str(self.dtype).removeprefix("torch.")
 
-    def flags(self, config: Any) -> dict[str, bool | str]:
+    def flags(self, config: Any) -> dict[str, Any]:
         """Those that a configuration, a dataclass, has as fields of the same names; the others are no matter to its kernels."""
         names = {field.name for field in fields(config)}
         return {name: flag for name, flag in self._asdict().items() if isinstance(flag, (bool, str)) and name in names}

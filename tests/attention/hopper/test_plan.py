@@ -129,6 +129,8 @@ def test_refusals(changes: dict[str, object], words: str) -> None:
         (Features(torch.bfloat16, 96, 96, bias="alibi", softcap=True), None),
         (Features(torch.bfloat16, 128, 128, bias="alibi", bias_grad=True), "gradient of a bias"),
         (Features(torch.bfloat16, 104, 104, bias="alibi", softcap=True), "beside a softcap past head_dim 96"),
+        (Features(torch.bfloat16, 128, 128, bias="alibi", dropout=True), None),
+        (Features(torch.bfloat16, 128, 128, bias="alibi", dropout=True, varlen=True), "beside dropout of packed calls"),
     ],
 )
 def test_backward_of_a_bias(features: Features, words: str | None) -> None:

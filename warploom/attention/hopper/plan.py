@@ -163,8 +163,11 @@ def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
     if features.bias_grad:
         return "computes no gradient of a bias"
-    if features.softcap and max(backward_dims(features)) == 128:
-        return "has no kernel for a bias beside a softcap past head_dim 96"  # registers spill
+    if max(backward_dims(features)) == 128:  # registers spill
+        if features.softcap:
+            return "has no kernel for a bias beside a softcap past head_dim 96"
+        if features.dropout and features.varlen:
+            return "has no kernel for a bias beside dropout of packed calls past head_dim 96"
     return None
 
 
