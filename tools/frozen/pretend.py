@@ -26,7 +26,7 @@ from warploom.runtime import dispatch, modules, triton_launch
 
 PROCESSORS = 132  # of an H100 or H200
 _GPU = torch.device("cuda", 0)
-_FAMILIES = ("attention", "decode", "linear", "masks", "runtime")
+_FAMILIES = ("attention", "decode", "delta", "linear", "masks", "runtime")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "randint", "rand", "randn", "randperm")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 _METHODS = ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
