@@ -63,7 +63,7 @@ class Backend(Protocol):
         refused = f"{self.name} has no backward pass"
         raise NotImplementedError(refused)
 
-    def bind(self, args: Any) -> Callable[..., Any] | None:
+    def bind(self, args: Any, *options: Any) -> Callable[..., Any] | None:
         """What launches further calls that differ from this one, which has run, in contents alone; None: nothing quicker."""
         return None
 

@@ -60,8 +60,9 @@ class Launch:
             if raw is None:
                 self(grid, *first, *rest)
                 return
-            stream = torch._C._cuda_getCurrentRawStream(raw.device)
-            raw(grid, stream, *[None if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in first], *rest)
+            pointers = [None if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in first]
+            # As raw(...) does: one call less, and the arguments are gathered once.
+            raw.launch(*grid, 1, torch._C._cuda_getCurrentRawStream(raw.device), *raw.before, *pointers, *rest, *raw.nones)
 
         return launch
 
@@ -84,19 +85,19 @@ class Launch:
 class RawLaunch:
     """A compiled kernel's C launcher with all but grid, stream and run-time arguments filled in."""
 
-    __slots__ = ("_before", "_launch", "_nones", "device")
+    __slots__ = ("before", "device", "launch", "nones")
 
     def __init__(self, launcher: Any, compiled: Any, device: int, constexprs: int) -> None:
         self.device = device
-        self._launch = launcher.launch
+        self.launch = launcher.launch
         # Function, cooperative, programmatic; no scratch, metadata, no hooks.
         flags = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        self._before = (*flags, None, None, compiled.packed_metadata, None, None, None)
+        self.before = (*flags, None, None, compiled.packed_metadata, None, None, None)
         # Constexprs are baked in: the launcher takes their places and ignores them.
-        self._nones = (None,) * constexprs
+        self.nones = (None,) * constexprs
 
     def __call__(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:
-        self._launch(*grid, 1, stream, *self._before, *arguments, *self._nones)
+        self.launch(*grid, 1, stream, *self.before, *arguments, *self.nones)
 
 
 @contextmanager
