@@ -53,7 +53,7 @@ def find(name: str, tensors: Sequence[Any], others: Sequence[Any], options: tupl
             key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
         found = tuple(key)
         return found, dispatch.bound(found), records
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError, ValueError):
         return NOTHING
 
 
