@@ -52,6 +52,9 @@ def launches(
         def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
             found.append(Recorded(self.kernel, self.constants, arguments))
 
+        def raw(self) -> None:
+            return None
+
         def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
             return lambda *first: self(grid, *first, *rest)
 

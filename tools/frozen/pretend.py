@@ -173,6 +173,7 @@ def hopper(recorder: Recorder) -> Iterator[Callable[[], None]]:
         def short(grid: Any, stream: int, *arguments: Any) -> None:
             recorder.triton(self._kernel, grid, arguments, self._constants, None)
 
+        short.bound = lambda grid, rest: lambda *first: short(grid, 0, *first, *rest)  # type: ignore[attr-defined]
         return short if self._direct else None
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:

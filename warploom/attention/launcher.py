@@ -116,7 +116,7 @@ def find(
         if (
             not q.is_cuda
             or not plain(q, k, v, sink, dropout_seed, *vectors)
-            or casts(q, k, v)
+            or (torch._C._is_any_autocast_enabled() and casts(q, k, v))
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
             or not (causal is False or causal is True)

@@ -42,25 +42,30 @@ def find(name: str, tensors: Sequence[Any], others: Sequence[Any], options: tupl
     if torch.compiler.is_compiling() or checked():
         return NOTHING
     try:
-        types = tuple(map(type, options))
-        if not tensors[0].is_cuda or not _OPTIONS.issuperset(types) or not plain(*tensors, *others) or casts(*tensors[:3]):
+        if (
+            not tensors[0].is_cuda
+            or not plain(*tensors, *others)
+            or (torch._C._is_any_autocast_enabled() and casts(*tensors[:3]))
+        ):
             return NOTHING
-        records = recorded(*tensors)
+        records, types = recorded(*tensors), tuple(map(type, options))
         key = [name, records, options, types]
         if records:
             key += [t is not None and t.requires_grad for t in tensors]
         for t in (*tensors, *others):
-            key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
+            # Of contiguous tensors strides follow from shapes, but for those that nothing is multiplied by.
+            key += (None,) if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
         found = tuple(key)
-        return found, dispatch.bound(found), records
+        launch = dispatch.bound(found)
+        if launch is None and not _OPTIONS.issuperset(types):
+            return NOTHING
+        return found, launch, records
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return NOTHING
 
 
 def casts(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether autocast would give these another dtype."""
-    if not torch._C._is_any_autocast_enabled():
-        return False
     device = q.device.type
     if not torch.is_autocast_enabled(device):
         return False

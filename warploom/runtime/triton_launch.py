@@ -99,6 +99,45 @@ class RawLaunch:
     def __call__(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:
         self.launch(*grid, 1, stream, *self.before, *arguments, *self.nones)
 
+    def bound(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Callable[..., None]:
+        """A launch of one grid by its first arguments, tensors, addresses or None; all others stay."""
+        launch, device, before, after = self.launch, self.device, (*grid, 1), (*rest, *self.nones)
+        between, stream = self.before, torch._C._cuda_getCurrentRawStream
+
+        def run(*first: Any) -> None:
+            pointers = [a if a is None or type(a) is int else a.data_ptr() for a in first]
+            launch(*before, stream(device), *between, *pointers, *after)
+
+        return run
+
+
+class Chain:
+    """Launches of one call, which may be given addresses of memory that nobody else sees in place of tensors.
+
+    Args:
+        steps: each launch with its grid and, as `Launch.kept` has it, its last arguments.
+    """
+
+    def __init__(self, *steps: tuple[Launch, tuple[int, int], tuple[Any, ...]]) -> None:
+        self._steps = steps
+        self._kept = tuple([launch.kept(grid, rest) for launch, grid, rest in steps])
+        self._raw: dict[int, tuple[Callable[..., None], ...]] = {}
+
+    def launches(self) -> tuple[tuple[Callable[..., None], ...], bool]:
+        """Each launch on the current device by its first arguments, and whether these may be addresses: not before all ran."""
+        if watched():
+            return self._kept, False
+        device = torch._C._cuda_getDevice()
+        found = self._raw.get(device)
+        if found is not None:
+            return found, True
+        raw = [launch.raw() for launch, _, _ in self._steps]
+        if None not in raw:
+            self._raw[device] = tuple(
+                [r.bound(grid, rest) for r, (_, grid, rest) in zip(raw, self._steps, strict=True) if r is not None]
+            )
+        return self._kept, False
+
 
 @contextmanager
 def without_lines() -> Iterator[None]:

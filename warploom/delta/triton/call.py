@@ -164,13 +164,13 @@ class Call:
         boundaries = 0 if cut.number == 1 else (cut.number - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * e * m * 4
         return self.heads_v * (prepared + kept + boundaries)
 
-    def like(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """What stands for a new tensor on the call's device."""
-        return like(shape, dtype, self.device)
+    def like(self, piece: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+        """What stands for a new tensor of this shape and dtype on the call's device."""
+        return like(*piece, self.device)
 
-    def states(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What stands for room for `count` states of every value head."""
-        return self.like((count, self.heads_v, self.variant.e, self.variant.m), dtype)
+    def states(self, count: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of `count` states of every value head."""
+        return (count, self.heads_v, self.variant.e, self.variant.m), dtype
 
 
 def readable(c: DeltaCall) -> DeltaCall:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from warploom.delta.triton.walk_kernel import walk_kernel
 from warploom.runtime.device import on_device
 from warploom.runtime.likeness import like
 from warploom.runtime.qkv import last_contiguous
-from warploom.runtime.triton_launch import Launch
+from warploom.runtime.room import Room
+from warploom.runtime.triton_launch import Chain, Launch
 
 if TYPE_CHECKING:
     from warploom.delta.problem import DeltaCall
@@ -29,24 +30,8 @@ if TYPE_CHECKING:
 _STEP = {64: (64, 4), 128: (16, 2), 256: (32, 8)}
 
 
-class Prepared(NamedTuple):
-    """Of every slot and value head: see prepare_kernel.py."""
-
-    lower: Tensor
-    weights: Tensor
-    rows: Tensor
-
-
-class Kept(NamedTuple):
-    """Of every chunk of a range and value head: see walk_kernel.py and back_kernel.py. Factors are fp16's."""
-
-    missing: Tensor
-    states: Tensor
-    factors: Tensor | None
-    dstates: Tensor
-    dfactors: Tensor | None
-
-
+Piece = tuple[tuple[int, ...], torch.dtype]  # of memory that kernels alone see
+Step = tuple[Launch, tuple[int, int], tuple[Any, ...]]  # a launch, its grid and its numbers
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -73,17 +58,20 @@ def bind(c: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Tensor
 
 def _forward(call: Call, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """What launches a call by its ``Tensors``."""
-    like_out = call.like((call.batch, call.seqlen, call.heads_v, call.variant.m), call.variant.dtype)
-    like_last = call.states(call.sequences) if return_state else None
-    prepare, walk = _prepare(call), _walk(call, call.whole(), 0, 0, (True, return_state, False, False))
+    like_out = call.like(((call.batch, call.seqlen, call.heads_v, call.variant.m), call.variant.dtype))
+    like_last = call.like(call.states(call.sequences)) if return_state else None
+    chain = Chain(_prepare(call), _walk(call, call.whole(), 0, 0, (True, return_state, False, False)))
+    room = Room(call.device, *_prepared(call))
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor | None, lengths: Tensor | None,
         cu: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        out, last = torch.empty_like(like_out), _new(like_last)
+        out, last, memory = torch.empty_like(like_out), _new(like_last), room.new()
         with on_device(q):
-            prepared = prepare(q, k, beta, decay, lengths, cu)
+            (prepare, walk), short = chain.launches()
+            prepared = room.addresses(memory) if short else room.tensors(memory)
+            prepare(q, k, beta, decay, *prepared, lengths, cu)
             walk(q, k, v, out, *prepared, state, last, None, None, None, None, lengths, cu)
         return out, last
 
@@ -117,18 +105,23 @@ def _backward(call: Call, with_dstate: bool) -> Callable[..., Gradients]:
     """What launches a backward pass by dout, dstate and the call's ``Tensors``."""
     decays, starts, *_ = call.variant.present
     cut = call.ranges()
-    like_first = call.states(call.sequences) if starts else None
+    like_first = call.like(call.states(call.sequences)) if starts else None
     cuts = cut.number > 1
-    like_resume = call.states((cut.number - 1) * cut.carriers) if cuts else None
-    like_carry = call.states(cut.carriers if cut.per_sequence else 2) if cuts else None
-    like_kept = _kept(call, cut)
-    prepare = _prepare(call)
-    ranges = []
+    steps = [_prepare(call)]
     for current in reversed(range(cut.number)):
         # The last range is reached through all others, whose states stay.
         begin = 0 if current == cut.number - 1 else current
-        walk = _walk(call, cut, begin, current, (False, False, cuts, True))
-        ranges.append((walk, _back(call, cut, current, (with_dstate, starts, cuts)), *_gradients(call, cut, current)))
+        steps += [
+            _walk(call, cut, begin, current, (False, False, cuts, True)),
+            _back(call, cut, current, (with_dstate, starts, cuts)),
+            *_gradients(call, cut, current),
+        ]
+    chain = Chain(*steps)
+    resume = call.states((cut.number - 1) * cut.carriers) if cuts else None
+    carry = call.states(cut.carriers if cut.per_sequence else 2) if cuts else None
+    prepared, kept = _prepared(call), _kept(call, cut)
+    room = Room(call.device, *prepared, *kept, resume, carry)
+    first_kept, behind_kept = len(prepared), len(prepared) + len(kept)
 
     def run(
         dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
@@ -136,14 +129,19 @@ def _backward(call: Call, with_dstate: bool) -> Callable[..., Gradients]:
     ) -> Gradients:  # fmt: skip
         dq, dk, dv, dbeta = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, beta))
         ddecay = torch.empty_like(decay, memory_format=torch.contiguous_format) if decays else None
-        first, resume, carry = _new(like_first), _new(like_resume), _new(like_carry)
+        first, memory = _new(like_first), room.new()
         dlast = None if dstate is None else dstate.contiguous()
-        kept = Kept(*map(_new, like_kept))  # type: ignore[arg-type]
         with on_device(q):
-            prepared = prepare(q, k, beta, decay, lengths, cu)
-            for walk, back, of_queries, of_keys in ranges:
-                walk(q, k, v, None, *prepared, state, None, resume, kept.states, kept.factors, kept.missing, lengths, cu)
-                back(q, k, dout, dv, *prepared, dlast, first, carry, kept.dstates, kept.dfactors, lengths, cu)
+            (prepare, *ranges), short = chain.launches()
+            pieces = room.addresses(memory) if short else room.tensors(memory)
+            prepared, kept = pieces[:first_kept], pieces[first_kept:behind_kept]
+            resume, carry = pieces[behind_kept:]
+            missing, states, factors, dstates, dfactors = kept
+            prepare(q, k, beta, decay, *prepared, lengths, cu)
+            for n in range(0, len(ranges), 4):
+                walk, back, of_queries, of_keys = ranges[n : n + 4]
+                walk(q, k, v, None, *prepared, state, None, resume, states, factors, missing, lengths, cu)
+                back(q, k, dout, dv, *prepared, dlast, first, carry, dstates, dfactors, lengths, cu)
                 of_queries(q, k, dout, *kept, beta, decay, dq, dk, dv, dbeta, ddecay, lengths, cu)
                 of_keys(q, k, dout, dv, *kept, beta, decay, dk, dbeta, ddecay, lengths, cu)
         return dq, dk, dv, dbeta, ddecay, first
@@ -213,66 +211,61 @@ def _new(like: Tensor | None) -> Tensor | None:
     return None if like is None else torch.empty_like(like)
 
 
-def _prepare(call: Call) -> Callable[..., Prepared]:
-    """What fills and returns what is prepared, by q, k, beta, decay, lengths and cu."""
+def _prepared(call: Call) -> list[Piece]:
+    """Lower, weights and rows of every slot and value head: see prepare_kernel.py."""
     c, count = call.config.chunk, call.slots
-    like_square = call.like((count, call.heads_v, c, c), call.variant.dtype)
-    like_rows = call.like((count, call.heads_v, 4, c))
-    strides = [s for name in ("q", "k", "beta", "decay") for s in call.strides[name]]
-    launch = _prepare_launch(call.variant, call.config).kept(
-        (count * call.heads_v, 1), (*strides, *call.tokens, call.heads_v, call.scale, call.eps)
-    )
-
-    def run(
-        q: Tensor, k: Tensor, beta: Tensor, decay: Tensor | None, lengths: Tensor | None, cu: Tensor | None
-    ) -> Prepared:
-        found = Prepared(torch.empty_like(like_square), torch.empty_like(like_square), torch.empty_like(like_rows))
-        launch(q, k, beta, decay, *found, lengths, cu)
-        return found
-
-    return run
+    square = (count, call.heads_v, c, c), call.variant.dtype
+    return [square, square, ((count, call.heads_v, 4, c), torch.float32)]
 
 
-def _kept(call: Call, cut: Ranges) -> Kept:
-    """What stands for them."""
+def _kept(call: Call, cut: Ranges) -> list[Piece | None]:
+    """Missing, states, factors, dstates and dfactors of every chunk of a range and value head; factors are fp16's.
+
+    See walk_kernel.py and back_kernel.py.
+    """
     m, dtype = call.variant.m, call.variant.dtype
-    factors = None
+    factors: Piece | None = None
     if dtype == torch.float16:
-        factors = call.like((cut.entries, call.heads_v, -(-m // call.config.block)))
-    missing = call.like((cut.entries, call.heads_v, call.config.chunk, m), dtype)
+        factors = (cut.entries, call.heads_v, -(-m // call.config.block)), torch.float32
     states = call.states(cut.entries, dtype)
-    return Kept(missing, states, factors, states, factors)
+    return [((cut.entries, call.heads_v, call.config.chunk, m), dtype), states, factors, states, factors]
 
 
-def _walk(call: Call, cut: Ranges, begin: int, end: int, present: tuple[bool, ...]) -> Callable[..., None]:
+def _prepare(call: Call) -> Step:
+    strides = [s for name in ("q", "k", "beta", "decay") for s in call.strides[name]]
+    numbers = (*strides, *call.tokens, call.heads_v, call.scale, call.eps)
+    return _prepare_launch(call.variant, call.config), (call.slots * call.heads_v, 1), numbers
+
+
+def _walk(call: Call, cut: Ranges, begin: int, end: int, present: tuple[bool, ...]) -> Step:
     """Ranges `begin` to `end`; present: out, the last state, states to resume from, and what is kept."""
     blocks = -(-call.variant.m // call.config.block)
     strides = [s for name in ("q", "k", "v") for s in call.strides[name]]
-    return _walk_launch(call.variant, call.config, cut.per_sequence, present).kept(
-        (call.walked * call.heads_v * blocks, 1), (*strides, *call.tokens, call.heads_v, cut.size, begin, end)
-    )
+    numbers = (*strides, *call.tokens, call.heads_v, cut.size, begin, end)
+    launch = _walk_launch(call.variant, call.config, cut.per_sequence, present)
+    return launch, (call.walked * call.heads_v * blocks, 1), numbers
 
 
-def _back(call: Call, cut: Ranges, current: int, present: tuple[bool, ...]) -> Callable[..., None]:
+def _back(call: Call, cut: Ranges, current: int, present: tuple[bool, ...]) -> Step:
     """What writes dv and the states' gradients of a range, and of the initial states where it is the first.
 
     present: the last states' gradients, the initial states', and what is carried between ranges.
     """
     blocks = -(-call.variant.m // call.config.block)
     strides = [s for name in ("q", "k", "dout") for s in call.strides[name]]
-    return _back_launch(call.variant, call.config, cut.per_sequence, present).kept(
-        (call.sequences * call.heads_v * blocks, 1), (*strides, *call.tokens, call.heads_v, cut.size, current)
-    )
+    numbers = (*strides, *call.tokens, call.heads_v, cut.size, current)
+    launch = _back_launch(call.variant, call.config, cut.per_sequence, present)
+    return launch, (call.sequences * call.heads_v * blocks, 1), numbers
 
 
-def _gradients(call: Call, cut: Ranges, current: int) -> tuple[Callable[..., None], Callable[..., None]]:
+def _gradients(call: Call, cut: Ranges, current: int) -> tuple[Step, Step]:
     """What writes dq, part of dbeta and ddecay of a range, and what writes dk and the rest."""
     strides = [s for name in ("q", "k", "dout", "beta", "decay") for s in call.strides[name]]
     numbers = (*strides, *call.tokens, call.heads, cut.size, current, call.scale, call.eps)
     grid = (cut.entries * call.heads, 1)
     of_queries = _gradient_launch(dq_kernel, call.variant, call.config, call.config.dq, cut.per_sequence)
     of_keys = _gradient_launch(dk_kernel, call.variant, call.config, call.config.dk, cut.per_sequence)
-    return of_queries.kept(grid, numbers), of_keys.kept(grid, numbers)
+    return (of_queries, grid, numbers), (of_keys, grid, numbers)
 
 
 def _constants(variant: Variant, config: Config, launches: Launches) -> dict[str, Any]:
