@@ -125,17 +125,14 @@ class Chain:
 
     def launches(self) -> tuple[tuple[Callable[..., None], ...], bool]:
         """Each launch on the current device by its first arguments, and whether these may be addresses: not before all ran."""
-        if watched():
-            return self._kept, False
-        device = torch._C._cuda_getDevice()
-        found = self._raw.get(device)
-        if found is not None:
-            return found, True
+        if self._raw and not watched():
+            found = self._raw.get(torch._C._cuda_getDevice())
+            if found is not None:
+                return found, True
         raw = [launch.raw() for launch, _, _ in self._steps]
         if None not in raw:
-            self._raw[device] = tuple(
-                [r.bound(grid, rest) for r, (_, grid, rest) in zip(raw, self._steps, strict=True) if r is not None]
-            )
+            bound = [r.bound(grid, rest) for r, (_, grid, rest) in zip(raw, self._steps, strict=True) if r is not None]
+            self._raw[torch._C._cuda_getDevice()] = tuple(bound)
         return self._kept, False
 
 
