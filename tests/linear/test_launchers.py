@@ -120,7 +120,7 @@ def test_so_do_both_passes_of_a_call_with_gradients(name: str, kernel: StandIn) 
 def test_who_asks_for_gradients_is_part_of_the_kind(kernel: StandIn) -> None:
     """The decay's gradient takes launches of its own."""
     for asks in (("q",), ("q", "decay"), ("decay",), ("q",)):
-        for n in range(3):
+        for _ in range(3):
             given = drawn(decay=-torch.rand(2, 5, 2))
             leaves = [given[name].requires_grad_() for name in asks]
             found = torch.autograd.grad(call(given).sin().sum(), leaves)
