@@ -54,10 +54,13 @@ def state(count: int) -> Tensor:
 
 CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     "delta": (warploom.gated_delta_rule, lambda: delta(2, 70)),
-    "delta with a state": (warploom.gated_delta_rule, lambda: delta(2, 70, state=state(2), return_state=True, normalize_qk=True)),
+    "delta with a state": (
+        warploom.gated_delta_rule,
+        lambda: delta(2, 70, state=state(2), return_state=True, normalize_qk=True),
+    ),
     "delta packed": (
         warploom.gated_delta_rule,
-        lambda: delta(140, cu_seqlens=starts(), state=state(3), return_state=True, beta=torch.rand(140, 4, device="cuda").half()),
+        lambda: delta(140, cu_seqlens=starts(), state=state(3), return_state=True, beta=logs(140, 4).exp().half()),
     ),
     "linear": (warploom.linear_attention, lambda: linear(2, 70)),
     "linear in segments": (warploom.linear_attention, lambda: linear(1, 9000, decay=logs(1, 9000, 2))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def keep_step(
     # A step's rows may have a dimension of 1 behind the batch.
     rows = [t if t is None or q.ndim == 3 else t.squeeze(1) for t in (q, k, v, beta, decay)]
     read = (args.q, args.k, args.v, args.beta, args.decay, args.state)
-    if key is None or is_empty(call) or not _same((*rows, state), read, call.accumulator):  # type: ignore[arg-type]
+    if key is None or is_empty(call) or not _same((*rows, state), read, call.accumulator):
         return
     make = partial(_bind_step, args, q.ndim == 4, call.accumulator, inplace)
     kept.bind(key, call, args.backend, "delta", backend is not None, make)
@@ -82,12 +82,12 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
         found = forward(*tensors)
         return found if found is None or found[1] is not None else (found[0], torch.empty_like(nothing))
 
-    def bind_backward(flat: tuple[object, ...], dout: Tensor, dstate: Tensor | None) -> Callable[..., object] | None:
+    def bind_backward(flat: tuple[object, ...], dout: Tensor, dstate: Tensor | None) -> Callable[..., Any] | None:
         return backend.bind_backward(DeltaCall(*flat[:-2]), dout, dstate)  # type: ignore[arg-type]
 
     constant = delta_op.constant(options)
     launcher = kept.Launcher(delta_op, flat, filled if records else forward, bind_backward, constant)
-    run = delta_op.recorded_by(launcher) if records else launcher
+    run: Launch = delta_op.recorded_by(launcher) if records else launcher  # type: ignore[assignment]
     if not packed and not converts:
         return run
 

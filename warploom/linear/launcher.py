@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def _bind(call: LinearCall, packed: bool, chosen: str, return_state: bool, recor
 
     def bind_backward(
         flat: tuple[object, ...], dout: Tensor, ds: Tensor | None, dz: Tensor | None, norm: Tensor
-    ) -> Callable[..., object] | None:
+    ) -> Callable[..., Any] | None:
         given = LinearCall(*flat[:-2])  # type: ignore[arg-type]
         bound = backend.bind_backward(given, dout, norm if given.normalize else None, ds, dz)
         if bound is None:
@@ -79,7 +79,7 @@ def _bind(call: LinearCall, packed: bool, chosen: str, return_state: bool, recor
 
         def launch(
             dout: Tensor, ds: Tensor | None, dz: Tensor | None, norm: Tensor, *tensors: Tensor | None
-        ) -> object:
+        ) -> Any:
             return bound(dout, norm if normalize else None, ds, dz, *tensors)
 
         return launch

@@ -103,7 +103,7 @@ def bind_backward(c: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Callable
 
 def _backward(call: Call, with_dstate: bool) -> Callable[..., Gradients]:
     """What launches a backward pass by dout, dstate and the call's ``Tensors``."""
-    decays, starts, *_ = call.variant.present
+    starts = call.variant.present[1]
     cut = call.ranges()
     like_first = call.like(call.states(call.sequences)) if starts else None
     cuts = cut.number > 1
@@ -128,7 +128,7 @@ def _backward(call: Call, with_dstate: bool) -> Callable[..., Gradients]:
         state: Tensor | None, lengths: Tensor | None, cu: Tensor | None,
     ) -> Gradients:  # fmt: skip
         dq, dk, dv, dbeta = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, beta))
-        ddecay = torch.empty_like(decay, memory_format=torch.contiguous_format) if decays else None
+        ddecay = None if decay is None else torch.empty_like(decay, memory_format=torch.contiguous_format)
         first, memory = _new(like_first), room.new()
         dlast = None if dstate is None else dstate.contiguous()
         with on_device(q):
