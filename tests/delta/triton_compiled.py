@@ -52,6 +52,12 @@ def launches(
         def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
             found.append(Recorded(self.kernel, self.constants, arguments))
 
+        def raw(self) -> None:
+            return None
+
+        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
+            return lambda *first: self(grid, *first, *rest)
+
     cached = [f for f in vars(run).values() if hasattr(f, "cache_clear")]
     for f in cached:
         f.cache_clear()

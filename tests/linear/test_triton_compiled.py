@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +18,11 @@ from triton.compiler import ASTSource  # noqa: E402
 from tools.machine_code import faults, listing  # noqa: E402
 from warploom.linear.problem import LinearCall  # noqa: E402
 from warploom.linear.triton import call as call_module  # noqa: E402
-from warploom.linear.triton import run  # noqa: E402
+from warploom.linear.triton import gradients, run, states  # noqa: E402
 from warploom.linear.triton.config import config  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
+MODULES = run, states, gradients
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
@@ -37,14 +39,19 @@ def launches(
         def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
             found.append((self.kernel, self.constants, arguments))
 
-    cached = [f for f in vars(run).values() if hasattr(f, "cache_clear")]
+        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
+            return lambda *first: self(grid, *first, *rest)
+
+    cached = [f for module in MODULES for f in vars(module).values() if hasattr(f, "cache_clear")]
     for f in cached:
         f.cache_clear()
     q, k, v = (torch.zeros(1, 4096, heads, dim, dtype=torch.bfloat16) for _ in range(3))
     call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None, decay)
     call = replace(call, decay_grad=decay is not None and decay.requires_grad)
     try:
-        with patch.object(run, "Launch", Recorder):
+        with ExitStack() as patches:
+            for module in MODULES:
+                patches.enter_context(patch.object(module, "Launch", Recorder))
             out, norm, *_ = run.forward(call, False)
             run.backward(call, out, norm, None, None)
     finally:

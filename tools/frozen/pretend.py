@@ -26,7 +26,7 @@ from warploom.runtime import dispatch, modules, triton_launch
 
 PROCESSORS = 132  # of an H100 or H200
 _GPU = torch.device("cuda", 0)
-_FAMILIES = ("attention", "decode", "linear", "masks", "runtime")
+_FAMILIES = ("attention", "decode", "delta", "linear", "masks", "runtime")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "randint", "rand", "randn", "randperm")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 _METHODS = ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -173,6 +173,7 @@ def hopper(recorder: Recorder) -> Iterator[Callable[[], None]]:
         def short(grid: Any, stream: int, *arguments: Any) -> None:
             recorder.triton(self._kernel, grid, arguments, self._constants, None)
 
+        short.bound = lambda grid, rest: lambda *first: short(grid, 0, *first, *rest)  # type: ignore[attr-defined]
         return short if self._direct else None
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:

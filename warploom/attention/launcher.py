@@ -1,8 +1,8 @@
-"""Launchers that are kept: they run further calls of a kind, which differ from earlier ones in contents and addresses alone."""
+"""Launchers of attention that are kept: what tells kinds of calls apart, and what a call under a mask takes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from warploom.masks.intervals import ResolvedMask
 from warploom.masks.kept import Kept
 from warploom.runtime import dispatch
 from warploom.runtime.arguments import Window, checked
+from warploom.runtime.kept import Launcher, casts
 from warploom.runtime.op import plain, recorded
 
 if TYPE_CHECKING:
@@ -26,55 +27,6 @@ if TYPE_CHECKING:
 Launch = Callable[..., tuple[Tensor, Tensor]]
 
 _NUMBERS = (float, int, type(None))
-_MOST_BACKWARD = 16  # launchers of backward passes that one of a forward pass keeps, by strides
-
-
-class Launcher:
-    """Both passes of one kind of call."""
-
-    def __init__(self, backend: Backend, args: AttentionArgs, forward: Launch) -> None:
-        self._backend, self._forward = backend, forward
-        self._kind = Kind(args)
-        self._backward: dict[Hashable, Callable[..., Sequence[Tensor]]] = {}
-
-    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return self._forward(*tensors)
-
-    def arguments(self, tensors: Sequence[Tensor | None]) -> AttentionArgs:
-        return self._kind.call(*tensors)
-
-    def backward(
-        self, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]
-    ) -> Sequence[Tensor]:
-        (dout, dlse), (out, lse) = upstream, results
-        if dout is None or torch._C._is_any_autocast_enabled():
-            return attention_op.backward(upstream, results, self.arguments(tensors))
-        q, k, v = tensors[:3]
-        assert q is not None and k is not None and v is not None
-        # Hooks of saved tensors may have brought others back.
-        key = (
-            *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), lse.stride(), q.device),
-            None if dlse is None else dlse.stride(),
-        )
-        launch = self._backward.get(key)
-        if launch is None:
-            launch = self._bind_backward(key, upstream, results, tensors)
-        return launch(dout, dlse, out, lse, *tensors)
-
-    def _bind_backward(
-        self, key: Hashable, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]
-    ) -> Callable[..., Sequence[Tensor]]:
-        bound = self._backend.bind_backward(self.arguments(tensors), *upstream, *results)
-
-        def checked_again(
-            dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *tensors: Tensor | None
-        ) -> Sequence[Tensor]:
-            return attention_op.backward((dout, dlse), (out, lse), self.arguments(tensors))
-
-        if len(self._backward) >= _MOST_BACKWARD:
-            self._backward.clear()
-        found = self._backward[key] = bound or checked_again
-        return found
 
 
 def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
@@ -87,7 +39,9 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     forward = backend.bind(args)
     if forward is None:
         return None
-    run: Launch = attention_op.recorded_by(Launcher(backend, args, forward)) if records else forward
+    run: Launch = forward
+    if records:
+        run = attention_op.recorded_by(Launcher(attention_op, Kind(args).call, forward, backend.bind_backward))
     if args.lts is None and args.ute is None:
         return run
     left, right = args.left, args.right
@@ -162,7 +116,7 @@ def find(
         if (
             not q.is_cuda
             or not plain(q, k, v, sink, dropout_seed, *vectors)
-            or (torch._C._is_any_autocast_enabled() and not _is_cast(q, k, v))
+            or (torch._C._is_any_autocast_enabled() and casts(q, k, v))
             or type(scale) not in _NUMBERS
             or type(softcap) not in _NUMBERS
             or not (causal is False or causal is True)
@@ -207,12 +161,3 @@ def find(
         return key, launch, others, resolved, records
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return NOTHING  # whatever this is, the checks say it in words
-
-
-def _is_cast(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autocast leaves tensors as they are."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return True
-    dtype = torch.get_autocast_dtype(device)
-    return q.dtype == dtype and k.dtype == dtype and v.dtype == dtype

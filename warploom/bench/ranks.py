@@ -14,7 +14,7 @@ from torch import Tensor
 
 from warploom import distributed
 from warploom.bench import peers
-from warploom.distributed.collectives import _all_gather, _reduce_scatter
+from warploom.distributed.collectives import all_gather, reduce_scatter
 from warploom.masks import Causal, Mask
 from warploom.masks.visible import visible
 
@@ -149,11 +149,11 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor) -> Tensor:
         found = t.new_empty((dist.get_world_size(), *t.shape))
-        _all_gather(found.view(-1), t.contiguous().view(-1))
+        all_gather(found.view(-1), t.contiguous().view(-1))
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         found = gradient.new_empty(gradient.shape[1:])
-        _reduce_scatter(found.view(-1), gradient.contiguous().view(-1))
+        reduce_scatter(found.view(-1), gradient.contiguous().view(-1))
         return found

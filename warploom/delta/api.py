@@ -7,11 +7,14 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from warploom.delta import registry  # noqa: F401  (it fills the dispatch list)
+from warploom.delta import (
+    launcher,
+    registry,  # noqa: F401  (it fills the dispatch list)
+)
 from warploom.delta.arguments import delta_call, step_call
 from warploom.delta.ops import delta_op, flat, inplace_step_op, step_args, step_op
 from warploom.delta.problem import DeltaCall
-from warploom.runtime import arguments, dispatch
+from warploom.runtime import arguments, dispatch, kept
 from warploom.runtime.op import differentiates_forward, recorded
 
 
@@ -88,6 +91,12 @@ def gated_delta_rule(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
+    given = (q, k, v, beta, decay, state, lengths, cu_seqlens)
+    options = (scale, normalize_qk, eps, return_state, backend)
+    key, launch, records = kept.find("gated_delta_rule", given[:6], given[6:], options)
+    if launch is not None:
+        out, last = launch(*given)
+        return (out, last) if return_state else out
     call = delta_call(
         q,
         k,
@@ -101,7 +110,10 @@ def gated_delta_rule(
         lengths=lengths,
         cu_seqlens=cu_seqlens,
     )
-    out, last = _run(call, backend, arguments.flag("return_state", return_state))
+    return_state = arguments.flag("return_state", return_state)
+    chosen = dispatch.choose(call, backend, "delta")
+    out, last = _run(call, chosen, return_state)
+    launcher.keep(key, call, given, chosen, backend, return_state, records)
     if q.ndim == 3:
         out = out.squeeze(0)
     return out if last is None else (out, last)
@@ -141,6 +153,12 @@ def gated_delta_step(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
+    given = (q, k, v, beta, decay, state)
+    key, launch, _ = kept.find("gated_delta_step", given, (), (scale, normalize_qk, inplace, eps, backend))
+    if launch is not None:
+        found = launch(q, k, v, beta, state, decay)
+        if found is not None:
+            return found
     inplace = arguments.flag("inplace", inplace)
     call = step_call(q, k, v, beta, state, decay, scale=scale, normalize_qk=normalize_qk, eps=eps, inplace=inplace)
     tensors = (call.q, call.k, call.v, call.beta, call.decay, call.state)
@@ -148,19 +166,20 @@ def gated_delta_step(
     if inplace and differentiated:
         raise ValueError("inplace=True writes over a state that a gradient would need; use torch.no_grad(), or inplace=False")
     if differentiated:
-        out, last = _run(call, backend, True)
+        out, last = _run(call, dispatch.choose(call, backend, "delta"), True)
         assert last is not None
     else:
         args = step_args(call, dispatch.choose(call, backend, "delta"))
         out, last = (inplace_step_op(*args), state) if inplace else step_op(*args)
+        launcher.keep_step(key, call, args, given, backend, inplace)
         out = out.unsqueeze(1)
     return out.squeeze(1) if q.ndim == 3 else out, last
 
 
-def _run(call: DeltaCall, backend: str | None, return_state: bool) -> tuple[Tensor, Tensor | None]:
-    chosen = dispatch.find(dispatch.choose(call, backend, "delta"), "delta")
-    if chosen.eager:
-        out, state = chosen.forward(call, return_state)
+def _run(call: DeltaCall, chosen: str, return_state: bool) -> tuple[Tensor, Tensor | None]:
+    implementation = dispatch.find(chosen, "delta")
+    if implementation.eager:
+        out, state = implementation.forward(call, return_state)
     else:
-        out, state = delta_op(*flat(call, chosen.name, return_state))
+        out, state = delta_op(*flat(call, chosen, return_state))
     return out, state if return_state else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from warploom.delta.problem import StepArgs
@@ -17,6 +19,10 @@ class DeltaBackend(Backend):
     ``backward(call, dout, dstate)`` takes the gradients of out (v's dtype) and of the last state (None: there is none) and
     returns dq, dk, dv in their tensors' dtypes, dbeta, and ddecay and dstate of the initial state, None where the call has
     none, in the accumulator's. It reads no result of the forward pass.
+
+    What ``bind(call, return_state)`` makes takes q, k, v, beta, decay, state, lengths and cu_seqlens of further calls, perhaps
+    without a batch of 1, and returns what ``forward`` does; None where it does not take these addresses. What
+    ``bind_backward(call, dout, dstate)`` makes takes dout and dstate before those.
     """
 
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -27,3 +33,7 @@ class DeltaBackend(Backend):
         """
         refused = f"{self.name} takes no single tokens"
         raise NotImplementedError(refused)
+
+    def bind_step(self, args: StepArgs, into: Tensor | None) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
+        """What launches further steps by q, k, v, beta, the state and decay, as ``bind`` does calls; None: nothing quicker."""
+        return None

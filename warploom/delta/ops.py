@@ -34,7 +34,7 @@ class DeltaOp(DifferentiableOp):
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
         call, backend, return_state = _read(flat)
-        if _is_empty(call):
+        if is_empty(call):
             out, state = _results(call, return_state)
             if return_state and call.state is not None:
                 state.copy_(call.state)
@@ -47,7 +47,7 @@ class DeltaOp(DifferentiableOp):
 
     def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
         (call, backend, _), (dout, dstate) = _read(flat), upstream
-        if _is_empty(call):
+        if is_empty(call):
             found = self.fake_backward(*flat)
             for t in found:
                 t.zero_()
@@ -150,7 +150,7 @@ def _product(q: Tensor, v: Tensor) -> Any:
     return 2 * v.shape.numel() * q.shape[-1]
 
 
-def _is_empty(call: DeltaCall) -> bool:
+def is_empty(call: DeltaCall) -> bool:
     """Whether there is nothing to compute: no implementation sees such a call."""
     return call.sequences == 0 or call.v.shape[:3].numel() == 0
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from warploom.distributed.layout import Layout
 
 # torch 2.13 gave them new names, and warns of the old.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
 class Pending:
@@ -41,7 +41,7 @@ class Gathering(Pending):
         self._shapes = [(t.shape[0], layout.longest, *t.shape[2:]) for t in tensors]
         sent = torch.cat([_padded(t, layout.longest).flatten() for t in tensors])
         self._found = sent.new_empty(len(layout.counts) * sent.numel())
-        super().__init__([_all_gather(self._found, sent, group=group, async_op=True)], sent)
+        super().__init__([all_gather(self._found, sent, group=group, async_op=True)], sent)
 
     def result(self) -> list[Tensor]:
         """Each tensor over the whole sequence, in order: (batch, seqlen, heads, ·)."""
@@ -66,7 +66,7 @@ class Scattering(Pending):
             flat.append(spread.unflatten(1, (ranks, longest)).transpose(0, 1).reshape(ranks, -1))
         sent = torch.cat(flat, 1).flatten()
         self._found = sent.new_empty(sent.numel() // ranks)
-        super().__init__([_reduce_scatter(self._found, sent, group=group, async_op=True)], sent)
+        super().__init__([reduce_scatter(self._found, sent, group=group, async_op=True)], sent)
 
     def result(self, count: int) -> list[Tensor]:
         """Of this rank's ``count`` keys, (batch, count, heads, ·)."""

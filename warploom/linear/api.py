@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from warploom.linear import registry  # noqa: F401  (it fills the dispatch list)
+from warploom.linear import (
+    launcher,
+    registry,  # noqa: F401  (it fills the dispatch list)
+)
 from warploom.linear.arguments import linear_call
 from warploom.linear.feature_maps import FeatureMaps
 from warploom.linear.ops import flat, linear_op, step_args, step_op
 from warploom.linear.problem import LinearCall
 from warploom.linear.state import LinearState
-from warploom.runtime import arguments, dispatch
+from warploom.runtime import arguments, dispatch, kept
 from warploom.runtime.op import differentiates_forward, recorded
 
 
@@ -103,6 +106,12 @@ def linear_attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
+    given = (q, k, v, *_parts(state), decay, lengths, cu_seqlens)
+    options = (causal, feature_map, normalize, eps, scale, return_state, backend)
+    key, launch, records = kept.find("linear_attention", given[:6], given[6:], options)
+    if launch is not None:
+        out, _, s, z = launch(*given)
+        return (out, LinearState(s, z)) if return_state else out
     call = linear_call(
         q,
         k,
@@ -117,7 +126,11 @@ def linear_attention(
         cu_seqlens=cu_seqlens,
         decay=decay,
     )
-    out, last = _run(call, backend, arguments.flag("return_state", return_state))
+    return_state = arguments.flag("return_state", return_state)
+    call = _seen(call, return_state)
+    chosen = dispatch.choose(call, backend, "linear")
+    out, last = _run(call, chosen, return_state)
+    launcher.keep(key, call, given, chosen, backend, return_state, records)
     if q.ndim == 3:
         out = out.squeeze(0)
     return out if last is None else (out, last)
@@ -156,6 +169,12 @@ def linear_attention_step(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
+    given = (q, k, v, *_parts(state), decay)
+    key, launch, _ = kept.find("linear_attention_step", given, (), (feature_map, normalize, eps, scale, backend))
+    if launch is not None:
+        found = launch(*given)
+        if found is not None:
+            return found[0], LinearState(found[1], found[2])
     if state is None:
         raise TypeError("state must be a LinearState, got None; LinearState.zeros(batch, heads_kv, E, M) is an empty one")
     if isinstance(q, Tensor) and q.ndim not in (3, 4):
@@ -194,25 +213,38 @@ def linear_attention_step(
         )
     tensors = (call.q, call.k, call.v, call.s, call.z, call.decay)
     if recorded(*tensors) or (not torch.compiler.is_compiling() and differentiates_forward(*tensors)):
-        out, last = _run(call, backend, True)
+        out, last = _run(call, dispatch.choose(call, backend, "linear"), True)
     else:
-        out, s, z = step_op(*step_args(call, dispatch.choose(call, backend, "linear")))
+        args = step_args(call, dispatch.choose(call, backend, "linear"))
+        out, s, z = step_op(*args)
+        launcher.keep_step(key, call, args, given, q.ndim == 4, backend)
         out = out.unsqueeze(1)
         last = LinearState(s, z)
     assert last is not None
     return out.squeeze(1) if q.ndim == 3 else out, last
 
 
-def _run(call: LinearCall, backend: str | None, return_state: bool) -> tuple[Tensor, LinearState | None]:
-    if call.causal and not return_state and call.k.shape[1] > call.q.shape[1]:
-        # Keys past the last query reach the state alone: nobody asks for it, so they may hold anything.
-        seen, decay = slice(call.q.shape[1]), call.decay
-        if decay is not None and decay.ndim == 3:
-            decay = decay[:, seen]
-        call = replace(call, k=call.k[:, seen], v=call.v[:, seen], decay=decay)
-    chosen = dispatch.find(dispatch.choose(call, backend, "linear"), "linear")
-    if chosen.eager:
-        out, _, s, z = chosen.forward(call, return_state)
+def _parts(state: object) -> tuple[Any, Any]:
+    """s and z of a state, whatever it is; what is none, the checks name."""
+    if isinstance(state, tuple) and len(state) == 2:
+        return state
+    return None if state is None else (), None
+
+
+def _seen(call: LinearCall, return_state: bool) -> LinearCall:
+    """The call without keys past the last query, which reach the state alone: nobody may ask for it, and they hold anything."""
+    if not call.causal or return_state or call.k.shape[1] <= call.q.shape[1]:
+        return call
+    seen, decay = slice(call.q.shape[1]), call.decay
+    if decay is not None and decay.ndim == 3:
+        decay = decay[:, seen]
+    return replace(call, k=call.k[:, seen], v=call.v[:, seen], decay=decay)
+
+
+def _run(call: LinearCall, chosen: str, return_state: bool) -> tuple[Tensor, LinearState | None]:
+    implementation = dispatch.find(chosen, "linear")
+    if implementation.eager:
+        out, _, s, z = implementation.forward(call, return_state)
     else:
-        out, _, s, z = linear_op(*flat(call, chosen.name, return_state))
+        out, _, s, z = linear_op(*flat(call, chosen, return_state))
     return out, LinearState(s, z) if return_state and s is not None and z is not None else None

@@ -35,7 +35,7 @@ class LinearOp(DifferentiableOp):
 
     def forward(self, *flat: Any) -> Four:
         call, backend, return_state = _read(flat)
-        if _is_empty(call):
+        if is_empty(call):
             out, norm, s, z = _results(call, return_state)
             for t, first in ((s, call.s), (z, call.z)):
                 if return_state and first is not None:
@@ -50,7 +50,7 @@ class LinearOp(DifferentiableOp):
 
     def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
         (call, backend, _), (dout, ds, dz), (norm,) = _read(flat), upstream, kept
-        if _is_empty(call):
+        if is_empty(call):
             dq, dk, dv, ds0, dz0, ddecay = self.fake_backward(*flat)
             for t, last in ((ds0, ds), (dz0, dz)):
                 if call.s is not None and last is not None:
@@ -136,7 +136,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Any, Any]:
     return q.shape[:-1].numel(), k.shape[:-1].numel(), 2 * q.shape[-1] * v.shape[-1]
 
 
-def _is_empty(call: LinearCall) -> bool:
+def is_empty(call: LinearCall) -> bool:
     """Whether there is nothing to compute: no implementation sees such a call."""
     return call.sequences == 0 or call.q.shape[2] == 0 or (call.q.shape[1] == 0 and call.k.shape[1] == 0)
 

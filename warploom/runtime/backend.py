@@ -33,8 +33,8 @@ class Backend(Protocol):
         """What of a problem it refuses, in words that follow its name, or None."""
         ...
 
-    def wavers(self) -> bool:
-        """Whether it may still come to take, in this process, a problem that it refuses now."""
+    def wavers(self, problem: Any = None) -> bool:
+        """Whether it may still come to take, in this process, a problem that it refuses now; None: some such problem."""
         return True
 
     def describe(self, problem: Any) -> str:
@@ -63,7 +63,7 @@ class Backend(Protocol):
         refused = f"{self.name} has no backward pass"
         raise NotImplementedError(refused)
 
-    def bind(self, args: Any) -> Callable[..., Any] | None:
+    def bind(self, args: Any, *options: Any) -> Callable[..., Any] | None:
         """What launches further calls that differ from this one, which has run, in contents alone; None: nothing quicker."""
         return None
 

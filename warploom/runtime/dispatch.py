@@ -99,10 +99,11 @@ def settled(key: Any) -> str | None:
     return _settled.get(key)
 
 
-def settle(key: Any, name: str, family: str = "attention", by_name: bool = False) -> None:
+def settle(key: Any, name: str, family: str = "attention", by_name: bool = False, problem: Any = None) -> None:
     """Remember a choice on a GPU that nothing but strict() or register() can change.
 
-    The user made it ``by_name``, or what every faster implementation refuses here it refuses for good.
+    The user made it ``by_name``, or what every faster implementation refuses here it refuses for good: ``problem``, or whatever
+    it may be asked where that is None.
     """
     for implementation in _families[family]:
         if by_name or implementation.name == name:
@@ -110,7 +111,7 @@ def settle(key: Any, name: str, family: str = "attention", by_name: bool = False
             return
         if implementation.device == "cpu" or implementation.available() or implementation.declines():
             continue
-        if implementation.wavers():
+        if implementation.wavers(problem):
             return
 
 

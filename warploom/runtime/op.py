@@ -94,14 +94,16 @@ def _schema_type(annotation: Any) -> str:
 class Launcher(Protocol):
     """Runs the calls of one kind, of a differentiable op, by their tensors: first ``launched`` ones of its ``gradients``."""
 
+    constant: tuple[int, ...]  # results that no gradient goes through
+
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """The results."""
         ...
 
     def backward(
-        self, upstream: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor | None]
+        self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> Sequence[Tensor]:
-        """The gradients, of a backward pass that nothing sees."""
+        """The gradients, of a backward pass that nothing sees; upstream and kept as the op's ``backward`` has them."""
         ...
 
     def arguments(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
@@ -370,7 +372,7 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
 
 def _launched(op: DifferentiableOp) -> Any:
     """The autograd.Function of an op's launchers."""
-    count, wanted = op.results, len(op.gradients) if op.launched is None else op.launched
+    count, wanted = len(op.kept), len(op.gradients) if op.launched is None else op.launched
 
     class Launched(torch.autograd.Function):
         """The op by a launcher that is kept."""
@@ -380,20 +382,24 @@ def _launched(op: DifferentiableOp) -> Any:
             results = launcher(*tensors)
             ctx.set_materialize_grads(False)
             ctx.launcher = launcher
-            ctx.save_for_backward(*results, *tensors)
+            if launcher.constant:
+                ctx.mark_non_differentiable(*[results[i] for i in launcher.constant])
+            ctx.save_for_backward(*[results[i] for i in op.kept], *tensors)
             return results
 
         @staticmethod
         def backward(ctx: Any, *found: Tensor | None) -> Any:
+            launcher = ctx.launcher
+            upstream = [None if i in launcher.constant else found[i] for i in op.upstream]
+            if all([t is None for t in upstream]):
+                return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors
-            results, tensors = saved[:count], saved[count:]
-            if all([t is None for t in found]):
-                return (None,) * (1 + len(tensors))
-            if unobserved(*found, *results, *tensors[:wanted]):
-                gradients = ctx.launcher.backward(found, results, tensors)
+            kept, tensors = saved[:count], saved[count:]
+            if unobserved(*upstream, *kept, *tensors[:wanted]):
+                gradients = launcher.backward(upstream, kept, tensors)
             else:
-                flat = ctx.launcher.arguments(tensors)
-                gradients = (op._second.apply if _transforms() else op.backward_op)(*found, *results, *flat)
+                flat = launcher.arguments(tensors)
+                gradients = (op._second.apply if _transforms() else op.backward_op)(*upstream, *kept, *flat)
             given = [None if t is None else gradient for t, gradient in zip(tensors[:wanted], gradients, strict=False)]
             return None, *given, *(None,) * (len(tensors) - wanted)
 

@@ -60,8 +60,9 @@ class Launch:
             if raw is None:
                 self(grid, *first, *rest)
                 return
-            stream = torch._C._cuda_getCurrentRawStream(raw.device)
-            raw(grid, stream, *[None if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in first], *rest)
+            pointers = [None if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in first]
+            # As raw(...) does: one call less, and the arguments are gathered once.
+            raw.launch(*grid, 1, torch._C._cuda_getCurrentRawStream(raw.device), *raw.before, *pointers, *rest, *raw.nones)
 
         return launch
 
@@ -84,19 +85,55 @@ class Launch:
 class RawLaunch:
     """A compiled kernel's C launcher with all but grid, stream and run-time arguments filled in."""
 
-    __slots__ = ("_before", "_launch", "_nones", "device")
+    __slots__ = ("before", "device", "launch", "nones")
 
     def __init__(self, launcher: Any, compiled: Any, device: int, constexprs: int) -> None:
         self.device = device
-        self._launch = launcher.launch
+        self.launch = launcher.launch
         # Function, cooperative, programmatic; no scratch, metadata, no hooks.
         flags = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        self._before = (*flags, None, None, compiled.packed_metadata, None, None, None)
+        self.before = (*flags, None, None, compiled.packed_metadata, None, None, None)
         # Constexprs are baked in: the launcher takes their places and ignores them.
-        self._nones = (None,) * constexprs
+        self.nones = (None,) * constexprs
 
     def __call__(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:
-        self._launch(*grid, 1, stream, *self._before, *arguments, *self._nones)
+        self.launch(*grid, 1, stream, *self.before, *arguments, *self.nones)
+
+    def bound(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Callable[..., None]:
+        """A launch of one grid by its first arguments, tensors, addresses or None; all others stay."""
+        launch, device, before, after = self.launch, self.device, (*grid, 1), (*rest, *self.nones)
+        between, stream = self.before, torch._C._cuda_getCurrentRawStream
+
+        def run(*first: Any) -> None:
+            pointers = [a if a is None or type(a) is int else a.data_ptr() for a in first]
+            launch(*before, stream(device), *between, *pointers, *after)
+
+        return run
+
+
+class Chain:
+    """Launches of one call, which may be given addresses of memory that nobody else sees in place of tensors.
+
+    Args:
+        steps: each launch with its grid and, as `Launch.kept` has it, its last arguments.
+    """
+
+    def __init__(self, *steps: tuple[Launch, tuple[int, int], tuple[Any, ...]]) -> None:
+        self._steps = steps
+        self._kept = tuple([launch.kept(grid, rest) for launch, grid, rest in steps])
+        self._raw: dict[int, tuple[Callable[..., None], ...]] = {}
+
+    def launches(self) -> tuple[tuple[Callable[..., None], ...], bool]:
+        """Each launch on the current device by its first arguments, and whether these may be addresses: not before all ran."""
+        if self._raw and not watched():
+            found = self._raw.get(torch._C._cuda_getDevice())
+            if found is not None:
+                return found, True
+        raw = [launch.raw() for launch, _, _ in self._steps]
+        if None not in raw:
+            bound = [r.bound(grid, rest) for r, (_, grid, rest) in zip(raw, self._steps, strict=True) if r is not None]
+            self._raw[torch._C._cuda_getDevice()] = tuple(bound)
+        return self._kept, False
 
 
 @contextmanager

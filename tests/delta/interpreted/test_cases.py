@@ -40,7 +40,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, per_sequence: bool, wanted: int) -> lis
     made = []
 
     def ranges(call: Call) -> Ranges:
-        made.append(call.cut(per_sequence and call.cu is None, wanted))
+        made.append(call.cut(per_sequence and not call.packed, wanted))
         return made[-1]
 
     monkeypatch.setattr(Call, "ranges", ranges)

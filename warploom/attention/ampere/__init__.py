@@ -81,7 +81,7 @@ class Ampere(Backend):
     def declines(self) -> str | None:
         return _others()
 
-    def wavers(self) -> bool:
+    def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""
         return modules.cannot_build() is not None
 

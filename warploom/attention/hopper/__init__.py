@@ -128,7 +128,7 @@ class Hopper(Backend):
     def available(self) -> str | None:
         return _examine()
 
-    def wavers(self) -> bool:
+    def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""
         return modules.cannot_build() is not None
 

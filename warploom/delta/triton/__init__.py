@@ -13,6 +13,8 @@ from warploom.delta.backend import DeltaBackend
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.delta.problem import DeltaCall, StepArgs
@@ -36,6 +38,12 @@ class Triton(TritonBackend, DeltaBackend):
 
         return run(call, return_state)
 
+    def bind(self, call: DeltaCall, return_state: bool = False) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
+        """What launches further calls of this kind; see `warploom.delta.backend`."""
+        from warploom.delta.triton.run import bind as run
+
+        return run(call, return_state)
+
     def backward(
         self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -44,8 +52,20 @@ class Triton(TritonBackend, DeltaBackend):
 
         return run(call, dout, dstate)
 
+    def bind_backward(
+        self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None] | None:
+        from warploom.delta.triton.run import bind_backward as run
+
+        return run(call, dout, dstate)
+
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
         from warploom.delta.triton.run import step as run
+
+        return run(args, into)
+
+    def bind_step(self, args: StepArgs, into: Tensor | None) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
+        from warploom.delta.triton.run import bind_step as run
 
         return run(args, into)
 

@@ -16,16 +16,15 @@ from warploom.delta.triton.device import (
     Source,
     head_base,
     load_chunk,
-    operand,
     place_of_sequence,
     square,
     state_at,
     store_chunk,
-    times,
 )
 from warploom.delta.triton.prepare_kernel import QUERIES, READS, WHOLE, WRITES
 from warploom.delta.triton.walk_kernel import chunks_of_range
 from warploom.kernels.triton.numerics import dot
+from warploom.kernels.triton.operands import operand, times
 
 _PLAIN = [
     "lengths_ptr", "cu_ptr", "last_ptr", "first_ptr", "carry_ptr", "factors_ptr",

@@ -30,15 +30,14 @@ from warploom.delta.triton.device import (
     last_of,
     load_chunk,
     load_rows,
-    operand,
     place_of_slot,
     state_at,
     store_chunk,
-    times,
     token_rows,
 )
 from warploom.delta.triton.prepare_kernel import norms
 from warploom.kernels.triton.numerics import dot, exp
+from warploom.kernels.triton.operands import operand, times
 
 # From this beta on its gradient is a quotient: below it what fp16's subnormals lose of dV would count for more.
 _LARGE = tl.constexpr(0.125)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from warploom.delta.problem import StepArgs
 from warploom.delta.triton.back_kernel import back_kernel
-from warploom.delta.triton.call import Call, Ranges, Variant
+from warploom.delta.triton.call import Call, Ranges, Tensors, Variant, readable
 from warploom.delta.triton.config import Config, Launches, padded
 from warploom.delta.triton.gradient_kernels import dk_kernel, dq_kernel
 from warploom.delta.triton.prepare_kernel import prepare_kernel
 from warploom.delta.triton.step_kernel import step_kernel
 from warploom.delta.triton.walk_kernel import walk_kernel
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 from warploom.runtime.qkv import last_contiguous
-from warploom.runtime.triton_launch import Launch
+from warploom.runtime.room import Room
+from warploom.runtime.triton_launch import Chain, Launch
 
 if TYPE_CHECKING:
     from warploom.delta.problem import DeltaCall
@@ -27,165 +30,242 @@ if TYPE_CHECKING:
 _STEP = {64: (64, 4), 128: (16, 2), 256: (32, 8)}
 
 
-class Prepared(NamedTuple):
-    """Of every slot and value head: see prepare_kernel.py."""
-
-    lower: Tensor
-    weights: Tensor
-    rows: Tensor
-
-
-class Kept(NamedTuple):
-    """Of every chunk of a range and value head: see walk_kernel.py and back_kernel.py. Factors are fp16's."""
-
-    missing: Tensor
-    states: Tensor
-    factors: Tensor | None
-    dstates: Tensor
-    dfactors: Tensor | None
+Piece = tuple[tuple[int, ...], torch.dtype]  # of memory that kernels alone see
+Step = tuple[Launch, tuple[int, int], tuple[Any, ...]]  # a launch, its grid and its numbers
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def forward(c: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]:
     """Out and the last state; see `warploom.delta.backend`."""
+    c = readable(c)
+    return _forward(Call.of(c), return_state)(*Tensors.of(c))
+
+
+def bind(c: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
+    """What launches further calls of this kind by their tensors; see `warploom.delta.backend`."""
+    if readable(c) is not c:
+        return None
     call = Call.of(c)
-    out = torch.empty(c.v.shape, dtype=c.v.dtype, device=c.v.device)
-    last = call.states(call.sequences) if return_state else None
-    with on_device(call.q):
-        _walk(call, _prepared(call), call.whole(), 0, 0, out=out, last=last)
-    return out, last
+    if not call.variant.direct:
+        return None
+    launch = _forward(call, return_state)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else launch(q, k, v, *others)
+
+    return run
 
 
-def backward(
-    c: DeltaCall, dout: Tensor, dstate: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _forward(call: Call, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What launches a call by its ``Tensors``."""
+    like_out = call.like(((call.batch, call.seqlen, call.heads_v, call.variant.m), call.variant.dtype))
+    like_last = call.like(call.states(call.sequences)) if return_state else None
+    chain = Chain(_prepare(call), _walk(call, call.whole(), 0, 0, (True, return_state, False, False)))
+    room = Room(call.device, *_prepared(call))
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor | None, lengths: Tensor | None,
+        cu: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        out, last, memory = torch.empty_like(like_out), _new(like_last), room.new()
+        with on_device(q):
+            (prepare, walk), short = chain.launches()
+            prepared = room.addresses(memory) if short else room.tensors(memory)
+            prepare(q, k, beta, decay, *prepared, lengths, cu)
+            walk(q, k, v, out, *prepared, state, last, None, None, None, None, lengths, cu)
+        return out, last
+
+    return run
+
+
+def backward(c: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Gradients:
     """dq, dk, dv, dbeta, ddecay and the initial state's gradient."""
+    c, dout = readable(c), last_contiguous(dout)
+    return _backward(Call.of(c, dout), dstate is not None)(dout, dstate, *Tensors.of(c))
+
+
+def bind_backward(c: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Callable[..., Gradients | None] | None:
+    """What launches further backward passes of this kind by dout, dstate and the call's tensors."""
+    if readable(c) is not c or last_contiguous(dout) is not dout:
+        return None
     call = Call.of(c, dout)
+    if not call.variant.direct:
+        return None
+    launch = _backward(call, dstate is not None)
+
+    def run(dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Gradients | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
+            return None
+        return launch(dout, dstate, q, k, v, *others)
+
+    return run
+
+
+def _backward(call: Call, with_dstate: bool) -> Callable[..., Gradients]:
+    """What launches a backward pass by dout, dstate and the call's ``Tensors``."""
+    starts = call.variant.present[1]
     cut = call.ranges()
-    dq, dk, dv, dbeta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (c.q, c.k, c.v, c.beta))
-    ddecay = None if c.decay is None else torch.empty(c.decay.shape, dtype=c.decay.dtype, device=c.decay.device)
-    first = call.states(call.sequences) if c.state is not None else None
-    dlast = None if dstate is None else dstate.contiguous()
-    kept = _kept(call, cut)
-    resume = call.states((cut.number - 1) * cut.carriers) if cut.number > 1 else None
-    carry = call.states(cut.carriers if cut.per_sequence else 2) if cut.number > 1 else None
-    with on_device(call.q):
-        prepared = _prepared(call)
-        for current in reversed(range(cut.number)):
-            # The last range is reached through all others, whose states stay.
-            begin = 0 if current == cut.number - 1 else current
-            _walk(call, prepared, cut, begin, current, resume=resume, kept=kept)
-            _back(call, prepared, cut, current, dv, dlast, first, carry, kept)
-            _gradients(call, cut, current, (dq, dk, dv, dbeta, ddecay), kept)
-    return dq, dk, dv, dbeta, ddecay, first
+    like_first = call.like(call.states(call.sequences)) if starts else None
+    cuts = cut.number > 1
+    steps = [_prepare(call)]
+    for current in reversed(range(cut.number)):
+        # The last range is reached through all others, whose states stay.
+        begin = 0 if current == cut.number - 1 else current
+        steps += [
+            _walk(call, cut, begin, current, (False, False, cuts, True)),
+            _back(call, cut, current, (with_dstate, starts, cuts)),
+            *_gradients(call, cut, current),
+        ]
+    chain = Chain(*steps)
+    resume = call.states((cut.number - 1) * cut.carriers) if cuts else None
+    carry = call.states(cut.carriers if cut.per_sequence else 2) if cuts else None
+    prepared, kept = _prepared(call), _kept(call, cut)
+    room = Room(call.device, *prepared, *kept, resume, carry)
+    first_kept, behind_kept = len(prepared), len(prepared) + len(kept)
+
+    def run(
+        dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
+        state: Tensor | None, lengths: Tensor | None, cu: Tensor | None,
+    ) -> Gradients:  # fmt: skip
+        dq, dk, dv, dbeta = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, beta))
+        ddecay = None if decay is None else torch.empty_like(decay, memory_format=torch.contiguous_format)
+        first, memory = _new(like_first), room.new()
+        dlast = None if dstate is None else dstate.contiguous()
+        with on_device(q):
+            (prepare, *ranges), short = chain.launches()
+            pieces = room.addresses(memory) if short else room.tensors(memory)
+            prepared, kept = pieces[:first_kept], pieces[first_kept:behind_kept]
+            resume, carry = pieces[behind_kept:]
+            missing, states, factors, dstates, dfactors = kept
+            prepare(q, k, beta, decay, *prepared, lengths, cu)
+            for n in range(0, len(ranges), 4):
+                walk, back, of_queries, of_keys = ranges[n : n + 4]
+                walk(q, k, v, None, *prepared, state, None, resume, states, factors, missing, lengths, cu)
+                back(q, k, dout, dv, *prepared, dlast, first, carry, dstates, dfactors, lengths, cu)
+                of_queries(q, k, dout, *kept, beta, decay, dq, dk, dv, dbeta, ddecay, lengths, cu)
+                of_keys(q, k, dout, dv, *kept, beta, decay, dk, dbeta, ddecay, lengths, cu)
+        return dq, dk, dv, dbeta, ddecay, first
+
+    return run
 
 
 def step(args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out (batch, heads_v, M) and the new state of one token a sequence, in one launch."""
+    args = _readable_step(args, into is not None)
+    q, k, v, beta, state, decay, *_ = args
+    return _step(args, into)(q, k, v, beta, state, decay)
+
+
+def bind_step(args: StepArgs, into: Tensor | None) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
+    """What launches further steps of this kind by q, k, v, beta, the state and decay; see `warploom.delta.backend`."""
+    if _readable_step(args, into is not None) is not args:
+        return None
+    launch = _step(args, into)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, decay: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | state.data_ptr()) & 15:
+            return None
+        return launch(q, k, v, beta, state, decay)
+
+    return run
+
+
+def _readable_step(args: StepArgs, inplace: bool) -> StepArgs:
+    q, k, v = (last_contiguous(t) for t in (args.q, args.k, args.v))
+    state = args.state if inplace else last_contiguous(args.state)
+    if q is args.q and k is args.k and v is args.v and state is args.state:
+        return args
+    return args._replace(q=q, k=k, v=v, state=state)
+
+
+def _step(args: StepArgs, into: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What launches a step by q, k, v, beta, the state, which is written over where there is ``into``, and decay."""
     q, k, v, beta, state, decay, scale, normalize, eps, _ = args
-    q, k, v = (last_contiguous(t) for t in (q, k, v))
-    if into is None:
-        state = last_contiguous(state)
     batch, heads, e = q.shape
     heads_v, m = v.shape[1:]
-    out = torch.empty((batch, heads_v, m), dtype=v.dtype, device=v.device)
-    new = torch.empty(state.shape, dtype=state.dtype, device=state.device) if into is None else into
-    given = (q, k, v, state)
+    like_out = like((batch, heads_v, m), v.dtype, v.device)
+    like_new = like(state.shape, state.dtype, state.device)
     strides = [*(s for t in (q, k, v, beta) for s in t.stride()[:2]), *((0, 0) if decay is None else decay.stride())]
-    strides += [*state.stride()[:3], *new.stride()[:3]]
-    direct = all(t.data_ptr() % 16 == 0 for t in (*given, new)) and max(map(abs, strides)) < 2**31
-    launch = _step_launch(v.dtype, e, m, heads_v // heads, normalize, decay is not None, direct, q.device.index)
-    with on_device(q):
-        blocks = -(-m // _STEP[padded(e)][0])
-        launch((batch * heads_v * blocks, 1), q, k, v, beta, decay, state, out, new, *strides, heads_v, scale, eps)
-    return out, new
-
-
-def _prepared(call: Call) -> Prepared:
-    c, count = call.config.chunk, call.slots
-    shape = (count, call.heads_v, c, c)
-    lower, weights = (torch.empty(shape, dtype=call.variant.dtype, device=call.q.device) for _ in range(2))
-    found = Prepared(lower, weights, torch.empty((count, call.heads_v, 4, c), dtype=torch.float32, device=call.q.device))
-    strides = [s for name in ("q", "k", "beta", "decay") for s in call.strides[name]]
-    _prepare_launch(call.variant, call.config)(
-        (count * call.heads_v, 1),
-        *(call.q, call.k, call.beta, call.decay, *found, call.lengths, call.cu, *strides, *call.tokens, call.heads_v),
-        *(call.scale, call.eps),
+    strides += [*state.stride()[:3], *(state.stride()[:3] if into is not None else (heads_v * e * m, e * m, m))]
+    direct = all(t.data_ptr() % 16 == 0 for t in (q, k, v, state)) and max(map(abs, strides)) < 2**31
+    blocks = -(-m // _STEP[padded(e)][0])
+    launch = _step_launch(v.dtype, e, m, heads_v // heads, normalize, decay is not None, direct, q.device.index).kept(
+        (batch * heads_v * blocks, 1), (*strides, heads_v, scale, eps)
     )
-    return found
+    inplace = into is not None
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, decay: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, new = torch.empty_like(like_out), state if inplace else torch.empty_like(like_new)
+        with on_device(q):
+            launch(q, k, v, beta, decay, state, out, new)
+        return out, new
+
+    return run
 
 
-def _kept(call: Call, cut: Ranges) -> Kept:
+def _new(like: Tensor | None) -> Tensor | None:
+    return None if like is None else torch.empty_like(like)
+
+
+def _prepared(call: Call) -> list[Piece]:
+    """Lower, weights and rows of every slot and value head: see prepare_kernel.py."""
+    c, count = call.config.chunk, call.slots
+    square = (count, call.heads_v, c, c), call.variant.dtype
+    return [square, square, ((count, call.heads_v, 4, c), torch.float32)]
+
+
+def _kept(call: Call, cut: Ranges) -> list[Piece | None]:
+    """Missing, states, factors, dstates and dfactors of every chunk of a range and value head; factors are fp16's.
+
+    See walk_kernel.py and back_kernel.py.
+    """
     m, dtype = call.variant.m, call.variant.dtype
-    factors: list[Tensor | None] = [None, None]
+    factors: Piece | None = None
     if dtype == torch.float16:
-        shape = (cut.entries, call.heads_v, -(-m // call.config.block))
-        factors = [call.q.new_empty(shape, dtype=torch.float32) for _ in range(2)]
-    missing = torch.empty((cut.entries, call.heads_v, call.config.chunk, m), dtype=dtype, device=call.q.device)
-    return Kept(missing, call.states(cut.entries, dtype), factors[0], call.states(cut.entries, dtype), factors[1])
+        factors = (cut.entries, call.heads_v, -(-m // call.config.block)), torch.float32
+    states = call.states(cut.entries, dtype)
+    return [((cut.entries, call.heads_v, call.config.chunk, m), dtype), states, factors, states, factors]
 
 
-def _walk(
-    call: Call,
-    prepared: Prepared,
-    cut: Ranges,
-    begin: int,
-    end: int,
-    *,
-    out: Tensor | None = None,
-    last: Tensor | None = None,
-    resume: Tensor | None = None,
-    kept: Kept | None = None,
-) -> None:
-    """Ranges `begin` to `end`: out and the last state, or what `kept` and `resume` take."""
-    missing, states, factors = (None, None, None) if kept is None else (kept.missing, kept.states, kept.factors)
-    present = tuple(t is not None for t in (out, last, resume, states))
+def _prepare(call: Call) -> Step:
+    strides = [s for name in ("q", "k", "beta", "decay") for s in call.strides[name]]
+    numbers = (*strides, *call.tokens, call.heads_v, call.scale, call.eps)
+    return _prepare_launch(call.variant, call.config), (call.slots * call.heads_v, 1), numbers
+
+
+def _walk(call: Call, cut: Ranges, begin: int, end: int, present: tuple[bool, ...]) -> Step:
+    """Ranges `begin` to `end`; present: out, the last state, states to resume from, and what is kept."""
     blocks = -(-call.variant.m // call.config.block)
     strides = [s for name in ("q", "k", "v") for s in call.strides[name]]
-    _walk_launch(call.variant, call.config, cut.per_sequence, present)(
-        (call.walked * call.heads_v * blocks, 1),
-        *(call.q, call.k, call.v, out, *prepared, call.state, last, resume, states, factors, missing, call.lengths, call.cu),
-        *(*strides, *call.tokens, call.heads_v, cut.size, begin, end),
-    )
+    numbers = (*strides, *call.tokens, call.heads_v, cut.size, begin, end)
+    launch = _walk_launch(call.variant, call.config, cut.per_sequence, present)
+    return launch, (call.walked * call.heads_v * blocks, 1), numbers
 
 
-def _back(
-    call: Call,
-    prepared: Prepared,
-    cut: Ranges,
-    current: int,
-    dv: Tensor,
-    last: Tensor | None,
-    first: Tensor | None,
-    carry: Tensor | None,
-    kept: Kept,
-) -> None:
-    """Write dv and the states' gradients of a range, and of the initial states where it is the first."""
-    present = tuple(t is not None for t in (last, first, carry))
+def _back(call: Call, cut: Ranges, current: int, present: tuple[bool, ...]) -> Step:
+    """What writes dv and the states' gradients of a range, and of the initial states where it is the first.
+
+    present: the last states' gradients, the initial states', and what is carried between ranges.
+    """
     blocks = -(-call.variant.m // call.config.block)
     strides = [s for name in ("q", "k", "dout") for s in call.strides[name]]
-    _back_launch(call.variant, call.config, cut.per_sequence, present)(
-        (call.sequences * call.heads_v * blocks, 1),
-        *(call.q, call.k, call.dout, dv, *prepared, last, first, carry, kept.dstates, kept.dfactors, call.lengths, call.cu),
-        *(*strides, *call.tokens, call.heads_v, cut.size, current),
-    )
+    numbers = (*strides, *call.tokens, call.heads_v, cut.size, current)
+    launch = _back_launch(call.variant, call.config, cut.per_sequence, present)
+    return launch, (call.sequences * call.heads_v * blocks, 1), numbers
 
 
-def _gradients(call: Call, cut: Ranges, current: int, results: tuple[Tensor | None, ...], kept: Kept) -> None:
-    """Write dq, dk, dbeta and ddecay of a range."""
-    dq, dk, dv, dbeta, ddecay = results
+def _gradients(call: Call, cut: Ranges, current: int) -> tuple[Step, Step]:
+    """What writes dq, part of dbeta and ddecay of a range, and what writes dk and the rest."""
     strides = [s for name in ("q", "k", "dout", "beta", "decay") for s in call.strides[name]]
     numbers = (*strides, *call.tokens, call.heads, cut.size, current, call.scale, call.eps)
     grid = (cut.entries * call.heads, 1)
-    _gradient_launch(dq_kernel, call.variant, call.config, call.config.dq, cut.per_sequence)(
-        grid,
-        *(call.q, call.k, call.dout, *kept, call.beta, call.decay),
-        *(dq, dk, dv, dbeta, ddecay, call.lengths, call.cu, *numbers),
-    )
-    _gradient_launch(dk_kernel, call.variant, call.config, call.config.dk, cut.per_sequence)(
-        grid,
-        *(call.q, call.k, call.dout, dv, *kept, call.beta, call.decay),
-        *(dk, dbeta, ddecay, call.lengths, call.cu, *numbers),
-    )
+    of_queries = _gradient_launch(dq_kernel, call.variant, call.config, call.config.dq, cut.per_sequence)
+    of_keys = _gradient_launch(dk_kernel, call.variant, call.config, call.config.dk, cut.per_sequence)
+    return (of_queries, grid, numbers), (of_keys, grid, numbers)
 
 
 def _constants(variant: Variant, config: Config, launches: Launches) -> dict[str, Any]:

@@ -15,15 +15,14 @@ from warploom.delta.triton.device import (
     Source,
     head_base,
     load_chunk,
-    operand,
     place_of_sequence,
     square,
     state_at,
     store_chunk,
-    times,
 )
 from warploom.delta.triton.prepare_kernel import QUERIES, READS, WHOLE, WRITES
 from warploom.kernels.triton.numerics import clamp, dot
+from warploom.kernels.triton.operands import operand, times
 
 _PLAIN = [
     "lengths_ptr", "cu_ptr", "state_ptr", "last_ptr", "resume_ptr", "factors_ptr",

@@ -69,6 +69,41 @@ def _beside(call: LinearCall) -> Backend:
     return dispatch.delegate(NAME, call, "linear")
 
 
+def _kernels_refusal(call: LinearCall) -> str | None:
+    """What of a call its kernels do not take, or are no quicker at, whichever modules there are."""
+    if call.device != "cuda":
+        return f"runs on CUDA tensors, not on {call.device}"
+    for t in (call.q, call.k, call.v):
+        if t.dtype != torch.bfloat16:
+            return f"takes bfloat16, not {t.dtype}"
+    batch, seqlen, heads, head_dim = call.q.shape
+    head_dim_v = call.v.shape[3]
+    for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
+        if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
+            return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
+    if head_dim < NARROWEST and head_dim_v < NARROWEST:
+        return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
+    if not call.causal:
+        return "is causal only"
+    if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
+        return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
+    if call.s is not None:
+        return "takes no initial state"
+    if call.decay is not None:
+        return "takes no decay"
+    if call.lengths is not None or call.cu_seqlens is not None:
+        return "takes neither lengths nor packed sequences"
+    if call.k.shape[1] != seqlen:
+        return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
+    if call.k.shape[2] != heads:
+        return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
+    if seqlen > LONGEST:
+        return f"takes up to {LONGEST} tokens, not {seqlen}"
+    if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
+        return f"needs more sequences and heads to fill the device than {batch} and {heads}"
+    return None
+
+
 class Hopper(LinearBackend):
     """Causal calls in bfloat16 whose head dims pass 128, without states, lengths or packed sequences."""
 
@@ -78,38 +113,13 @@ class Hopper(LinearBackend):
     def available(self) -> str | None:
         return _examine()
 
+    def wavers(self, problem: LinearCall | None = None) -> bool:
+        """Where it builds no modules, another process may; nothing else that it refuses changes."""
+        return (problem is None or _kernels_refusal(problem) is None) and modules.cannot_build() is not None
+
     def supports(self, call: LinearCall) -> str | None:
-        if call.device != "cuda":
-            return f"runs on CUDA tensors, not on {call.device}"
-        for t in (call.q, call.k, call.v):
-            if t.dtype != torch.bfloat16:
-                return f"takes bfloat16, not {t.dtype}"
-        batch, seqlen, heads, head_dim = call.q.shape
-        head_dim_v = call.v.shape[3]
-        for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
-            if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
-                return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
-        if head_dim < NARROWEST and head_dim_v < NARROWEST:
-            return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
-        if not call.causal:
-            return "is causal only"
-        if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
-            return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
-        if call.s is not None:
-            return "takes no initial state"
-        if call.decay is not None:
-            return "takes no decay"
-        if call.lengths is not None or call.cu_seqlens is not None:
-            return "takes neither lengths nor packed sequences"
-        if call.k.shape[1] != seqlen:
-            return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
-        if call.k.shape[2] != heads:
-            return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
-        if seqlen > LONGEST:
-            return f"takes up to {LONGEST} tokens, not {seqlen}"
-        if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
-            return f"needs more sequences and heads to fill the device than {batch} and {heads}"
-        return _module_refusal(width(head_dim, head_dim_v), call.normalize)
+        refused = _kernels_refusal(call)
+        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize) if refused is None else refused
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Out, norm, s and z; see `warploom.linear.problem`."""

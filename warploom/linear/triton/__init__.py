@@ -12,9 +12,12 @@ from warploom.linear.backend import LinearBackend
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.linear.problem import LinearCall, StepArgs
+    from warploom.linear.triton.run import Gradients, Results
 
 
 class Triton(TritonBackend, LinearBackend):
@@ -38,6 +41,12 @@ class Triton(TritonBackend, LinearBackend):
 
         return run(call, return_state)
 
+    def bind(self, call: LinearCall, return_state: bool = False) -> Callable[..., Results | None] | None:
+        """What launches further calls of this kind; see `warploom.linear.backend`."""
+        from warploom.linear.triton.run import bind as run
+
+        return run(call, return_state)
+
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -46,8 +55,20 @@ class Triton(TritonBackend, LinearBackend):
 
         return run(call, dout, norm, ds, dz)
 
+    def bind_backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> Callable[..., Gradients | None] | None:
+        from warploom.linear.triton.run import bind_backward as run
+
+        return run(call, dout, norm, ds, dz)
+
     def step(self, args: StepArgs) -> tuple[Tensor, Tensor, Tensor]:
         from warploom.linear.triton.run import step as run
+
+        return run(args)
+
+    def bind_step(self, args: StepArgs) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+        from warploom.linear.triton.run import bind_step as run
 
         return run(args)
 

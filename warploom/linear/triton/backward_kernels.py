@@ -28,6 +28,7 @@ import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY, through_map
 from warploom.kernels.triton.numerics import exp
+from warploom.kernels.triton.operands import operand, power_of_two, times
 from warploom.linear.triton.device import (
     Source,
     dot,
@@ -37,13 +38,10 @@ from warploom.linear.triton.device import (
     load_operand,
     load_queries,
     load_state,
-    operand,
     place,
-    power_of_two,
     row_base,
     store_chunk,
     store_state,
-    times,
 )
 from warploom.linear.triton.fading import (
     chunk_of,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warploom.linear.triton.config import Config, config, padded
 from warploom.runtime.device import capability
+from warploom.runtime.likeness import like
 from warploom.runtime.qkv import last_contiguous
 
 if TYPE_CHECKING:
@@ -56,20 +57,42 @@ class Cut(NamedTuple):
 _WHOLE = 2**30
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call as every kernel of it sees it."""
+# S and z, or what stands for them.
+States = tuple[Tensor | None, Tensor | None]
+NO_STATES: States = (None, None)
+
+
+class Tensors(NamedTuple):
+    """Those of a call that kernels read, as launchers take them."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    dout: Tensor | None
-    variant: Variant
-    config: Config
-    lengths: Tensor | None
-    cu: Tensor | None
     s: Tensor | None
     z: Tensor | None
+    decay: Tensor | None
+    lengths: Tensor | None
+    cu: Tensor | None
+
+    @classmethod
+    def of(cls, c: LinearCall) -> Tensors:
+        return cls(c.q, c.k, c.v, c.s, c.z, c.decay, c.lengths, c.cu_seqlens)
+
+    @property
+    def states(self) -> States:
+        """The initial ones."""
+        return self.s, self.z
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as every kernel of it sees it, without its tensors."""
+
+    variant: Variant
+    config: Config
+    device: torch.device
+    packed: bool
+    batch: int
     sequences: int
     seqlen_q: int  # all packed tokens where the call is packed
     seqlen_k: int
@@ -81,15 +104,13 @@ class Call:
     strides_k: tuple[int, ...]
     strides_v: tuple[int, ...]
     strides_do: tuple[int, ...]
-    decay: Tensor | None  # (batch, seqlen_k, heads_kv)
-    strides_g: tuple[int, ...] | tuple[None, ...]  # batch, seqlen, head, in elements
+    strides_g: tuple[int, ...] | tuple[None, ...]  # of decays (batch, seqlen_k, heads_kv), in elements
 
     @classmethod
     def of(cls, c: LinearCall, dout: Tensor | None = None, flags: tuple[bool, ...] = ()) -> Call:
-        q, k, v = (last_contiguous(t) for t in (c.q, c.k, c.v))
-        dout = None if dout is None else last_contiguous(dout)
+        """Of a call whose tensors are ``readable``."""
+        q, k, v = c.q, c.k, c.v
         inputs = [t for t in (q, k, v, dout) if t is not None]
-        s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
         mapped = c.map_q != "identity" or c.map_k != "identity"
         tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, c.decay is not None)
         strides = [t.stride()[:3] for t in inputs]
@@ -100,17 +121,13 @@ class Call:
                     unit = 1
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         longest = max(t.chunk for t in (tiling.forward, tiling.state, tiling.dq, tiling.dk, tiling.dv))
-        decay = None if c.decay is None else c.decays()
+        strides_g = None if c.decay is None else c.decays().stride()
         in_units = [tuple(s // unit for s in group) for group in strides]
         aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
         small = max(seqlen_q, seqlen_k) < _WHOLE and all(abs(s) < 2**31 for group in in_units for s in group)
-        if decay is not None:
-            small = small and max(abs(s) for s in decay.stride()) < 2**31
+        if strides_g is not None:
+            small = small and max(abs(s) for s in strides_g) < 2**31
         return cls(
-            q=q,
-            k=k,
-            v=v,
-            dout=dout,
             variant=Variant(
                 dtype=v.dtype,
                 e=q.shape[3],
@@ -123,16 +140,15 @@ class Call:
                 unit=unit,
                 wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
                 direct=aligned and small,
-                decay=decay is not None,
+                decay=c.decay is not None,
                 present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),
                 device=q.device.index,
             ),
             config=tiling,
-            lengths=c.lengths,
-            cu=c.cu_seqlens,
-            s=s,
-            z=z,
-            sequences=q.shape[0] if c.cu_seqlens is None else c.cu_seqlens.shape[0] - 1,
+            device=q.device,
+            packed=c.cu_seqlens is not None,
+            batch=q.shape[0],
+            sequences=c.sequences,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             heads=q.shape[2],
@@ -143,24 +159,28 @@ class Call:
             strides_k=in_units[1],
             strides_v=in_units[2],
             strides_do=in_units[3] if dout is not None else (0, 0, 0),
-            decay=decay,
-            strides_g=(None, None, None) if decay is None else decay.stride(),
+            strides_g=(None, None, None) if strides_g is None else strides_g,
         )
+
+    @property
+    def with_state(self) -> bool:
+        """Whether there is an initial one."""
+        return self.variant.present[0]
 
     def cut(self, seqlen: int, segment: int = _WHOLE) -> Cut:
         """Segments that cover sequences of up to seqlen tokens; of packed ones, whose lengths only the device knows, all.
 
         Packed tokens take a few slots more, and one for those past the last sequence: see `place` in device.py.
         """
-        if self.cu is not None:
+        if self.packed:
             return Cut(seqlen // segment + self.sequences + 1, 1, segment)
         segments = max(-(-seqlen // segment), 1)
         return Cut(segments * self.sequences, segments, segment)
 
     def crowded(self, programs: int) -> bool:
         """Whether so many programs, walking whole sequences, fill the device; packed lengths may differ, so those need more."""
-        enough, tokens = self.config.fill * _processors(self.q.device), max(self.seqlen_q, self.seqlen_k)
-        if self.cu is not None:
+        enough, tokens = self.config.fill * _processors(self.device), max(self.seqlen_q, self.seqlen_k)
+        if self.packed:
             enough, tokens = 4 * enough, tokens // max(self.sequences, 1)
         return programs >= enough and tokens <= self.config.longest
 
@@ -168,13 +188,13 @@ class Call:
         """Whether segments find the states before them by looking back, in one launch, where `programs` walk a sequence."""
         # States that fade would have to be looked back on with their segments' logs.
         same = not self.variant.decay and self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
-        short = self.cu is None and self.seqlen_q <= self.config.segment
+        short = not self.packed and self.seqlen_q <= self.config.segment
         return self.config.lookback and same and not short and not self.crowded(programs * self.sequences)
 
     def looking_back(self, programs: int) -> Cut:
         """The cut into segments that look back, where `programs` walk a sequence: longer ones if those occupy the device."""
         coarse = self.cut(self.seqlen_q, self.config.segment * self.config.coarse)
-        enough = coarse.slots * programs >= 0.9 * _processors(self.q.device)
+        enough = coarse.slots * programs >= 0.9 * _processors(self.device)
         return coarse if enough else self.cut(self.seqlen_q, self.config.segment)
 
     def numbers(self, cut: Cut) -> tuple[int, ...]:
@@ -183,15 +203,37 @@ class Call:
     def chunks(self, chunk: int) -> int:
         """Room for so many chunks of all sequences: see `chunk_of` in fading.py."""
         longest = max(self.seqlen_q, self.seqlen_k)
-        if self.cu is not None:
+        if self.packed:
             return longest // chunk + self.sequences + 1
         return -(-longest // chunk) * self.sequences
 
+    def like(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """What stands for a new tensor on the call's device."""
+        return like(shape, dtype, self.device)
+
     def states(self, count: int) -> tuple[Tensor, Tensor]:
-        """Room for `count` states of every key head."""
+        """What stands for room for `count` states of every key head."""
         e, m = self.variant.e, self.variant.m
-        s = self.q.new_empty((count, self.heads_kv, e, m), dtype=torch.float32)
-        return s, self.q.new_empty((count, self.heads_kv, e), dtype=torch.float32)
+        return self.like((count, self.heads_kv, e, m)), self.like((count, self.heads_kv, e))
+
+
+def readable(c: LinearCall) -> LinearCall:
+    """The call as kernels read it: itself, or with copies of what has other strides."""
+    q, k, v = (last_contiguous(t) for t in (c.q, c.k, c.v))
+    s, z = (None if t is None else t.contiguous() for t in (c.s, c.z))
+    if q is c.q and k is c.k and v is c.v and s is c.s and z is c.z:
+        return c
+    return replace(c, q=q, k=k, v=v, s=s, z=z)
+
+
+def new(like: Tensor | None) -> Tensor | None:
+    """A tensor like one that stands for it; None of None."""
+    return None if like is None else torch.empty_like(like)
+
+
+def new_states(likes: States) -> States:
+    """The same of both."""
+    return new(likes[0]), new(likes[1])
 
 
 def dims(variant: Variant, **blocks: int) -> dict[str, Any]:

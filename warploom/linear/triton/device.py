@@ -14,6 +14,7 @@ import triton.language as tl
 from warploom.kernels.triton import numerics
 from warploom.kernels.triton.feature_maps import ELU_PLUS_ONE, only, phi, phi_pairs
 from warploom.kernels.triton.numerics import INTERPRETED, clamp
+from warploom.kernels.triton.operands import power_of_two
 from warploom.kernels.triton.packed import find_tile
 
 # Terms of one sum on tensor cores where operands are fp32: each step of eight or fewer rounds towards zero.
@@ -147,37 +148,6 @@ def dot(a, b, acc):
         right = tl.reshape(b, (parts, DEPTH, b.shape[1]))
         product = tl.sum(numerics.dot(left, right, None), 0)
         return product if acc is None else acc + product
-
-
-@triton.jit
-def power_of_two(x):
-    """The power of two below a positive x; 1 where x is 0, subnormal, infinite or NaN."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def operand(state, dtype: tl.constexpr):
-    """The state as a product's operand, and what the product is to be multiplied by.
-
-    A sum over 64k keys passes fp16's largest number, so there the operand is the state over a power of two near its
-    largest element.
-    """
-    if dtype == tl.float16:
-        factor = power_of_two(tl.max(tl.max(tl.abs(state), 1), 0))
-        return (state / factor).to(dtype), factor
-    else:
-        return state.to(dtype), 1.0
-
-
-@triton.jit
-def times(product, factor, dtype: tl.constexpr):
-    """The product of an `operand`, scaled back."""
-    if dtype == tl.float16:
-        return product * factor
-    else:
-        return product
 
 
 @triton.jit

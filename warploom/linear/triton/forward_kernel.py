@@ -14,6 +14,7 @@ import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY
 from warploom.kernels.triton.numerics import exp
+from warploom.kernels.triton.operands import operand, times
 from warploom.linear.triton.device import (
     Source,
     columns_operand,
@@ -22,12 +23,10 @@ from warploom.linear.triton.device import (
     load_chunk,
     load_operand,
     load_state,
-    operand,
     place,
     row_base,
     store_chunk,
     store_state,
-    times,
 )
 from warploom.linear.triton.fading import faded, left_at, left_at_end, left_by_rows, load_for_both, load_logs
 from warploom.linear.triton.lookback import own_sums, sums_before

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.numerics import exp
+from warploom.kernels.triton.operands import power_of_two
 from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
     Source,
@@ -15,7 +16,6 @@ from warploom.linear.triton.device import (
     load_operand,
     load_queries,
     place,
-    power_of_two,
     row_base,
     store_state,
 )
