@@ -88,7 +88,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @cache
 def config(features: Features, long: bool, each: int = 0, shape: str = "") -> ForwardConfig:
-    """The variant for a call's features; ``long`` as LONG has it, ``each`` is what ``pack_gqa`` found, ``shape`` what ``shape``."""
+    """The variant of a call's features; ``long`` as LONG has it, ``each`` what ``pack_gqa``, ``shape`` what ``shape`` says."""
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
