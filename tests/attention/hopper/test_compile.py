@@ -20,6 +20,10 @@ CORE = {
     "head_dim 128, causal": config(Features(FP16, 128, 128, right=True), long=False),
     "head_dim 64": config(Features(BF16, 64, 64), long=True),
     "head_dim 64, causal, short": config(Features(BF16, 64, 64, right=True), long=False),
+    "head_dim 128, few queries, causal": config(Features(BF16, 128, 128, right=True), long=True, shape="few"),
+    "head_dim 64, few keys": config(Features(BF16, 64, 64), long=False, shape="brief"),
+    "head_dim 128, few keys": config(Features(BF16, 128, 128), long=False, shape="brief"),
+    "head_dim 64, square": config(Features(BF16, 64, 64), long=False, shape="square"),
     "head_dim 128, few queries of groups, causal": config(Features(BF16, 128, 128, right=True), long=True, each=8),
     "head_dim 64, packed, causal": config(Features(BF16, 64, 64, right=True, varlen=True, used=True), long=False),
     "head_dim 256, window, softcap, sink": config(

@@ -123,6 +123,31 @@ def test_split_tiles(dims: tuple[int, int], keywords: dict[str, Any]) -> None:
             torch.testing.assert_close(lse[:, head : head + 1, -200:].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "keywords"),
+    [
+        ((2, 1000, 77, 6, 2, 64), {}), ((2, 1000, 77, 6, 2, 128), {}), ((1, 300, 5, 4, 4, 128), {}),
+        ((5, 197, 197, 4, 2, 64), {}), ((2, 256, 250, 4, 2, 64), {}),
+        ((1, 512, 4100, 8, 2, 128), {"causal": True}), ((2, 333, 2500, 5, 5, 120), {"causal": True}),
+        ((1, 100, 9000, 3, 1, 128), {"causal": True}), ((1, 512, 4100, 8, 2, 128), {"causal": True, "sink": True}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tiles_by_lengths(shape: tuple[int, ...], keywords: dict[str, Any], dtype: torch.dtype) -> None:
+    """Few keys, squares that one tile of four warpgroups holds, few queries under a causal mask: against the reference."""
+    batch, seqlen_q, seqlen_k, heads, kv, dim = shape
+    q = torch.randn(batch, seqlen_q, heads, dim, device="cuda", dtype=dtype)
+    k, v = (torch.randn(batch, seqlen_k, kv, dim, device="cuda", dtype=dtype) for _ in range(2))
+    options = {**keywords, "sink": 5 * torch.randn(heads, device="cuda") if "sink" in keywords else None}
+    out, lse = attend(q, k, v, **options)
+    judged = {**options, "sink": None if options["sink"] is None else options["sink"].double()}
+    want = warploom.attention(*(t.double() for t in (q, k, v)), return_lse=True, backend="reference", **judged)
+    torch.testing.assert_close(out.double(), want[0], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse.double(), want[1].double(), rtol=1e-4, atol=1e-4)
+    assert all(map(torch.equal, attend(q, k, v, **options), (out, lse)))
+
+
 FEW: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (900, 3)}, {"sink": True, "causal": True}, {"softcap": 20.0}]
 
 

@@ -47,7 +47,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 457
+    assert len({c.name for c in found}) == len(found) <= 463
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -184,6 +184,32 @@ def test_calls_with_used_keys_were_refused_for_another_module(monkeypatch: pytes
         described = problem(layout="varlen", seqused=seqused)
         assert hopper.BACKEND.supports(described) is None and asked.pop() == config_for(described).name
         assert ("_used" in config_for(described).name) == seqused
+
+
+@pytest.mark.parametrize(
+    ("dim", "lengths", "right", "tile"),
+    [
+        (64, (4096, 77), None, (192, 80, "pingpong")), (128, (4096, 77), None, (192, 80, "early")),
+        (64, (4096, 81), None, (192, 128, "pingpong")), (256, (4096, 77), None, (128, 80, "late")),
+        (64, (4096, 77), 0, (256, 64, "early")), (128, (4096, 77), 0, (128, 128, "early")),
+        (64, (197, 197), None, (256, 64, "early")), (64, (192, 197), None, (192, 128, "pingpong")),
+        (64, (197, 257), None, (192, 128, "pingpong")), (128, (197, 197), None, (128, 128, "early")),
+        (128, (512, 16384), 0, (128, 128, "pingpong")), (128, (4096, 4096), 0, (128, 128, "pingpong")),
+        (128, (4097, 8192), 0, (128, 128, "early")), (128, (512, 2047), 0, (128, 128, "early")),
+        (128, (512, 16384), None, (128, 128, "early")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tiles_by_lengths(dim: int, lengths: tuple[int, int], right: int | None, tile: tuple[int, int, str]) -> None:
+    """Of dense calls of one head a tile; others, and those whose registers are short, have the usual ones."""
+    shape = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": dim, "head_dim_v": dim, "right": right}
+    found = config_for(problem(**shape))
+    assert (found.tile_m, found.tile_n, found.pv_wait) == tile
+    for other in ({"left": 3}, {"softcap": True}, {"dropout": True}, {"columns": ("lts",)}, {"layout": "varlen"}):
+        described = problem(**shape | other)
+        assert config_for(described) == config(Features.of(described), lengths[1] >= plan.LONG)
+    few = problem(**shape | {"seqlen_q": 1}, heads_q=8)
+    assert config_for(few) == config(Features.of(few), lengths[1] >= plan.LONG, 8)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 7), (3, 11), (11, 3)])

@@ -6,7 +6,6 @@ the next implementation that takes it, with the out and lse of this one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,12 +110,15 @@ def _next(args: AttentionArgs, backward: bool) -> Backend:
 
 
 def _variant(problem: AttentionProblem) -> ForwardConfig:
-    """What runs a problem here and now: tiles of several heads only where their module can come; of FP8 for a bf16 result."""
+    """What runs a problem here and now: tiles of several heads, or of special lengths, only where their module can come.
+
+    Of FP8 for a bf16 result.
+    """
     if problem.dtype.itemsize == 1:
         return fp8_config(Features.of(problem), torch.bfloat16)
-    variant = config_for(problem)
-    if variant.pack_gqa and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
-        return replace(variant, pack_gqa=0)
+    variant, usual = config_for(problem), config(Features.of(problem), problem.seqlen_k >= LONG)
+    if variant != usual and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
+        return usual
     return variant
 
 

@@ -35,6 +35,10 @@ class Tiling:
 
     dense: Tile
     short: Tile | None = None  # dense causal calls of fewer than LONG keys, one head a tile
+    # Dense calls of one head a tile and of a ``shape``: see there.
+    brief: Tile | None = None
+    square: Tile | None = None
+    few: Tile | None = None
     other: Tile | None = None  # windows and packed sequences
     columns: Tile | None = None  # under a column mask: keys are whole blocks of its bounds
     dropout: Tile | None = None  # its bits need registers too
@@ -42,12 +46,17 @@ class Tiling:
 
 
 LONG = 2048
+BRIEF = 80
+SQUARE = range(193, 257)
+FEW = 4096
 # (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
 TILINGS = {
     # 16384 keys full: with ping-pong 589 TFLOP/s, without 551. 1024 keys causal: 256x64 363, 192x128 327.
     (64, 64): Tiling(
         Tile(3, 128, 3, "pingpong"),
         short=Tile(4, 64, 4, "early"),
+        brief=Tile(3, 80, 2, "pingpong"),  # 2 × 4096 queries, 77 keys, 16 heads: 22.3 us, 128 keys a tile 25.3
+        square=Tile(4, 64, 4, "early"),  # 64 × 197 queries and keys, 12 heads: 45.0 us, 192x128 52.1
         other=Tile(3, 128, 3, "early"),
         columns=Tile(3, 128, 3, "pingpong"),
         dropout=Tile(2, 128, 3, "early"),
@@ -56,7 +65,10 @@ TILINGS = {
     (96, 96): Tiling(
         Tile(3, 112), columns=Tile(2, 128), dropout=Tile(2, 128), softcap=Tile(2, 112)
     ),  # 4096 keys: 650, early no better
-    (128, 128): Tiling(Tile(2, 128, 2, "early")),  # 16384 keys full: 749; late 699, and 192x80 724
+    # 16384 keys full: 749; late 699, and 192x80 724. 4 × 4096 queries, 77 keys, 16 heads: 192x80 44.7 us, 128x80 51.2, 57.7.
+    # Causal, 32 heads over 8: 512 queries × 16384 keys in turns 188 us, early 189 to 275 from launch to launch, as if
+    # warpgroups of some blocks did the same at the same time; 1024 queries 354 and 400 us, 4096 × 4096 201 and 208.
+    (128, 128): Tiling(Tile(2, 128, 2, "early"), brief=Tile(3, 80, 2, "early"), few=Tile(2, 128, 2, "pingpong")),
     (192, 128): Tiling(Tile(2, 128, 2, "early")),  # 8192 keys causal: 760; late 713
     (192, 192): Tiling(
         Tile(2, 112), columns=Tile(2, 64), dropout=Tile(2, 96)
@@ -78,8 +90,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 @cache
-def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
-    """The variant for a call's features; ``long`` as LONG has it, ``each`` is what ``pack_gqa`` found."""
+def config(features: Features, long: bool, each: int = 0, shape: str = "") -> ForwardConfig:
+    """The variant of a call's features; ``long`` as LONG has it, ``each`` what ``pack_gqa``, ``shape`` what ``shape`` says."""
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
@@ -98,6 +110,10 @@ def config(features: Features, long: bool, each: int = 0) -> ForwardConfig:
         tile = tiling.other
     elif features.right and not long and not each:
         tile = tiling.short
+    elif features.right:
+        tile = tiling.few if shape == "few" else None
+    elif shape in ("brief", "square") and not features.bias:  # whose registers they leave no room for
+        tile = tiling.brief if shape == "brief" else tiling.square
     if features.bias and each and dims == (96, 96):
         tile = tiling.softcap  # slopes of two heads would spill, too
     tile = tile or tiling.dense
@@ -133,6 +149,19 @@ def pack_gqa(queries: int, group: int, rows: int) -> int:
     return found
 
 
+def shape(seqlen_q: int, seqlen_k: int) -> str:
+    """Lengths that tiles are chosen by: "brief" and "square" without a mask, "few" with a causal one, else none.
+
+    "brief" is BRIEF keys or fewer, of which less of a tile is empty; "square" so many queries that one tile of four
+    warpgroups holds them and of three two, and as many keys at the most; "few" is FEW queries or fewer for LONG keys or more.
+    """
+    if seqlen_k <= BRIEF:
+        return "brief"
+    if seqlen_q in SQUARE and seqlen_k < SQUARE.stop:
+        return "square"
+    return "few" if seqlen_q <= FEW and seqlen_k >= LONG else ""
+
+
 def config_for(problem: AttentionProblem) -> ForwardConfig:
     """The variant that runs a problem."""
     features, long = Features.of(problem), problem.seqlen_k >= LONG
@@ -141,7 +170,8 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     group = problem.heads_q // problem.heads_kv
     if features.columns or features.dropout:
         return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
-    return config(features, long, pack_gqa(problem.seqlen_q, group, config(features, long).tile_m))
+    each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
+    return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
 
 def bias_refusal(problem: AttentionProblem) -> str | None:
@@ -175,8 +205,8 @@ def named_set() -> list[ForwardConfig]:
     """The forward variants that `warploom build` prepares.
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
-    under a column mask of packed sequences; and without those for up to 8 queries of heads that share their keys. Causal ones
-    with ALiBi, dense or packed, of the head dims that models have with it.
+    under a column mask of packed sequences; and without those for what ``shape`` tells apart, and for up to 8 queries of heads
+    that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have with it.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -189,6 +219,9 @@ def named_set() -> list[ForwardConfig]:
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, columns=True, varlen=True), True)] = None
         found.update({config(Features(dtype, *dims, right=right), True, each): None for each in PACK_GQA[:1]})
+    for dims, dtype in product(TILINGS, DTYPES):
+        found.update({config(Features(dtype, *dims), False, shape=name): None for name in ("brief", "square")})
+        found[config(Features(dtype, *dims, right=True), True, shape="few")] = None
     return list(found)
 
 

@@ -13,7 +13,7 @@ from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
@@ -346,16 +346,16 @@ def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, 
 def _function(
     args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None
 ) -> tuple[Callable[..., None], ForwardConfig]:
-    """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may hold several heads."""
+    """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may be special."""
     features, long = Features.of_args(args), seqlen_k >= LONG
-    variant = config(features, long)
-    each = 0 if few is None or features.columns or features.dropout else pack_gqa(*few, variant.tile_m)
-    if each:
-        variant = config(features, long, each)
+    usual = variant = config(features, long)
+    if few is not None and not (features.columns or features.dropout):
+        each = pack_gqa(*few, usual.tile_m)
+        variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
     function = _ready.get(variant.spec.name)
     if function is None:
-        if each and not modules.at_hand(variant.spec):
-            return _function(args, seqlen_k)  # one head a tile takes longer, but its module may be here
+        if variant != usual and not modules.at_hand(variant.spec):
+            return _function(args, seqlen_k)  # whose tiles take longer, but its module may be here
         function = _ready[variant.spec.name] = modules.fetch(variant.spec)
         if variant.split and not torch.cuda.is_current_stream_capturing():
             _first_launch(args, function, variant)  # of what merges pieces too, which a captured call may be the first to need
