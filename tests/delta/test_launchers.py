@@ -193,7 +193,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("wrong,words", WRONG, ids=str)
+@pytest.mark.parametrize("wrong,words", WRONG, ids=[words for _, words in WRONG])
 def test_wrong_arguments_are_named_as_before(wrong: dict[str, Any], words: str, kernel: StandIn) -> None:
     given = drawn(scale=1.0, eps=1.0, return_state=False, normalize_qk=True)
     for _ in range(3):

@@ -143,7 +143,7 @@ def test_the_convolution_is_torch_s() -> None:
         ({"taps": 0}, ValueError, "taps must be at least 1"),
         ({"decay": 1}, TypeError, "decay must be"),
         ({"eps": 0.0}, ValueError, "eps must be a positive finite number"),
-        ({"backend": "fast"}, ValueError, "backend must be one of 'cpu', 'triton', 'reference', got 'fast'"),
+        ({"backend": "fast"}, ValueError, "backend must be one of 'cpu', 'hopper', 'triton', 'reference', got 'fast'"),
         ({"dtype": torch.int32}, TypeError, "dtype must be torch.float16"),
     ],
 )

@@ -32,6 +32,9 @@ MOST_CALLS = {
     "delta, packed": 72,  # (369)
     "delta, recorded": 82,  # (391)
     "delta, both passes": 192,  # (936)
+    "delta on Hopper": 106,
+    "delta on Hopper, packed": 126,
+    "delta on Hopper, both passes": 208,
     "delta step": 67,  # (270)
     "delta step in place": 68,  # (268)
     "linear": 61,  # (296)
@@ -50,6 +53,8 @@ BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]
 LAUNCHED = {
     "delta": ["prepare_kernel", "walk_kernel"],
     "delta, both passes": ["prepare_kernel", "walk_kernel", "prepare_kernel", "walk_kernel", *BACKWARD],
+    "delta on Hopper": ["delta_prepare", "delta_walk"],
+    "delta on Hopper, both passes": ["delta_prepare", "delta_walk", "prepare_kernel", "walk_kernel", *BACKWARD],
     "delta step": ["step_kernel"],
     "linear": ["forward_kernel"],
     "linear, both passes": ["forward_kernel", "dq_kernel", "dkdv_kernel"],
@@ -69,7 +74,8 @@ def cases() -> dict[str, Call]:
     upstream = torch.ones_like(v)
     cache = warploom.KVCache.allocate(BATCH, 256, HEADS, DIM, device="cuda")
     token = [t.unsqueeze(1) for t in rows]
-    delta, linear = warploom.gated_delta_rule, warploom.linear_attention
+    delta, linear = partial(warploom.gated_delta_rule, backend="triton"), warploom.linear_attention
+    first = warploom.gated_delta_rule
     delta_step, linear_step = warploom.gated_delta_step, warploom.linear_attention_step
     return {
         "delta": lambda: delta(q, k, v, beta, decay),
@@ -77,6 +83,9 @@ def cases() -> dict[str, Call]:
         "delta, packed": lambda: delta(*packed, beta.flatten(0, 1), decay.flatten(0, 1), cu_seqlens=starts),
         "delta, recorded": lambda: delta(*leaves, *beside),
         "delta, both passes": lambda: torch.autograd.grad(delta(*leaves, *beside), (*leaves, *beside), upstream),
+        "delta on Hopper": lambda: first(q, k, v, beta, decay),
+        "delta on Hopper, packed": lambda: first(*packed, beta.flatten(0, 1), decay.flatten(0, 1), cu_seqlens=starts),
+        "delta on Hopper, both passes": lambda: torch.autograd.grad(first(*leaves, *beside), (*leaves, *beside), upstream),
         "delta step": lambda: delta_step(*rows, one_beta, s, one_decay),
         "delta step in place": lambda: delta_step(*rows, one_beta, s, one_decay, inplace=True),
         "linear": lambda: linear(q, k, v),

@@ -68,7 +68,7 @@ class Number(float):
     pass
 
 
-@pytest.mark.parametrize("option", [Number(1.0), (1, 2), [1], torch.tensor(1.0), torch.relu], ids=str)
+@pytest.mark.parametrize("option", [Number(1.0), (1, 2), [1], torch.tensor(1.0), torch.relu], ids=lambda x: type(x).__name__)
 def test_options_of_no_plain_type_make_none(option: Any) -> None:
     assert kept.find("f", (rows(), rows(), rows()), (), (option,)) == kept.NOTHING
 

@@ -184,3 +184,30 @@ def test_views() -> None:
     )
     found, _ = hopper.BACKEND.forward(odd, False)
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kept_launcher_runs_calls_of_its_kind(name: str) -> None:
+    call, *_ = drawn(**CASES[name]).call()
+    other, *_ = drawn(**CASES[name]).call()
+    launch = hopper.BACKEND.bind(call, True)
+    assert launch is not None
+    rows = [other.q, other.k, other.v, other.beta, other.decay]
+    where = [other.state, other.lengths, other.cu_seqlens]
+    want = hopper.BACKEND.forward(other, True)
+    for given in (rows, [t if t is None else t.squeeze(0) for t in rows]):
+        for a, b in zip(launch(*given, *where) or (), want, strict=True):
+            assert b is not None and torch.equal(a, b)
+    apart = torch.cat([other.k[..., :1], other.k], -1)[..., 1:]
+    assert launch(other.q, apart, *rows[2:], *where) is None
+    assert hopper.BACKEND.bind(replace(call, k=apart), True) is None
+
+
+def test_a_refusal_that_nothing_changes_is_told_from_a_module_that_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, *_ = drawn(batch=1, heads=1, tokens=30).call()
+    monkeypatch.setattr(type(call), "device", "cuda")
+    monkeypatch.setattr(modules, "cannot_build", lambda: "no compiler")
+    assert hopper.BACKEND.wavers(call) and hopper.BACKEND.wavers()
+    assert not hopper.BACKEND.wavers(replace(call, v=call.v.half()))
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+    assert not hopper.BACKEND.wavers(call)

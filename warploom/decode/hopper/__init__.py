@@ -67,7 +67,7 @@ class Hopper(DecodeBackend):
         """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
         return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
 
-    def wavers(self) -> bool:
+    def wavers(self, problem: DecodeProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""
         return modules.cannot_build() is not None
 

@@ -16,6 +16,8 @@ from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of, width
 from warploom.runtime import dispatch, modules
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.delta.problem import DeltaCall, StepArgs
@@ -48,6 +50,21 @@ for _function in (_examine, _module_refusal):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
+def _kernels_refusal(call: DeltaCall) -> str | None:
+    """Why no kernel is written for a call, or None."""
+    if call.device != "cuda":
+        return f"runs on CUDA tensors, not on {call.device}"
+    if call.v.dtype not in _DTYPES:
+        return f"takes bfloat16, not {call.v.dtype}"
+    tokens, e, m = call.q.shape[1], call.q.shape[3], call.v.shape[3]
+    for name, dim, most in (("E (the keys' dim)", e, WIDEST), ("M (the values' dim)", m, 256)):
+        if not 8 <= dim <= most or dim % 8:
+            return f"takes {name} from 8 to {most} in steps of 8, not {dim}"
+    if not 2 <= tokens <= LONGEST:
+        return f"takes from 2 to {LONGEST} tokens, not {tokens}"
+    return None
+
+
 class Hopper(DeltaBackend):
     """Calls of more than one token in bfloat16, of up to 128 dims of keys, with states, lengths and packed sequences."""
 
@@ -57,19 +74,13 @@ class Hopper(DeltaBackend):
     def available(self) -> str | None:
         return _examine()
 
+    def wavers(self, problem: DeltaCall | None = None) -> bool:
+        """Where it builds no modules, another process may; nothing else that it refuses changes."""
+        return (problem is None or _kernels_refusal(problem) is None) and modules.cannot_build() is not None
+
     def supports(self, call: DeltaCall) -> str | None:
-        if call.device != "cuda":
-            return f"runs on CUDA tensors, not on {call.device}"
-        dtype = _DTYPES.get(call.v.dtype)
-        if dtype is None:
-            return f"takes bfloat16, not {call.v.dtype}"
-        tokens, e, m = call.q.shape[1], call.q.shape[3], call.v.shape[3]
-        for name, dim, most in (("E (the keys' dim)", e, WIDEST), ("M (the values' dim)", m, 256)):
-            if not 8 <= dim <= most or dim % 8:
-                return f"takes {name} from 8 to {most} in steps of 8, not {dim}"
-        if not 2 <= tokens <= LONGEST:
-            return f"takes from 2 to {LONGEST} tokens, not {tokens}"
-        return _module_refusal(dtype, width(e))
+        refused = _kernels_refusal(call)
+        return _module_refusal(_DTYPES[call.v.dtype], width(call.q.shape[3])) if refused is None else refused
 
     def forward(self, call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]:
         """Out and the last state; see `warploom.delta.backend`."""
@@ -77,17 +88,30 @@ class Hopper(DeltaBackend):
 
         return run(call, return_state)
 
+    def bind(self, call: DeltaCall, return_state: bool = False) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
+        """What launches further calls of this kind; see `warploom.delta.backend`."""
+        from warploom.delta.hopper.run import bind as run
+
+        return run(call, return_state)
+
     def backward(
         self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Gradients from the next implementation that takes the call: they read no result of the forward pass."""
-        beside = dispatch.delegate(NAME, call, "delta")
-        return beside.backward(call, dout, dstate)
+        return self._beside(call).backward(call, dout, dstate)
+
+    def bind_backward(
+        self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None] | None:
+        return self._beside(call).bind_backward(call, dout, dstate)
 
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
-        beside = dispatch.delegate(NAME, args.call(), "delta")
+        return self._beside(args.call()).step(args, into)
+
+    def _beside(self, call: DeltaCall) -> DeltaBackend:
+        beside = dispatch.delegate(NAME, call, "delta")
         assert isinstance(beside, DeltaBackend)
-        return beside.step(args, into)
+        return beside
 
 
 BACKEND = Hopper()

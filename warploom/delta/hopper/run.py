@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from warploom.delta.hopper.config import CHUNK, ITEM
 from warploom.delta.hopper.plan import prepare, walk
+from warploom.delta.problem import DeltaCall
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
 from warploom.runtime.device import on_device
-
-if TYPE_CHECKING:
-    from warploom.delta.problem import DeltaCall
 
 
 def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]:
@@ -41,6 +39,25 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
         )
         second(q, k, v, out, prepared, no_state if call.state is None else call.state, last, lengths, cu)
     return out, last if return_state else None
+
+
+def bind(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
+    """What launches further calls of this kind by their tensors; see `warploom.delta.backend`."""
+    if any([aligned(t) is not t for t in (call.q, call.k, call.v)]):
+        return None
+    numbers = call.scale, call.normalize_qk, call.eps
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, *others: Tensor | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        if q.ndim == 3:
+            q, k, v, beta = (t.unsqueeze(0) for t in (q, k, v, beta))
+            decay = None if decay is None else decay.unsqueeze(0)
+        return forward(DeltaCall(q, k, v, beta, decay, *numbers, *others), return_state)
+
+    return run
 
 
 @cache
