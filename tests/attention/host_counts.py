@@ -155,15 +155,19 @@ def check_packed(backend: str, preparing: list[str], forward: list[str]) -> None
 
 
 def check_fp8() -> None:
-    """FP8 inputs run a kernel of bf16, whatever half precision the result has."""
+    """Dense FP8 inputs run a kernel of FP8; packed ones that of bf16, whatever half precision the result has."""
     recorder = Recorder()
     with hopper(recorder) as fresh:
         fresh()
         for dtype in (torch.bfloat16, torch.float16):
             given = quantize(*(torch.randn(1, SEQLEN, heads, 64).to(dtype) for heads in (4, 2, 2)))
             assert warploom.attention(*given, causal=True).dtype == dtype
+            name = str(dtype).removeprefix("torch.")
+            assert recorder.launches[-1]["kernel"].startswith(f"attn_fwd_fp8_sm90_{name}_d64"), recorder.launches[-1]
+            starts = torch.tensor([0, SEQLEN], dtype=torch.int32)
+            rows = [torch.randn(SEQLEN, heads, 64).to(dtype) for heads in (4, 2, 2)]
+            assert warploom.attention_varlen(*quantize(*rows, cu_seqlens_q=starts), starts, causal=True).dtype == dtype
             assert recorder.launches[-1]["kernel"].startswith("attn_fwd_sm90_bfloat16_d64")
-            assert warploom.explain(*given).call.startswith("dense bfloat16 on cuda")
 
 
 # Calls that lines of the package make, of its own functions and of torch's and Python's. Each takes the host 0.05 to 1 us, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from warploom.decode.problem import AppendArgs
 from warploom.decode.scales import Granularity, append_quantized, check_scales, scale_memory
 from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments
+
+Cache = TypeVar("Cache", "KVCache", "PagedKVCache")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class KVCache:
         k, v = _memory(sizes[:3], sizes[3:], dtype, device, latent)
         lengths = torch.zeros(sizes[0], dtype=torch.int32, device=k.device)
         if k.dtype != E4M3:
-            return cls(k, v, lengths)
+            return _told(cls(k, v, lengths), latent)
         return cls(k, v, lengths, *scale_memory(k, granularity), hadamard_seed)
 
     @property
@@ -184,7 +186,7 @@ class PagedKVCache:
         table = torch.arange(batch * each, dtype=torch.int32, device=k.device).view(batch, each)
         lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
         if k.dtype != E4M3:
-            return cls(k, v, table, lengths)
+            return _told(cls(k, v, table, lengths), latent)
         return cls(k, v, table, lengths, *scale_memory(k, granularity), hadamard_seed)
 
     @property
@@ -265,6 +267,13 @@ def _keep(cache: KVCache | PagedKVCache, name: str, value: Tensor | bool | None)
     """Set a frozen cache's field to what was found out about it."""
     if value is not getattr(cache, name):
         object.__setattr__(cache, name, value)
+
+
+def _told(cache: Cache, latent: bool) -> Cache:
+    """The cache, latent if `allocate` was told so, which a compiler does not see of its tensors."""
+    if latent:
+        _keep(cache, "latent", True)
+    return cache
 
 
 def _sizes(**given: Any) -> list[int]:

@@ -55,8 +55,11 @@ def check_cache(
 
 
 def is_latent(k: Tensor, v: Tensor) -> bool:
-    """Whether a cache's values are the first columns of its keys, in the same memory; not in FP8, whose keys are rotated."""
-    if k.dtype == E4M3 or k.untyped_storage()._cdata != v.untyped_storage()._cdata:
+    """Whether a cache's values are the first columns of its keys, in the same memory; not in FP8, whose keys are rotated.
+
+    A compiler does not see which memory a tensor has: a cache that it builds is latent where `allocate` is told so.
+    """
+    if k.dtype == E4M3 or torch.compiler.is_compiling() or k.untyped_storage()._cdata != v.untyped_storage()._cdata:
         return False
     return v.storage_offset() == k.storage_offset() and v.stride() == k.stride() and v.shape[3] <= k.shape[3]
 

@@ -66,7 +66,8 @@ def forward(
     names = names_of(
         "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter",
         config.varlen or config.columns, "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
+        DROPOUT, config.dropout, "slopes origin", bool(config.bias),
+        "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
     tiles = -(-heads // config.heads_per_tile) if config.pack_gqa else heads
     values: dict[str, Any] = {
@@ -76,7 +77,7 @@ def forward(
         "out": ((1, seqlen_q, heads, dim_v), (seqlen_q * heads * dim_v, heads * dim_v, dim_v)),
         "lse": ((1, heads, seqlen_q), (heads * seqlen_q, seqlen_q)),
         "parts": ((2 * blocks, 1 << 16, 1), (1 << 16, 1)),
-        "sink": ((heads,), ()), **DROPPED,
+        "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": 0,
         "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
     }  # fmt: skip
     words: dict[int, int] = {}
@@ -162,7 +163,7 @@ def backward_names(config: BackwardConfig) -> list[str]:
         "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
         "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "scale softcap left right section", True,
+        DROPOUT, config.dropout, "slopes origin", bool(config.bias), "scale softcap left right section", True,
         "items whole split each steps", not config.pair,
     )  # fmt: skip
 
@@ -199,7 +200,8 @@ def backward(
     values |= {
         "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((COUNTERS,), ()),
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
-        **DROPPED, "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
+        **DROPPED, "slopes": ((1, heads), (heads,)), "origin": 0,
+        "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
         "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)

@@ -55,6 +55,7 @@ class Walk:
     def __init__(self, config: Any, row: int, seqlen_q: int, seqlen_k: int, first: int, end: int) -> None:
         """The first warpgroup of a query tile whose first row is ``row``, which has key tiles [first, end)."""
         self.config, self.tile_m, self.warpgroups, self.stages, self.tile_stages, self.dtype = config, 64, 1, 2, 2, None
+        self.biased = self.begins = self.multiplies = False
         shift = seqlen_k - seqlen_q
         assert row % 64 == 0
         self.tiles = iter([(row // 64, 0, 0, first, end, -1, 0, seqlen_q, 0, seqlen_k, shift), (-1,) * 11])
@@ -86,13 +87,16 @@ class Walk:
 
     def set_limits(self, *_: Any) -> None: ...
 
-    start = keep_scale = rescale = epilogue = drop = set_limits
+    start = keep_scale = rescale = epilogue = while_scoring = find_scales = pack = set_limits
+
+    def finish(self, work: Any, stage: int, phase: int) -> tuple[int, int]:
+        return stage, phase
 
 
 def walked(config: Any, row: int, seqlen_q: int, seqlen_k: int, left: int, right: int, first: int, end: int) -> Walk:
     walk = Walk(config, row, seqlen_q, seqlen_k, first, end)
     lse, keys = SimpleNamespace(shape=(1, 1, seqlen_q)), (seqlen_k, 64, 1, 1)
-    walk.compute(NOTHING, lse, None, None, keys, 0, None, NOTHING, NOTHING, NOTHING, 1.0, 1.0, left, right)
+    walk.compute(NOTHING, lse, None, None, keys, 0, None, None, NOTHING, NOTHING, NOTHING, 1.0, 1.0, left, right)
     return walk
 
 
@@ -141,12 +145,13 @@ def test_a_mask_leaves_the_columns_between_its_limits(tile_n: int, left: bool) -
     """A thread has columns 8 i and 8 i + 1 of a row, counted from its first; limits count from there too."""
     hidden = -1e9
     names = {"MASK_BITS": MASK_BITS, "Float32": SimpleNamespace(inf=-hidden), "cutlass": CUTLASS}
-    own_columns, lowest_bits, mask = (
-        plain(CONSUMERS, f"Consumers.{name}", **names) for name in ("own_columns", "lowest_bits", "mask")
+    own_columns, lowest_bits, mask, element = (
+        plain(CONSUMERS, f"Consumers.{name}", **names) for name in ("own_columns", "lowest_bits", "mask", "element")
     )
     thread = SimpleNamespace(tile_n=tile_n, config=SimpleNamespace(left=left))
     thread.own_columns = lambda limit: own_columns(thread, limit)
     thread.lowest_bits = lambda count: lowest_bits(thread, count)
+    thread.element = lambda c: element(thread, c)
     columns = [8 * (c // 2) + c % 2 for c in range(tile_n // 4)]
     for n in (0, 3):
         for end in range(-30, tile_n + 30):

@@ -20,6 +20,8 @@ def test_named_barriers_of_a_kernel_do_not_overlap() -> None:
         (found.BackwardBarrier, found.RolesBarrier),
         (found.BackwardBarrier, found.PairBarrier),
         (found.WalkBarrier,),
+        (found.DecodeBarrier,),
+        (found.DeltaBarrier,),
     ]
     known = {kind for kinds in kernels for kind in kinds}
     assert known == set(found.NamedBarriers.__subclasses__())
