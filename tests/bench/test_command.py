@@ -98,29 +98,9 @@ def test_warming_survives_a_case_that_fails(monkeypatch: pytest.MonkeyPatch, cap
     """A case that fails beside the others is tried again alone; one that fails then too is named."""
     jobs: list[int] = []
 
-    class Results:
-        def __init__(self, results: Iterator[Any]) -> None:
-            self.results = results
-
-        def next(self, timeout: float) -> Any:
-            return next(self.results)
-
-    class Pool:
-        def __init__(self, processes: int, maxtasksperchild: int) -> None:
-            jobs.append(processes)
-
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def imap_unordered(self, function: Any, work: list[Any], chunksize: int) -> Results:
-            return Results(map(function, work))
-
-    class Context:
-        def __init__(self, method: str) -> None:
-            self.Pool = Pool
+    def in_turn(function: Any, names: list[str], at_once: int) -> Iterator[tuple[str, str]]:
+        jobs.append(at_once)
+        yield from ((name, function(name)) for name in names)
 
     def builds(case: Any, device: Any) -> Any:
         def once() -> None:
@@ -129,7 +109,7 @@ def test_warming_survives_a_case_that_fails(monkeypatch: pytest.MonkeyPatch, cap
 
         return once
 
-    monkeypatch.setattr(bench.multiprocessing, "get_context", Context)
+    monkeypatch.setattr(bench, "in_processes", in_turn)
     monkeypatch.setattr(bench, "builds", builds)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     assert main([*QUICK, "--suite", "masks", "--warm", "3", "--json"]) == 1

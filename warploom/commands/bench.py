@@ -6,14 +6,11 @@ import argparse
 import contextlib
 import json
 import math
-import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
-from multiprocessing.pool import IMapIterator, Pool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from warploom.bench.harness import Case, Timer, against, environment, first_line
 from warploom.bench.report import judged
 from warploom.bench.suites import builds, cases
 from warploom.commands.outputs import writable_file, writable_folder
+from warploom.commands.processes import in_processes
 
 
 def run(options: argparse.Namespace) -> int:
@@ -211,17 +209,11 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     started = time.perf_counter()
     failed = dict.fromkeys(names, "")
     for jobs in dict.fromkeys((options.warm, 1)):
-        work = [(options, name) for name in failed]
-        with _pool(jobs) as pool:
-            try:
-                for name, why in _looking(pool.imap_unordered(_build_one, work, chunksize=1)):
-                    failed[name] = why
-                    words = why or "compiled"
-                    print(f"{name}: {words}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-            except KeyboardInterrupt:
-                for process in multiprocessing.active_children():  # before the pool closes what they write to
-                    process.kill()
-                raise
+        found = in_processes(partial(_build_one, options), list(failed), jobs)
+        with contextlib.closing(found):
+            for name, why in found:
+                failed[name] = why
+                print(f"{name}: {why or 'compiled'}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         failed = {name: why for name, why in failed.items() if why}
         if not failed:
             break
@@ -230,41 +222,15 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def _pool(jobs: int) -> Pool:
-    """Processes that Ctrl-C does not reach, whose tracebacks nobody wants: leaving the pool ends them.
-
-    They are started by this thread and by the pool's, which inherit what this one blocks, and so do their processes. The
-    tracker of resources is there before: whoever starts it has no signal blocked afterwards.
-    """
-    resource_tracker.ensure_running()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _looking(results: IMapIterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The results as they come, with a look for Ctrl-C now and then: one that comes just before a wait does not end it."""
-    while True:
-        try:
-            yield results.next(0.2)
-        except multiprocessing.TimeoutError:
-            continue
-        except StopIteration:
-            return
-
-
-def _build_one(arguments: tuple[argparse.Namespace, str]) -> tuple[str, str]:
-    """The case's name, and why it failed or an empty string."""
-    options, name = arguments
+def _build_one(options: argparse.Namespace, name: str) -> str:
+    """Why the case failed, or an empty string."""
     device = torch.device(options.device)
     case = next(case for case in _cases(options, device) if case.name == name)
     try:
         builds(case, device)()
     except Exception as error:  # a peer may fail in any way
-        return name, first_line(error)
-    return name, ""
+        return first_line(error)
+    return ""
 
 
 def _report(options: argparse.Namespace) -> int:
