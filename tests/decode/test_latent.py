@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,10 +67,17 @@ def test_accepted_tokens_move_once(page_size: int | None) -> None:
 
 
 @PAGES
-def test_a_copy_is_latent_too(page_size: int | None) -> None:
-    cache = copy.deepcopy(allocated(page_size))
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_is_latent_too(page_size: int | None, way: Callable[[Cache], Cache]) -> None:
+    """A pickle holds the memory of each tensor by itself: values in memory of their own would miss what is appended."""
+    cache = way(allocated(page_size))
     k, v = tensors(cache)
-    assert cache.latent and v.data_ptr() == k.data_ptr()
+    assert cache.latent and v.data_ptr() == k.data_ptr() and v.shape[-1] == 4
+    new = torch.randn(2, 3, 1, 6)
+    cache.append(new)
+    q = torch.randn(2, 1, 3, 6)
+    want = warploom.attention(q, new, new[..., :4], causal=True)
+    assert torch.allclose(warploom.decode(q, cache), want, atol=1e-6)
 
 
 def test_slots() -> None:

@@ -52,7 +52,10 @@ class KVCache:
         _keep(self, "latent", is_latent(self.k, self.v))
 
     def __getstate__(self) -> dict[str, Any]:
-        return _state(self)
+        return _state(self, "v")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _restore(self, state, "k", "v")
 
     @classmethod
     def allocate(
@@ -155,7 +158,10 @@ class PagedKVCache:
         _keep(self, "latent", is_latent(self.k_pages, self.v_pages))
 
     def __getstate__(self) -> dict[str, Any]:
-        return _state(self)
+        return _state(self, "v_pages")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _restore(self, state, "k_pages", "v_pages")
 
     @classmethod
     def allocate(
@@ -258,9 +264,20 @@ def _tensors(cache: KVCache | PagedKVCache, k: Tensor, v: Tensor) -> list[Tensor
     return [k, *scales] if cache.latent else [k, v, *scales]
 
 
-def _state(cache: KVCache | PagedKVCache) -> dict[str, Any]:
-    """What a copy or a pickle holds: the short ways launch this process's kernels, on the memory of this cache."""
-    return {**vars(cache), "ready": {}}
+def _state(cache: KVCache | PagedKVCache, v: str) -> dict[str, Any]:
+    """What a copy or a pickle holds: the short ways launch this process's kernels, on the memory of this cache.
+
+    Of a latent cache's values how many columns they are: a pickle would give them memory of their own.
+    """
+    held = vars(cache)
+    return {**held, "ready": {}, **({v: held[v].shape[3]} if cache.latent else {})}
+
+
+def _restore(cache: KVCache | PagedKVCache, state: dict[str, Any], k: str, v: str) -> None:
+    """Make a cache of what `_state` gave."""
+    vars(cache).update(state)
+    if cache.latent:
+        vars(cache)[v] = state[k][..., : state[v]]
 
 
 def _keep(cache: KVCache | PagedKVCache, name: str, value: Tensor | bool | None) -> None:
