@@ -92,6 +92,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "values given": (lambda: allocated(None).append(torch.ones(2, 1, 1, 6), torch.ones(2, 1, 1, 4)), TypeError, "no place"),
     "keys alone": (lambda: allocated(None, latent=False).append(torch.ones(2, 1, 1, 6)), TypeError, "v must be a torch.Tensor"),
     "keys of another width": (lambda: allocated(None).append(torch.ones(2, 1, 1, 4)), ValueError, "k must have shape"),
+    "no dimensions": (lambda: allocated(None).append(torch.tensor(1.0)), ValueError, "k must have shape"),
     "no tensor": (lambda: allocated(None).append([1.0]), TypeError, "k must be a torch.Tensor"),
     "more values than keys": (lambda: allocated(None, head_dim_v=8), ValueError, "head_dim_v of a latent cache"),
     "FP8": (lambda: allocated(None, dtype=torch.float8_e4m3fn), TypeError, "a latent cache takes float16"),

@@ -241,7 +241,8 @@ def _append(
         if v is not None:
             raise TypeError(f"v has no place in a latent cache: its values are the first {v_cache.shape[3]} columns of k")
         v_cache = k_cache[..., :0]
-        v = arguments.strided("k", k)[..., :0] if isinstance(k, Tensor) else k
+        v = arguments.strided("k", k)
+        v = v[..., :0] if v.ndim else v
     elif v is None:
         raise TypeError("v must be a torch.Tensor, got None; only a latent cache takes keys alone")
     args = AppendArgs(k_cache, v_cache, cache.lengths, table, slots, k, v)
