@@ -60,6 +60,12 @@ def test_biases(name: str, bias: Any, capsys: pytest.CaptureFixture) -> None:
     assert "with a gradient" in shown
 
 
+@pytest.mark.parametrize("given", [["--bias-grad"], ["--bias-grad", "--backward"], ["--bias-grad", "--bias", "alibi"]], ids=len)
+def test_a_gradient_of_no_bias_was_left_out_without_a_word(given: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", "--seqlen", "96", "--heads", "4", *given]) == 2
+    assert "--bias-grad asks for the gradient of a bias" in capsys.readouterr().err
+
+
 def test_allocates_nothing_of_the_call_s_size() -> None:
     """A call whose q alone would hold 64 GiB; its process stays under 2 GiB."""
     code = "import sys; from warploom.cli import main; sys.exit(main(sys.argv[1:]))"
