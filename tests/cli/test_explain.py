@@ -207,6 +207,14 @@ def test_a_bias_on_a_gpu_that_is_not_here(bias: str, installed: None, capsys: py
     assert bias == "alibi" or refused["hopper"] == "takes no bias but ALiBi"
 
 
+def test_who_runs_a_backward_pass_that_the_forward_s_has_no_kernel_for(installed: None, capsys: pytest.CaptureFixture) -> None:
+    call = ("--bias", "alibi", "--backward")
+    assert "; backward attn_bwd_sm90_" in elsewhere(capsys, "h100", *call)["reason"]
+    assert elsewhere(capsys, "h100", *call, "--bias-grad")["reason"].endswith(
+        "; backward by triton: computes no gradient of a bias"
+    )
+
+
 def test_every_name_of_a_gpu_is_answered(capsys: pytest.CaptureFixture) -> None:
     for name, (major, minor) in CAPABILITIES.items():
         assert elsewhere(capsys, name)["device"]["capability"] == f"{major}.{minor}"

@@ -175,13 +175,18 @@ class Hopper(Backend):
         return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
 
     def describe(self, problem: AttentionProblem) -> str:
-        """The module, its state, and the backward's."""
+        """The module, its state, and the backward's, or who runs that, and why."""
         variant = _variant(problem)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
-        if problem.backward and _no_backward(problem) is None:
-            words += f"; backward {backward_config_for(problem).name}"
-            if problem.layout == "dense":
-                words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
+        if not problem.backward:
+            return words
+        refused = _no_backward(problem)
+        if refused is not None:
+            beside = dispatch.following(NAME, problem)
+            return words if beside is None else f"{words}; backward by {beside.name}: {refused}"
+        words += f"; backward {backward_config_for(problem).name}"
+        if problem.layout == "dense":
+            words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
         return words
 
     def warm(self, args: AttentionArgs) -> None:
