@@ -20,7 +20,7 @@ from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES, Backward
 from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, takes_columns, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
-from warploom.runtime import dispatch, module_spec, modules
+from warploom.runtime import dispatch, module_spec, modules, traced
 from warploom.runtime.alignment import aligned
 from warploom.runtime.backend import Backend
 
@@ -179,7 +179,7 @@ def test_calls_with_used_keys_were_refused_for_another_module(monkeypatch: pytes
     asked: list[str] = []
     monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
     monkeypatch.setattr(modules, "absence", lambda spec: asked.append(spec.name))
-    monkeypatch.setattr(hopper, "_found", set())
+    monkeypatch.setattr(hopper, "_found", traced.Found())
     for seqused in (False, True):
         described = problem(layout="varlen", seqused=seqused)
         assert hopper.BACKEND.supports(described) is None and asked.pop() == config_for(described).name

@@ -27,7 +27,7 @@ from warploom.attention.hopper.plan import (
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ if TYPE_CHECKING:
 
 NAME = "hopper"
 MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
-
-
-def _examine() -> str | None:
-    """Why this machine cannot run it, found out once."""
-    return modules.cannot_run()
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -63,29 +58,18 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     return _module_refusal(short, True, *features)
 
 
+@traced.constant
 def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
-    """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice.
+    """Why the module can be neither loaded nor built here.
 
     ``length``: whether the call is long, of a backward pass whether it is short. ``fields`` are those of its Features, one by
     one: torch.compile hands a NamedTuple over without its items.
     """
-    key = (length, backward, *fields)
-    if key in _found or modules.cannot_build() is None:
-        return None
-    features = Features(*fields)
-    missing = modules.absence((backward_config if backward else config)(features, length).spec)
-    if missing is not None:
-        return missing
-    _found.add(key)
-    return None
+    variant = backward_config if backward else config
+    return _found.refusal((length, backward, *fields), lambda: [variant(Features(*fields), length).spec])
 
 
-_found: set[tuple[object, ...]] = set()
-
-# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
-# import costs a second.
-for _function in (_examine, _module_refusal):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+_found = traced.Found()
 
 
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
@@ -128,7 +112,7 @@ class Hopper(Backend):
     name = NAME
 
     def available(self) -> str | None:
-        return _examine()
+        return traced.cannot_run()
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from warploom.decode.backend import DecodeBackend
 from warploom.decode.hopper.plan import DTYPES, HEAD_DIMS, LEAST_HEADS, MOST_ROWS, VARIANTS, config, page_size
 from warploom.decode.problem import DecodeProblem
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, modules, traced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,28 +23,13 @@ NAME = "hopper"
 MOST_SEQUENCES = 65535  # of a grid's second dimension
 
 
-def _examine() -> str | None:
-    """Why this machine cannot run it, found out once."""
-    return modules.cannot_run()
-
-
+@traced.constant
 def _module_refusal(*fields: Any) -> str | None:
-    """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice."""
-    if fields in _found or modules.cannot_build() is None:
-        return None
-    missing = modules.absence(config(*fields).spec)
-    if missing is not None:
-        return missing
-    _found.add(fields)
-    return None
+    """Why the module can be neither loaded nor built here."""
+    return _found.refusal(fields, lambda: [config(*fields).spec])
 
 
-_found: set[tuple[object, ...]] = set()
-
-# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
-# import costs a second.
-for _function in (_examine, _module_refusal):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+_found = traced.Found()
 
 
 def _described(p: DecodeProblem) -> tuple[Any, ...]:
@@ -61,7 +46,7 @@ class Hopper(DecodeBackend):
     device = "cuda"
 
     def available(self) -> str | None:
-        return _examine()
+        return traced.cannot_run()
 
     def declines(self) -> str | None:
         """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
