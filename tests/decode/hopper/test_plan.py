@@ -60,7 +60,9 @@ def test_takes(changes: dict[str, object], builds: None) -> None:
         ({"queries": 5}, "takes up to 16 queries × heads of a key head, not 20"),
         ({"heads_q": 16, "heads_kv": 4}, "takes 8 key heads or more, not 4"),
         ({"page_size": 4}, "takes pages of 8 keys or more, not of 4"),
-        ({"batch": 65536}, "takes 65535 sequences of 2**31 - 1 keys at the most, not 65536 of 4096"),
+        ({"batch": 65536}, "takes 65535 sequences of 1073741824 keys at the most, not 65536 of 4096"),
+        # Of more it would leave out the first: a window that ends nowhere is so long.
+        ({"capacity": 2**30 + 1}, "takes 65535 sequences of 1073741824 keys at the most, not 4 of 1073741825"),
     ],
 )
 def test_refusals(changes: dict[str, object], words: str, builds: None) -> None:

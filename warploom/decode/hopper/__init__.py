@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "hopper"
 MOST_SEQUENCES = 65535  # of a grid's second dimension
+MOST_KEYS = 1 << 30  # of a sequence: a window that ends nowhere is so long (base.FAR)
 
 
 @traced.constant
@@ -77,8 +78,8 @@ class Hopper(DecodeBackend):
             return f"takes {LEAST_HEADS} key heads or more, not {p.heads_kv}"
         if p.page_size is not None and p.page_size < 8:
             return f"takes pages of 8 keys or more, not of {p.page_size}"
-        if p.capacity >= 2**31 or p.batch > MOST_SEQUENCES:
-            return f"takes {MOST_SEQUENCES} sequences of 2**31 - 1 keys at the most, not {p.batch} of {p.capacity}"
+        if p.capacity > MOST_KEYS or p.batch > MOST_SEQUENCES:
+            return f"takes {MOST_SEQUENCES} sequences of {MOST_KEYS} keys at the most, not {p.batch} of {p.capacity}"
         if config(*_described(p)) not in VARIANTS:
             return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
         return _module_refusal(*_described(p))
