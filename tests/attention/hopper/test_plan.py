@@ -280,6 +280,24 @@ def test_dispatch_can_be_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: objec
 
 
 @pytest.mark.parametrize("backend", [hopper.BACKEND, ampere.BACKEND], ids=["hopper", "ampere"])
+def test_shapes_may_all_be_symbols(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torch.compile(dynamic=True) head dims are, which no function takes whose answers are kept."""
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        lengths, heads, dims = ({name: size for name in names} for names, size in zip(SIZES, x.shape, strict=True))
+        return x + 1 if backend.supports(problem(dtype=x.dtype, **lengths, **heads, **dims)) is None else x
+
+    compiled = torch.compile(taken, fullgraph=True, dynamic=True, backend="eager")
+    for shape in ((20, 8, 128), (50, 4, 64), (30, 8, 72)):
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), x + 1)
+
+
+SIZES = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
+
+
+@pytest.mark.parametrize("backend", [hopper.BACKEND, ampere.BACKEND], ids=["hopper", "ampere"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_tracer_asks_where_no_module_can_be_built(backend: Backend, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile failed with "tuple index out of range" where modules are in a cache and the DSL is not installed."""

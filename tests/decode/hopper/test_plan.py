@@ -155,3 +155,19 @@ def test_lanes_find_their_keys(dim: int, box: int, monkeypatch: pytest.MonkeyPat
             first, sub = key // 64 * 64, key % 64 // 16
             lane = of.lane_place(first + key % 16, column // 8 % 2)
             assert of.block(lane, {}, sub, column // 16 * 16, False) == place
+
+
+@pytest.mark.parametrize("page_size", [None, 8, 64])
+def test_shapes_may_all_be_symbols(page_size: int | None, builds: None) -> None:
+    """Under torch.compile(dynamic=True) head dims and page sizes are, which no function takes whose answers are kept."""
+
+    def taken(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        (batch, queries, heads_q, dim), (_, keys, heads_kv, _) = q.shape, k.shape
+        sizes = {"batch": batch, "queries": queries, "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": dim}
+        problem = replace(PLAIN, **sizes, head_dim_v=dim, capacity=4 * keys, page_size=None if page_size is None else keys)
+        return q + 1 if BACKEND.supports(problem) is None else q
+
+    compiled = torch.compile(taken, fullgraph=True, dynamic=True, backend="eager")
+    for batch in (2, 5):
+        q, k = (torch.zeros(batch, size, 8, 128, dtype=BF16) for size in (1, page_size or 64))
+        assert torch.equal(compiled(q, k), q + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from warploom.attention.ampere.plan import ARCHS, config
+from warploom.attention.ampere.plan import ARCHS, config, tile_dim
 from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
 from warploom.runtime import dispatch, machine, modules, traced
@@ -99,7 +99,9 @@ class Ampere(Backend):
             return "has no bias"
         if problem.backward and dispatch.following(NAME, problem) is None:
             return "has no backward pass of its own, and no other implementation takes this one"
-        return _module_refusal(*Features.of(problem))
+        dtype, head_dim, head_dim_v, *flags = Features.of(problem)
+        dim = tile_dim(head_dim, head_dim_v)  # a constant, where head dims are a tracer's symbols
+        return _module_refusal(dtype, dim, dim, *flags)
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""

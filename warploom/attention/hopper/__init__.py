@@ -24,6 +24,7 @@ from warploom.attention.hopper.plan import (
     is_short,
     takes_columns,
     takes_dropout,
+    tile_dims,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
@@ -55,7 +56,13 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
         return "has no kernel for this column mask"
     if not takes_dropout(features):
         return "has no kernel for dropout beside a softcap"
-    return _module_refusal(short, True, *features)
+    return _absence(short, True, features)
+
+
+def _absence(length: bool, backward: bool, features: Features) -> str | None:
+    """As ``_module_refusal``, to which a tracer takes constants alone: a call's head dims may be symbols, its tile's not."""
+    dtype, head_dim, head_dim_v, *flags = features
+    return _module_refusal(length, backward, dtype, *tile_dims(head_dim, head_dim_v), *flags)
 
 
 @traced.constant
@@ -86,7 +93,7 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
         return False
     if (features.columns and not takes_columns(features)) or not takes_dropout(features):
         return False
-    return _module_refusal(short, True, *features) is None
+    return _absence(short, True, features) is None
 
 
 def _next(args: AttentionArgs, backward: bool) -> Backend:
@@ -139,7 +146,7 @@ class Hopper(Backend):
         long = False
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
-        return _module_refusal(long, False, *Features.of(problem))
+        return _absence(long, False, Features.of(problem))
 
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""

@@ -9,7 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warploom.decode.backend import DecodeBackend
-from warploom.decode.hopper.plan import DTYPES, HEAD_DIMS, LEAST_HEADS, MOST_ROWS, VARIANTS, config, page_size
+from warploom.decode.hopper.plan import (
+    DTYPES,
+    HEAD_DIMS,
+    LEAST_BOX,
+    LEAST_HEADS,
+    MOST_ROWS,
+    VARIANTS,
+    config,
+    page_size,
+    tile_dim,
+)
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import dispatch, modules, traced
 
@@ -26,7 +36,9 @@ MOST_KEYS = 1 << 30  # of a sequence: a window that ends nowhere is so long (bas
 
 @traced.constant
 def _module_refusal(*fields: Any) -> str | None:
-    """Why the module can be neither loaded nor built here."""
+    """Why there is no kernel, or its module can be neither loaded nor built here."""
+    if config(*fields) not in VARIANTS:
+        return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
     return _found.refusal(fields, lambda: [config(*fields).spec])
 
 
@@ -34,9 +46,10 @@ _found = traced.Found()
 
 
 def _described(p: DecodeProblem) -> tuple[Any, ...]:
-    """What the variant of a problem depends on."""
+    """What the variant of a problem depends on: constants, where shapes are a tracer's symbols."""
     one = p.page_size == p.capacity  # a table of one column
-    return p.dtype, p.head_dim, p.head_dim_v, page_size(p.page_size, one), p.softcap, p.sink
+    dim = tile_dim(p.head_dim, p.head_dim_v)
+    return p.dtype, dim, dim, page_size(p.page_size, one), p.softcap, p.sink
 
 
 class Hopper(DecodeBackend):
@@ -76,12 +89,10 @@ class Hopper(DecodeBackend):
             return f"takes up to {MOST_ROWS} queries × heads of a key head, not {p.queries * p.heads_q // p.heads_kv}"
         if p.heads_kv < LEAST_HEADS:
             return f"takes {LEAST_HEADS} key heads or more, not {p.heads_kv}"
-        if p.page_size is not None and p.page_size < 8:
-            return f"takes pages of 8 keys or more, not of {p.page_size}"
+        if p.page_size is not None and p.page_size < LEAST_BOX:
+            return f"takes pages of {LEAST_BOX} keys or more, not of {p.page_size}"
         if p.capacity > MOST_KEYS or p.batch > MOST_SEQUENCES:
             return f"takes {MOST_SEQUENCES} sequences of {MOST_KEYS} keys at the most, not {p.batch} of {p.capacity}"
-        if config(*_described(p)) not in VARIANTS:
-            return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
         return _module_refusal(*_described(p))
 
     def describe(self, problem: DecodeProblem) -> str:
