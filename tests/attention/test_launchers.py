@@ -493,6 +493,33 @@ def test_checkpointing_runs_a_kept_launcher_again(kernel: Kernel, backward: Back
     assert torch.equal(found, plain() / 4) and kernel.ways() == ["checked", "checked", "bound", "bound"]
 
 
+LAYERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a mask and a sink": lambda: {"mask": masks.Document(lengths(1, 2)), "sink": torch.zeros(2)},
+    "a mask, a sink and dropout": lambda: {"mask": masks.Document(lengths(1, 2)), "sink": torch.zeros(2), "dropout_p": 0.5},
+    "packed": lambda: {"cu_seqlens_q": lengths(0, 1, 3), "sink": torch.zeros(2)},
+    "packed under a mask": lambda: {"cu_seqlens_q": lengths(0, 1, 3), "mask": masks.ColumnMask(lengths(1, 1, 2).view(1, 1, 3))},
+    "packed with dropout": lambda: {"cu_seqlens_q": lengths(0, 1, 3), "dropout_p": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpointed_layers_of_a_first_step_are_run_again_by_the_launcher_that_they_left(
+    name: str, kernel: Kernel, backward: Backward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the checked way keeps for a backward pass has to come back in its order."""
+    monkeypatch.setattr(bounds, "_packed_bounds", lambda *_: torch.zeros(1))
+    options, q = LAYERS[name](), plain().requires_grad_()
+
+    def layer(q: Tensor) -> Tensor:
+        if "cu_seqlens_q" in options:
+            return warploom.attention_varlen(q[0], q[0], q[0], backend="hopper", **options)
+        return call(q, **options)
+
+    outs = [torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=False) for _ in range(3)]
+    torch.autograd.grad(torch.stack(outs).sum(), q)
+    assert kernel.ways() == ["checked"] * 2 + ["bound"] * 4
+
+
 def test_launchers_keep_no_tensors_alive(kernel: Kernel, backward: Backward) -> None:
     def used() -> list[weakref.ref[Tensor]]:
         q, documents = plain().requires_grad_(), lengths(1, 2)

@@ -60,6 +60,12 @@ def test_biases(name: str, bias: Any, capsys: pytest.CaptureFixture) -> None:
     assert "with a gradient" in shown
 
 
+@pytest.mark.parametrize("given", [["--bias-grad"], ["--bias-grad", "--backward"], ["--bias-grad", "--bias", "alibi"]], ids=len)
+def test_a_gradient_of_no_bias_was_left_out_without_a_word(given: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", "--seqlen", "96", "--heads", "4", *given]) == 2
+    assert "--bias-grad asks for the gradient of a bias" in capsys.readouterr().err
+
+
 def test_allocates_nothing_of_the_call_s_size() -> None:
     """A call whose q alone would hold 64 GiB; its process stays under 2 GiB."""
     code = "import sys; from warploom.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -199,6 +205,14 @@ def test_a_bias_on_a_gpu_that_is_not_here(bias: str, installed: None, capsys: py
     assert found["implementation"] == ("hopper" if bias == "alibi" else "triton")
     refused = {row["implementation"]: row["why"] for row in found["refused"]}
     assert bias == "alibi" or refused["hopper"] == "takes no bias but ALiBi"
+
+
+def test_who_runs_a_backward_pass_that_the_forward_s_has_no_kernel_for(installed: None, capsys: pytest.CaptureFixture) -> None:
+    call = ("--bias", "alibi", "--backward")
+    assert "; backward attn_bwd_sm90_" in elsewhere(capsys, "h100", *call)["reason"]
+    assert elsewhere(capsys, "h100", *call, "--bias-grad")["reason"].endswith(
+        "; backward by triton: computes no gradient of a bias"
+    )
 
 
 def test_every_name_of_a_gpu_is_answered(capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,3 +208,23 @@ def check(case: Case, backend: str) -> None:
     for name, got, want, low in (("out", out, wanted[0], wanted[2]), ("lse", lse, wanted[1], wanted[3])):
         verdict = judge(name, got, want, low, case.dtype)
         assert verdict.passed, f"{backend}: {verdict}\n{case}"
+
+
+def check_bits(backend: str, length: int, *crowds: tuple[list[int], int, int | None], **shape: Any) -> None:
+    """Assert that a sequence's bits depend on neither neighbours, capacity nor pages.
+
+    ``crowds``: others beside it, a capacity (0: of the longest) and a page size, besides those that every backend takes.
+    """
+    seed = secrets.randbelow(2**31)
+    lone = run(Case(seed, [length], **shape), backend)
+    for others, capacity, page_size in (
+        ([], 65536, None),
+        ([3, 700, 0], 0, None),
+        ([5] * 63, 0, None),
+        ([length, 17, 4096], 65536, 16),
+        ([900], 65536, 256),
+        *crowds,
+    ):
+        crowd = run(Case(seed, [length, *others], capacity=capacity, page_size=page_size, **shape), backend)
+        for name, a, b in zip(("out", "lse"), lone, crowd, strict=True):
+            assert torch.equal(a[0], b[0]), (seed, name, others[:3], capacity, page_size)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,10 +67,17 @@ def test_accepted_tokens_move_once(page_size: int | None) -> None:
 
 
 @PAGES
-def test_a_copy_is_latent_too(page_size: int | None) -> None:
-    cache = copy.deepcopy(allocated(page_size))
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_is_latent_too(page_size: int | None, way: Callable[[Cache], Cache]) -> None:
+    """A pickle holds the memory of each tensor by itself: values in memory of their own would miss what is appended."""
+    cache = way(allocated(page_size))
     k, v = tensors(cache)
-    assert cache.latent and v.data_ptr() == k.data_ptr()
+    assert cache.latent and v.data_ptr() == k.data_ptr() and v.shape[-1] == 4
+    new = torch.randn(2, 3, 1, 6)
+    cache.append(new)
+    q = torch.randn(2, 1, 3, 6)
+    want = warploom.attention(q, new, new[..., :4], causal=True)
+    assert torch.allclose(warploom.decode(q, cache), want, atol=1e-6)
 
 
 def test_slots() -> None:
@@ -83,6 +92,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "values given": (lambda: allocated(None).append(torch.ones(2, 1, 1, 6), torch.ones(2, 1, 1, 4)), TypeError, "no place"),
     "keys alone": (lambda: allocated(None, latent=False).append(torch.ones(2, 1, 1, 6)), TypeError, "v must be a torch.Tensor"),
     "keys of another width": (lambda: allocated(None).append(torch.ones(2, 1, 1, 4)), ValueError, "k must have shape"),
+    "no dimensions": (lambda: allocated(None).append(torch.tensor(1.0)), ValueError, "k must have shape"),
     "no tensor": (lambda: allocated(None).append([1.0]), TypeError, "k must be a torch.Tensor"),
     "more values than keys": (lambda: allocated(None, head_dim_v=8), ValueError, "head_dim_v of a latent cache"),
     "FP8": (lambda: allocated(None, dtype=torch.float8_e4m3fn), TypeError, "a latent cache takes float16"),

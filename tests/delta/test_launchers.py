@@ -326,6 +326,24 @@ def test_checkpointing_runs_a_kept_launcher_again(kernel: StandIn) -> None:
     assert kernel.ways() == ["checked"] * 2 + ["bound", "bound", "bound backward"]
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_checkpointed_layers_of_a_first_step_are_run_again_by_the_launcher_that_they_left(name: str, kernel: StandIn) -> None:
+    """What the checked way keeps for a backward pass has to come back in its order."""
+    given = KINDS[name]()
+    q = given["q"].requires_grad_()
+
+    def layer(q: Tensor) -> Tensor:
+        found = call({**given, "q": q})
+        return found[0] if isinstance(found, tuple) else found
+
+    outs = [torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=False) for _ in range(3)]
+    found = torch.autograd.grad(torch.stack(outs).sin().sum(), q)
+    want = wanted(warploom.gated_delta_rule, given)
+    want = want[0] if isinstance(want, tuple) else want
+    same([t / 3 for t in found], list(torch.autograd.grad(want.sin().sum(), q)))
+    assert kernel.ways()[:4] == ["checked"] * 2 + ["bound"] * 2
+
+
 def test_what_changes_the_choice_forgets_the_launchers(kernel: StandIn) -> None:
     given = drawn()
     for forget in (lambda: dispatch.strict(False), lambda: dispatch.register("delta", *dispatch.implementations("delta"))):

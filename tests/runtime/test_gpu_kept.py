@@ -213,3 +213,19 @@ def test_a_step_in_place() -> None:
         out, new = warploom.gated_delta_step(**given, inplace=True)
         same([out, new], want)
         assert new is given["state"] and new._version > before, n
+
+
+@pytest.mark.parametrize("name", ["delta packed", "linear packed"])
+def test_checkpointed_layers_of_a_first_step(name: str) -> None:
+    """A launcher that the first two layers left runs them again."""
+    function, draw = CALLS[name]
+    given = draw()
+    q = given["q"].requires_grad_()
+
+    def layer(q: Tensor) -> Tensor:
+        return flat(function(**{**given, "q": q}))[0].sum()
+
+    (want,) = torch.autograd.grad(layer(q), q)
+    dispatch.strict(False)
+    for out in [torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=False) for _ in range(4)]:
+        assert torch.equal(torch.autograd.grad(out, q)[0], want)

@@ -153,7 +153,7 @@ def _of_quantize(q: Any, k: Any, v: Any, out_dtype: Any) -> tuple[Fp8Tensor, Fp8
     for name, t in given.items():
         if arguments.strided(name, t).dtype == E4M3:
             raise TypeError(f"{name} has dtype {E4M3}: give descale=, the scales of q, k and v, or what quantize() returns")
-    raise TypeError(f"out_dtype={out_dtype} goes with FP8 inputs, and q has dtype {q.dtype}: out has it too")
+    raise TypeError(f"out_dtype={out_dtype} goes with FP8 inputs; q has dtype {q.dtype}, which is out's too")
 
 
 def _of_descale(q: Any, k: Any, v: Any, descale: Any, cu_seqlens: Any) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.attention.problem import AttentionArgs
+from warploom.attention.problem import LAUNCHED, AttentionArgs
 from warploom.attention.stats import FAMILY, StatsBackend
 from warploom.runtime import dispatch
 from warploom.runtime.flops import lengths_of
@@ -24,6 +24,7 @@ class AttentionOp(DifferentiableOp):
     results, upstream, kept = 2, (0, 1), (0, 1)
     gradients = ("q", "k", "v", "sink", "bias")
     launched = 4  # a call with a bias has no launcher
+    order = LAUNCHED
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args = AttentionArgs(*flat)

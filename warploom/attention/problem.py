@@ -19,6 +19,7 @@ MOST_OFFSET = 1 << 29
 _ALWAYS = ("q", "k", "v", "sink")
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _COLUMNS = ("lts", "lte", "uts", "ute", "bounds")
+LAUNCHED = (*_ALWAYS, *_SEQUENCES, *_COLUMNS, "dropout_seed")  # tensors that launchers take, in their order
 
 
 class AttentionArgs(NamedTuple):

@@ -99,10 +99,12 @@ def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
         deterministic=options.deterministic or None,
         resolved=None if resolved is None else ResolvedMask(resolved.left, resolved.right, *vectors),
     )
+    if options.bias_grad and (options.bias is None or not options.backward):
+        raise ValueError("--bias-grad asks for the gradient of a bias: it goes with --bias and --backward")
     if options.bias is not None:
         kind, shape = _bias(options.bias, options.heads, options.seqlen, seqlen_k)
         values = Outline(shape, torch.float32, device)
-        args = args._replace(bias=values, bias_kind=kind, bias_grad=options.bias_grad and options.backward)
+        args = args._replace(bias=values, bias_kind=kind, bias_grad=options.bias_grad)
     counted = args.mask if resolved is None else ResolvedMask(args.left, args.right, *resolved.vectors)
     return plan_of(args, AttentionProblem.from_args(args, options.backward), options.backend, counted)
 

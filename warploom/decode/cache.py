@@ -52,7 +52,10 @@ class KVCache:
         _keep(self, "latent", is_latent(self.k, self.v))
 
     def __getstate__(self) -> dict[str, Any]:
-        return _state(self)
+        return _state(self, "v")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _restore(self, state, "k", "v")
 
     @classmethod
     def allocate(
@@ -155,7 +158,10 @@ class PagedKVCache:
         _keep(self, "latent", is_latent(self.k_pages, self.v_pages))
 
     def __getstate__(self) -> dict[str, Any]:
-        return _state(self)
+        return _state(self, "v_pages")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _restore(self, state, "k_pages", "v_pages")
 
     @classmethod
     def allocate(
@@ -235,7 +241,8 @@ def _append(
         if v is not None:
             raise TypeError(f"v has no place in a latent cache: its values are the first {v_cache.shape[3]} columns of k")
         v_cache = k_cache[..., :0]
-        v = arguments.strided("k", k)[..., :0] if isinstance(k, Tensor) else k
+        v = arguments.strided("k", k)
+        v = v[..., :0] if v.ndim else v
     elif v is None:
         raise TypeError("v must be a torch.Tensor, got None; only a latent cache takes keys alone")
     args = AppendArgs(k_cache, v_cache, cache.lengths, table, slots, k, v)
@@ -258,9 +265,20 @@ def _tensors(cache: KVCache | PagedKVCache, k: Tensor, v: Tensor) -> list[Tensor
     return [k, *scales] if cache.latent else [k, v, *scales]
 
 
-def _state(cache: KVCache | PagedKVCache) -> dict[str, Any]:
-    """What a copy or a pickle holds: the short ways launch this process's kernels, on the memory of this cache."""
-    return {**vars(cache), "ready": {}}
+def _state(cache: KVCache | PagedKVCache, v: str) -> dict[str, Any]:
+    """What a copy or a pickle holds: the short ways launch this process's kernels, on the memory of this cache.
+
+    Of a latent cache's values how many columns they are: a pickle would give them memory of their own.
+    """
+    held = vars(cache)
+    return {**held, "ready": {}, **({v: held[v].shape[3]} if cache.latent else {})}
+
+
+def _restore(cache: KVCache | PagedKVCache, state: dict[str, Any], k: str, v: str) -> None:
+    """Make a cache of what `_state` gave."""
+    vars(cache).update(state)
+    if cache.latent:
+        vars(cache)[v] = state[k][..., : state[v]]
 
 
 def _keep(cache: KVCache | PagedKVCache, name: str, value: Tensor | bool | None) -> None:

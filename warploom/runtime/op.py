@@ -176,6 +176,9 @@ class DifferentiableOp(ABC):
     kept: tuple[int, ...]
     gradients: tuple[str, ...]
     launched: int | None = None  # how many of these, the first, calls of launchers have; None: all
+    # Tensors in the order that launchers take them, where that is not ``gradients`` and then the rest of ``names``. A backward
+    # pass keeps them in it, whoever ran the call: a checkpointed one may be run again by a launcher that was not there before.
+    order: tuple[str, ...] = ()
     without: str = "export the model with backend='reference' in its place"  # what to do where the op cannot go
 
     def __init__(self) -> None:
@@ -297,11 +300,14 @@ def _below_autograd(op: Any, flat: tuple[Any, ...]) -> Any:
 def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
     """The autograd.Function of an op, the same in the form that torch.func needs, and that of its backward op."""
 
+    first = op.order or op.gradients
+    order = [op.names.index(name) for name in (*first, *(name for name in op.names if name not in first))]
+
     def save(ctx: Any, flat: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.constant = op.constant(flat)
         ctx.mark_non_differentiable(*[output[i] for i in ctx.constant])
-        ctx.save_for_backward(*[output[i] for i in op.kept], *[a for a in flat if isinstance(a, Tensor)])
+        ctx.save_for_backward(*[output[i] for i in op.kept], *[flat[i] for i in order if isinstance(flat[i], Tensor)])
         ctx.others = [None if isinstance(a, Tensor) else (a,) for a in flat]
 
     def refuse_vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
@@ -324,7 +330,10 @@ def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
                 return tuple(gradients)
             saved = ctx.saved_tensors
             kept, tensors = saved[: len(op.kept)], iter(saved[len(op.kept) :])
-            flat = [next(tensors) if other is None else other[0] for other in ctx.others]
+            flat = [None if other is None else other[0] for other in ctx.others]
+            for i in order:
+                if ctx.others[i] is None:
+                    flat[i] = next(tensors)
             if unobserved(*upstream, *kept, *op._inputs(flat)):
                 results = op.backward(upstream, kept, flat)
             else:

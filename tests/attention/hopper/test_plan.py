@@ -20,7 +20,7 @@ from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES, Backward
 from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, takes_columns, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
-from warploom.runtime import dispatch, module_spec, modules
+from warploom.runtime import dispatch, module_spec, modules, traced
 from warploom.runtime.alignment import aligned
 from warploom.runtime.backend import Backend
 
@@ -179,7 +179,7 @@ def test_calls_with_used_keys_were_refused_for_another_module(monkeypatch: pytes
     asked: list[str] = []
     monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")
     monkeypatch.setattr(modules, "absence", lambda spec: asked.append(spec.name))
-    monkeypatch.setattr(hopper, "_found", set())
+    monkeypatch.setattr(hopper, "_found", traced.Found())
     for seqused in (False, True):
         described = problem(layout="varlen", seqused=seqused)
         assert hopper.BACKEND.supports(described) is None and asked.pop() == config_for(described).name
@@ -277,6 +277,24 @@ def test_dispatch_can_be_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: objec
     for rows in (5, 7):
         x = torch.zeros(rows, dtype=torch.bfloat16)
         assert torch.equal(compiled(x), x + 1)
+
+
+@pytest.mark.parametrize("backend", [hopper.BACKEND, ampere.BACKEND], ids=["hopper", "ampere"])
+def test_shapes_may_all_be_symbols(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torch.compile(dynamic=True) head dims are, which no function takes whose answers are kept."""
+    monkeypatch.setattr(modules, "cannot_build", lambda: None)
+
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        lengths, heads, dims = ({name: size for name in names} for names, size in zip(SIZES, x.shape, strict=True))
+        return x + 1 if backend.supports(problem(dtype=x.dtype, **lengths, **heads, **dims)) is None else x
+
+    compiled = torch.compile(taken, fullgraph=True, dynamic=True, backend="eager")
+    for shape in ((20, 8, 128), (50, 4, 64), (30, 8, 72)):
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), x + 1)
+
+
+SIZES = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
 
 
 @pytest.mark.parametrize("backend", [hopper.BACKEND, ampere.BACKEND], ids=["hopper", "ampere"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.decode.harness import Case, check, run
+from tests.decode.harness import Case, check, check_bits, run
 from warploom.decode.api import decode
 from warploom.decode.hopper import BACKEND, plan
 
@@ -58,19 +58,7 @@ def test_bits_do_not_depend_on_who_merges(dim: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("length", [1, 500, 3000, 9000, 40000])
 def test_bits_do_not_depend_on_neighbours_or_layout(length: int) -> None:
-    seed = secrets.randbelow(2**31)
-    lone = run(Case(seed, [length], **SHAPE), "hopper")
-    for others, capacity, page_size in (
-        ([], 65536, None),
-        ([3, 700, 0], 0, None),
-        ([5] * 63, 0, None),
-        ([length, 17, 4096], 65536, 16),
-        ([900], 65536, 256),
-        ([1] * 20, 0, 8),
-    ):
-        crowd = run(Case(seed, [length, *others], capacity=capacity, page_size=page_size, **SHAPE), "hopper")
-        for name, a, b in zip(("out", "lse"), lone, crowd, strict=True):
-            assert torch.equal(a[0], b[0]), (seed, name, others[:3], capacity, page_size)
+    check_bits("hopper", length, ([1] * 20, 0, 8), **SHAPE)
 
 
 def test_what_tma_cannot_read_goes_on() -> None:

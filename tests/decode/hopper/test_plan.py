@@ -60,7 +60,9 @@ def test_takes(changes: dict[str, object], builds: None) -> None:
         ({"queries": 5}, "takes up to 16 queries × heads of a key head, not 20"),
         ({"heads_q": 16, "heads_kv": 4}, "takes 8 key heads or more, not 4"),
         ({"page_size": 4}, "takes pages of 8 keys or more, not of 4"),
-        ({"batch": 65536}, "takes 65535 sequences of 2**31 - 1 keys at the most, not 65536 of 4096"),
+        ({"batch": 65536}, "takes 65535 sequences of 1073741824 keys at the most, not 65536 of 4096"),
+        # Of more it would leave out the first: a window that ends nowhere is so long.
+        ({"capacity": 2**30 + 1}, "takes 65535 sequences of 1073741824 keys at the most, not 4 of 1073741825"),
     ],
 )
 def test_refusals(changes: dict[str, object], words: str, builds: None) -> None:
@@ -153,3 +155,19 @@ def test_lanes_find_their_keys(dim: int, box: int, monkeypatch: pytest.MonkeyPat
             first, sub = key // 64 * 64, key % 64 // 16
             lane = of.lane_place(first + key % 16, column // 8 % 2)
             assert of.block(lane, {}, sub, column // 16 * 16, False) == place
+
+
+@pytest.mark.parametrize("page_size", [None, 8, 64])
+def test_shapes_may_all_be_symbols(page_size: int | None, builds: None) -> None:
+    """Under torch.compile(dynamic=True) head dims and page sizes are, which no function takes whose answers are kept."""
+
+    def taken(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        (batch, queries, heads_q, dim), (_, keys, heads_kv, _) = q.shape, k.shape
+        sizes = {"batch": batch, "queries": queries, "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": dim}
+        problem = replace(PLAIN, **sizes, head_dim_v=dim, capacity=4 * keys, page_size=None if page_size is None else keys)
+        return q + 1 if BACKEND.supports(problem) is None else q
+
+    compiled = torch.compile(taken, fullgraph=True, dynamic=True, backend="eager")
+    for batch in (2, 5):
+        q, k = (torch.zeros(batch, size, 8, 128, dtype=BF16) for size in (1, page_size or 64))
+        assert torch.equal(compiled(q, k), q + 1)

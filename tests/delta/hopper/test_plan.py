@@ -16,14 +16,14 @@ from warploom.delta import hopper, registry  # noqa: F401  (registry fills the d
 from warploom.delta.hopper.config import PREPARE_SOURCES, WALK_SOURCES, PrepareConfig, WalkConfig
 from warploom.delta.hopper.plan import LONGEST, modules_of, named_set, prepare, walk
 from warploom.delta.problem import DeltaCall, StepArgs
-from warploom.runtime import dispatch, module_spec, modules
+from warploom.runtime import dispatch, module_spec, modules, traced
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper that is the CPU, where modules can be built."""
     monkeypatch.setattr(DeltaCall, "device", "cuda")
-    monkeypatch.setattr(hopper, "_found", set())
+    monkeypatch.setattr(hopper, "_found", traced.Found())
     monkeypatch.setattr(modules, "cannot_run", lambda: None)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
 

@@ -16,7 +16,7 @@ from warploom.linear import hopper, reference, registry  # noqa: F401  (registry
 from warploom.linear.hopper.config import SOURCES, WalkConfig
 from warploom.linear.hopper.plan import config, configs, named_set, width
 from warploom.linear.problem import LinearCall
-from warploom.runtime import dispatch, module_spec, modules
+from warploom.runtime import dispatch, module_spec, modules, traced
 
 PROCESSORS = 132
 
@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper that is the CPU, where modules can be built."""
     monkeypatch.setattr(LinearCall, "device", "cuda")
     monkeypatch.setattr(hopper, "_processors", lambda index: PROCESSORS)
-    monkeypatch.setattr(hopper, "_found", set())
+    monkeypatch.setattr(hopper, "_found", traced.Found())
     monkeypatch.setattr(modules, "cannot_run", lambda: None)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
 

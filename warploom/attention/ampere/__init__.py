@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from warploom.attention.ampere.plan import ARCHS, config
+from warploom.attention.ampere.plan import ARCHS, config, tile_dim
 from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
-from warploom.runtime import dispatch, machine, modules
+from warploom.runtime import dispatch, machine, modules, traced
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ NAME = "ampere"
 MEANT_FOR = ((8, 0), (8, 6), (8, 7), (8, 9))
 
 
+@traced.constant
 def _examine() -> str | None:
     """Why this machine cannot run it."""
     if not _capabilities():
@@ -35,6 +36,7 @@ def _device_refusal() -> str | None:
     return modules.driver_refusal()
 
 
+@traced.constant
 def _others() -> str | None:
     """Why it does not run unasked here."""
     others = sorted(set(_capabilities()) - set(MEANT_FOR))
@@ -52,6 +54,7 @@ def _capabilities() -> tuple[tuple[int, int], ...]:
     return machine.capabilities()
 
 
+@traced.constant
 def _module_refusal(*fields: Any) -> str | None:
     """Why the module of a call with these Features can be neither loaded nor built here."""
     if modules.cannot_build() is None:
@@ -59,11 +62,6 @@ def _module_refusal(*fields: Any) -> str | None:
     # Devices of one machine may differ; what their modules need does not, but for the tiling.
     spec = config(_capabilities()[0], Features(*fields)).spec
     return None if modules.loaded(spec) is not None else modules.absence(spec)
-
-
-# torch.compile runs these while it traces and keeps their answers; see warploom.attention.hopper.
-for _function in (_examine, _others, _module_refusal):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _next(args: AttentionArgs, backward: bool) -> Backend:
@@ -101,7 +99,9 @@ class Ampere(Backend):
             return "has no bias"
         if problem.backward and dispatch.following(NAME, problem) is None:
             return "has no backward pass of its own, and no other implementation takes this one"
-        return _module_refusal(*Features.of(problem))
+        dtype, head_dim, head_dim_v, *flags = Features.of(problem)
+        dim = tile_dim(head_dim, head_dim_v)  # a constant, where head dims are a tracer's symbols
+        return _module_refusal(dtype, dim, dim, *flags)
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""

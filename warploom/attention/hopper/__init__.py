@@ -24,10 +24,11 @@ from warploom.attention.hopper.plan import (
     is_short,
     takes_columns,
     takes_dropout,
+    tile_dims,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
@@ -39,11 +40,6 @@ if TYPE_CHECKING:
 
 NAME = "hopper"
 MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
-
-
-def _examine() -> str | None:
-    """Why this machine cannot run it, found out once."""
-    return modules.cannot_run()
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -60,32 +56,27 @@ def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
         return "has no kernel for this column mask"
     if not takes_dropout(features):
         return "has no kernel for dropout beside a softcap"
-    return _module_refusal(short, True, *features)
+    return _absence(short, True, features)
 
 
+def _absence(length: bool, backward: bool, features: Features) -> str | None:
+    """As ``_module_refusal``, to which a tracer takes constants alone: a call's head dims may be symbols, its tile's not."""
+    dtype, head_dim, head_dim_v, *flags = features
+    return _module_refusal(length, backward, dtype, *tile_dims(head_dim, head_dim_v), *flags)
+
+
+@traced.constant
 def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
-    """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice.
+    """Why the module can be neither loaded nor built here.
 
     ``length``: whether the call is long, of a backward pass whether it is short. ``fields`` are those of its Features, one by
     one: torch.compile hands a NamedTuple over without its items.
     """
-    key = (length, backward, *fields)
-    if key in _found or modules.cannot_build() is None:
-        return None
-    features = Features(*fields)
-    missing = modules.absence((backward_config if backward else config)(features, length).spec)
-    if missing is not None:
-        return missing
-    _found.add(key)
-    return None
+    variant = backward_config if backward else config
+    return _found.refusal((length, backward, *fields), lambda: [variant(Features(*fields), length).spec])
 
 
-_found: set[tuple[object, ...]] = set()
-
-# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
-# import costs a second.
-for _function in (_examine, _module_refusal):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+_found = traced.Found()
 
 
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
@@ -102,7 +93,7 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
         return False
     if (features.columns and not takes_columns(features)) or not takes_dropout(features):
         return False
-    return _module_refusal(short, True, *features) is None
+    return _absence(short, True, features) is None
 
 
 def _next(args: AttentionArgs, backward: bool) -> Backend:
@@ -128,7 +119,7 @@ class Hopper(Backend):
     name = NAME
 
     def available(self) -> str | None:
-        return _examine()
+        return traced.cannot_run()
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""
@@ -155,7 +146,7 @@ class Hopper(Backend):
         long = False
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
-        return _module_refusal(long, False, *Features.of(problem))
+        return _absence(long, False, Features.of(problem))
 
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
@@ -175,13 +166,18 @@ class Hopper(Backend):
         return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
 
     def describe(self, problem: AttentionProblem) -> str:
-        """The module, its state, and the backward's."""
+        """The module, its state, and the backward's, or who runs that, and why."""
         variant = _variant(problem)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
-        if problem.backward and _no_backward(problem) is None:
-            words += f"; backward {backward_config_for(problem).name}"
-            if problem.layout == "dense":
-                words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
+        if not problem.backward:
+            return words
+        refused = _no_backward(problem)
+        if refused is not None:
+            beside = dispatch.following(NAME, problem)
+            return words if beside is None else f"{words}; backward by {beside.name}: {refused}"
+        words += f"; backward {backward_config_for(problem).name}"
+        if problem.layout == "dense":
+            words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
         return words
 
     def warm(self, args: AttentionArgs) -> None:

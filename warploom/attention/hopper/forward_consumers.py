@@ -202,28 +202,9 @@ class Consumers(BiasedScores):
         scales: Any = None,
     ) -> Rows:
         """What warpgroup ``group`` keeps."""
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
-        acc_o = mma_pv.make_fragment_C(thr_pv.partition_shape_C((64, self.config.head_dim_v)))
+        acc_o = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.config.head_dim_v)))
         return Rows(
-            shared=shared,
-            group=group,
-            multiplier=multiplier,
-            cap_in=cap_in,
-            mma_qk=mma_qk,
-            mma_pv=mma_pv,
-            q=mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
-            k=mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
-            v=mma_pv.make_fragment_B(thr_pv.partition_B(transposed(shared.v))),
-            p=mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
-            acc_s=acc_s,
-            acc_o=acc_o,
-            rows_s=accumulator_rows(acc_s, self.tile_n),
-            rows_o=accumulator_rows(acc_o, self.config.head_dim_v),
-            row_max=cute.make_rmem_tensor(2, Float32),
-            row_sum=cute.make_rmem_tensor(2, Float32),
-            correction=cute.make_rmem_tensor(2, Float32),
-            limits=cute.make_rmem_tensor((2, 2), Int32),
+            **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, transposed(shared.v), acc_o),
             mask_words=cute.make_rmem_tensor(2, Int32),
             mask_ring=cute.make_rmem_tensor(2, Int32),
             dropout=dropout_of(dropout),
@@ -231,6 +212,33 @@ class Consumers(BiasedScores):
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
             alibi=self.alibi(bias, shared),
         )
+
+    def common_rows(
+        self, shared: Any, mma_qk: Any, mma_pv: Any, group: Any, multiplier: Any, cap_in: Any, v: Any, acc_o: Any
+    ) -> dict[str, Any]:
+        """What a warpgroup keeps of operands of any kind: ``v`` as PV takes it, and the accumulator of O."""
+        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
+        return {
+            "shared": shared,
+            "group": group,
+            "multiplier": multiplier,
+            "cap_in": cap_in,
+            "mma_qk": mma_qk,
+            "mma_pv": mma_pv,
+            "q": mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
+            "k": mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
+            "v": mma_pv.make_fragment_B(thr_pv.partition_B(v)),
+            "p": mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
+            "acc_s": acc_s,
+            "acc_o": acc_o,
+            "rows_s": accumulator_rows(acc_s, self.tile_n),
+            "rows_o": accumulator_rows(acc_o, self.config.head_dim_v),
+            "row_max": cute.make_rmem_tensor(2, Float32),
+            "row_sum": cute.make_rmem_tensor(2, Float32),
+            "correction": cute.make_rmem_tensor(2, Float32),
+            "limits": cute.make_rmem_tensor((2, 2), Int32),
+        }
 
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
         """Nothing seen yet of the tile's rows."""

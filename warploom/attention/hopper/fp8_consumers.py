@@ -21,7 +21,7 @@ from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.kernels.cute.instructions import exp2, pack_e4m3
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite
-from warploom.kernels.cute.wgmma import accumulator_rows, gemm, part_of, words
+from warploom.kernels.cute.wgmma import gemm, part_of, words
 
 # P is 2^(score - reference), at most 2^TOP: below 448, e4m3's largest. A row's reference is set TOP - HEADROOM, a whole number,
 # below its maximum, whose P is then exact, and again where the maximum has grown by more than HEADROOM.
@@ -57,35 +57,11 @@ class Fp8Consumers(Consumers):
         scales: Any = None,
     ) -> Fp8Rows:
         """What warpgroup ``group`` keeps."""
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
-        partial = mma_pv.make_fragment_C(thr_pv.partition_shape_C((64, self.pv_columns)))
+        partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns)))
         acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
         return Fp8Rows(
-            shared=shared,
-            group=group,
-            multiplier=multiplier,
-            cap_in=cap_in,
-            mma_qk=mma_qk,
-            mma_pv=mma_pv,
-            q=mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
-            k=mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
-            v=mma_pv.make_fragment_B(thr_pv.partition_B(shared.v)),
-            p=mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
-            acc_s=acc_s,
-            acc_o=acc_o,
-            rows_s=accumulator_rows(acc_s, self.tile_n),
-            rows_o=accumulator_rows(acc_o, self.config.head_dim_v),
-            row_max=cute.make_rmem_tensor(2, Float32),
-            row_sum=cute.make_rmem_tensor(2, Float32),
-            correction=cute.make_rmem_tensor(2, Float32),
-            limits=cute.make_rmem_tensor((2, 2), Int32),
-            mask_words=None,
-            mask_ring=None,
-            dropout=None,
-            tile=None,
-            kept_words=None,
-            alibi=None,
+            **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
+            **dict.fromkeys(("mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi")),
             scales=scales,
             partial=partial,
             query_scale=cute.make_rmem_tensor(1, Float32),

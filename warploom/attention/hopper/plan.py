@@ -49,7 +49,7 @@ LONG = 2048
 BRIEF = 80
 SQUARE = range(193, 257)
 FEW = 4096
-# (head_dim, head_dim_v) of the tile; smaller head dims run in the next larger one by TMA bounds.
+# (head_dim, head_dim_v) of the tile, in order; smaller head dims run in the next larger one by TMA bounds.
 TILINGS = {
     # 16384 keys full: with ping-pong 589 TFLOP/s, without 551. 1024 keys causal: 256x64 363, 192x128 327.
     (64, 64): Tiling(
@@ -85,8 +85,8 @@ BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"right": True, "left"
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The smallest tile that holds both head dims: rounded here and nowhere else."""
-    return min(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
+    """The smallest tile that holds both head dims, which is the first: rounded here and nowhere else."""
+    return next(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
 
 
 @cache
@@ -254,7 +254,7 @@ def is_short(seqlen_q: int, grouped: bool) -> bool:
 
 def backward_dims(features: Features) -> tuple[int, int]:
     """Head dims of the backward's tile that holds a call's."""
-    return min(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
+    return next(dims for dims in BACKWARD_TILES if dims[0] >= features.head_dim and dims[1] >= features.head_dim_v)
 
 
 def takes_columns(features: Features) -> bool:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     features.add_argument("--softcap", type=float, default=0.0, metavar="C")
     features.add_argument("--sink", action="store_true", help="a sink logit for each head")
     features.add_argument("--bias", choices=("alibi", "relative", "key", "tensor"), help="an additive bias of this kind")
-    features.add_argument("--bias-grad", action="store_true", help="which has a gradient, with --backward")
+    features.add_argument("--bias-grad", action="store_true", help="with --bias and --backward: the bias has a gradient")
     features.add_argument("--dropout", type=float, default=0.0, metavar="P")
     features.add_argument("--backward", action="store_true", help="gradients are needed")
     features.add_argument("--deterministic", action="store_true", help="bitwise equal run to run")

@@ -9,9 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warploom.decode.backend import DecodeBackend
-from warploom.decode.hopper.plan import DTYPES, HEAD_DIMS, LEAST_HEADS, MOST_ROWS, VARIANTS, config, page_size
+from warploom.decode.hopper.plan import (
+    DTYPES,
+    HEAD_DIMS,
+    LEAST_BOX,
+    LEAST_HEADS,
+    MOST_ROWS,
+    VARIANTS,
+    config,
+    page_size,
+    tile_dim,
+)
 from warploom.decode.problem import DecodeProblem
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, modules, traced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,36 +31,25 @@ if TYPE_CHECKING:
 
 NAME = "hopper"
 MOST_SEQUENCES = 65535  # of a grid's second dimension
+MOST_KEYS = 1 << 30  # of a sequence: a window that ends nowhere is so long (base.FAR)
 
 
-def _examine() -> str | None:
-    """Why this machine cannot run it, found out once."""
-    return modules.cannot_run()
-
-
+@traced.constant
 def _module_refusal(*fields: Any) -> str | None:
-    """Why the module can be neither loaded nor built here; of those that the cache has, none is looked for twice."""
-    if fields in _found or modules.cannot_build() is None:
-        return None
-    missing = modules.absence(config(*fields).spec)
-    if missing is not None:
-        return missing
-    _found.add(fields)
-    return None
+    """Why there is no kernel, or its module can be neither loaded nor built here."""
+    if config(*fields) not in VARIANTS:
+        return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
+    return _found.refusal(fields, lambda: [config(*fields).spec])
 
 
-_found: set[tuple[object, ...]] = set()
-
-# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
-# import costs a second.
-for _function in (_examine, _module_refusal):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+_found = traced.Found()
 
 
 def _described(p: DecodeProblem) -> tuple[Any, ...]:
-    """What the variant of a problem depends on."""
+    """What the variant of a problem depends on: constants, where shapes are a tracer's symbols."""
     one = p.page_size == p.capacity  # a table of one column
-    return p.dtype, p.head_dim, p.head_dim_v, page_size(p.page_size, one), p.softcap, p.sink
+    dim = tile_dim(p.head_dim, p.head_dim_v)
+    return p.dtype, dim, dim, page_size(p.page_size, one), p.softcap, p.sink
 
 
 class Hopper(DecodeBackend):
@@ -61,7 +60,7 @@ class Hopper(DecodeBackend):
     device = "cuda"
 
     def available(self) -> str | None:
-        return _examine()
+        return traced.cannot_run()
 
     def declines(self) -> str | None:
         """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
@@ -90,12 +89,10 @@ class Hopper(DecodeBackend):
             return f"takes up to {MOST_ROWS} queries × heads of a key head, not {p.queries * p.heads_q // p.heads_kv}"
         if p.heads_kv < LEAST_HEADS:
             return f"takes {LEAST_HEADS} key heads or more, not {p.heads_kv}"
-        if p.page_size is not None and p.page_size < 8:
-            return f"takes pages of 8 keys or more, not of {p.page_size}"
-        if p.capacity >= 2**31 or p.batch > MOST_SEQUENCES:
-            return f"takes {MOST_SEQUENCES} sequences of 2**31 - 1 keys at the most, not {p.batch} of {p.capacity}"
-        if config(*_described(p)) not in VARIANTS:
-            return "has no kernel yet for these dims, dtype, pages, softcap and sink together"
+        if p.page_size is not None and p.page_size < LEAST_BOX:
+            return f"takes pages of {LEAST_BOX} keys or more, not of {p.page_size}"
+        if p.capacity > MOST_KEYS or p.batch > MOST_SEQUENCES:
+            return f"takes {MOST_SEQUENCES} sequences of {MOST_KEYS} keys at the most, not {p.batch} of {p.capacity}"
         return _module_refusal(*_described(p))
 
     def describe(self, problem: DecodeProblem) -> str:

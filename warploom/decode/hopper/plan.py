@@ -12,7 +12,7 @@ DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LEAST = 256  # keys of a split, at least
 MOST_ROWS = 16  # queries × heads of a group; past it Triton's kernel has the better tiles
 LEAST_HEADS = 8  # of keys: of fewer the splits of one cluster leave multiprocessors without work
-MOST_BOX = 16  # keys of a TMA box of pages
+LEAST_BOX, MOST_BOX = 8, 16  # keys of a TMA box of pages
 HEAD_DIMS = (64, 128)  # of tiles; smaller ones run in them by TMA bounds
 
 # What there is. Each was compared with a reference on an H200; a combination joins when it has been.
@@ -34,7 +34,12 @@ def page_size(keys: int | None, one: bool) -> int | None:
     """
     if keys is None:
         return None
-    return MOST_BOX if one else min(keys, MOST_BOX)
+    return MOST_BOX if one or keys >= MOST_BOX else LEAST_BOX
+
+
+def tile_dim(head_dim: int, head_dim_v: int) -> int:
+    """The smallest tile that holds both head dims."""
+    return next(dim for dim in HEAD_DIMS if max(head_dim, head_dim_v) <= dim)
 
 
 @cache
@@ -42,7 +47,7 @@ def config(
     dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, softcap: bool = False, sink: bool = False
 ) -> DecodeConfig:
     """The variant of a call, which VARIANTS may lack; ``page_size`` as the function of this name has it."""
-    dim = next(dim for dim in HEAD_DIMS if max(head_dim, head_dim_v) <= dim)
+    dim = tile_dim(head_dim, head_dim_v)
     plain = DecodeConfig(DTYPES[dtype], dim, softcap=softcap, sink=sink)
     return (
         plain if page_size is None else DecodeConfig(DTYPES[dtype], dim, box=page_size, paged=True, softcap=softcap, sink=sink)

@@ -13,7 +13,7 @@ import torch
 
 from warploom.delta.backend import DeltaBackend
 from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of, width
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, modules, traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,28 +26,13 @@ NAME = "hopper"
 _DTYPES = {torch.bfloat16: "bfloat16"}
 
 
-def _examine() -> str | None:
-    """Why this machine cannot run it."""
-    return modules.cannot_run()
-
-
+@traced.constant
 def _module_refusal(dtype: str, width: int) -> str | None:
-    """Why a module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
-    if (dtype, width) in _found or modules.cannot_build() is None:
-        return None
-    for variant in modules_of(dtype, width):
-        missing = modules.absence(variant.spec)
-        if missing is not None:
-            return missing
-    _found.add((dtype, width))
-    return None
+    """Why a module can be neither loaded nor built here."""
+    return _found.refusal((dtype, width), lambda: [variant.spec for variant in modules_of(dtype, width)])
 
 
-_found: set[tuple[str, int]] = set()
-# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
-# import costs a second.
-for _function in (_examine, _module_refusal):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+_found = traced.Found()
 
 
 def _kernels_refusal(call: DeltaCall) -> str | None:
@@ -72,7 +57,7 @@ class Hopper(DeltaBackend):
     special = True
 
     def available(self) -> str | None:
-        return _examine()
+        return traced.cannot_run()
 
     def wavers(self, problem: DeltaCall | None = None) -> bool:
         """Where it builds no modules, another process may; nothing else that it refuses changes."""

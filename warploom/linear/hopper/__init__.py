@@ -15,7 +15,7 @@ import torch
 
 from warploom.linear.backend import LinearBackend
 from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, WIDTHS, blocks, configs, width
-from warploom.runtime import dispatch, modules
+from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NAME = "hopper"
 
 
+@traced.constant
 def _examine() -> str | None:
     """Why this machine cannot run it."""
     if find_spec("triton") is None:
@@ -33,19 +34,13 @@ def _examine() -> str | None:
     return modules.cannot_run()
 
 
+@traced.constant
 def _module_refusal(width: int, normalize: bool) -> str | None:
-    """Why a module can be neither loaded nor built here; of names that the cache has, none is looked at twice."""
-    if (width, normalize) in _found or modules.cannot_build() is None:
-        return None
-    for variant in configs(width, normalize):
-        missing = modules.absence(variant.spec)
-        if missing is not None:
-            return missing
-    _found.add((width, normalize))
-    return None
+    """Why a module can be neither loaded nor built here."""
+    return _found.refusal((width, normalize), lambda: [variant.spec for variant in configs(width, normalize)])
 
 
-_found: set[tuple[int, bool]] = set()
+_found = traced.Found()
 
 
 @cache
@@ -53,15 +48,10 @@ def _properties(index: int | None) -> Any:
     return torch.cuda.get_device_properties(index)
 
 
+@traced.constant
 def _processors(index: int | None) -> int:
     """Streaming multiprocessors of a device."""
     return int(_properties(index).multi_processor_count)
-
-
-# torch.compile runs these while it traces and keeps their answers, as torch.compiler.assume_constant_result has it, whose
-# import costs a second.
-for _function in (_examine, _module_refusal, _processors):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _beside(call: LinearCall) -> Backend:

@@ -1,0 +1,78 @@
+"""The short way of a decode call, with the CPU's implementation in the place of a GPU's: which calls go by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from warploom.decode import api, cpu, triton
+from warploom.decode.api import decode
+from warploom.decode.cache import KVCache
+from warploom.decode.problem import DecodeArgs
+from warploom.runtime import dispatch
+
+Short = list[tuple[int, ...]]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Short:
+    """Shapes of q of calls that went by it."""
+    found: Short = []
+
+    def bind(args: DecodeArgs) -> Any:
+        def run(q: Tensor, sink: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor]:
+            found.append(tuple(q.shape))
+            return cpu.BACKEND.forward(args._replace(q=q, sink=sink))
+
+        return run
+
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    for name, value in {"refusal": lambda *_, **__: None, "forward": cpu.BACKEND.forward, "bind": bind}.items():
+        monkeypatch.setattr(triton.BACKEND, name, value)
+    dispatch.strict(False)
+    return found
+
+
+def drawn() -> tuple[Tensor, KVCache]:
+    cache = KVCache.allocate(2, 16, 2, 8, dtype=torch.float32)
+    cache.append(torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8))
+    return torch.randn(2, 1, 4, 8), cache
+
+
+def test_the_second_call_of_a_kind_goes_by_it(short: Short) -> None:
+    q, cache = drawn()
+    want = decode(q, cache, backend="reference")
+    for count in range(3):
+        torch.testing.assert_close(decode(q, cache, backend="triton"), want)
+        assert len(short) == count
+
+
+def test_a_query_elsewhere_is_refused_as_before(short: Short) -> None:
+    """Of the same shape: its address would be read on the cache's device."""
+    q, cache = drawn()
+    for _ in range(2):
+        decode(q, cache, backend="triton")
+    with pytest.raises(ValueError, match="q is on"):
+        decode(q.to("meta"), cache, backend="triton")
+    assert len(short) == 1
+
+
+def test_checked_contents_are_looked_at_every_time(short: Short, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache = drawn()
+    for _ in range(2):
+        decode(q, cache, backend="triton")
+    cache.lengths.fill_(17)
+    monkeypatch.setenv("WARPLOOM_CHECK", "1")
+    with pytest.raises(ValueError, match="lengths must be from 0 to the 16 keys"):
+        decode(q, cache, backend="triton")
+
+
+def test_numbers_that_never_come_again_do_not_pile_up(short: Short) -> None:
+    """A scale that a program draws anew for every call, say."""
+    q, cache = drawn()
+    for n in range(3 * api.MOST_READY):
+        decode(q, cache, scale=1.0 + n, backend="triton")
+    assert len(cache.ready) <= api.MOST_READY and not short
