@@ -271,12 +271,15 @@ class Judge:
         self.batches = torch.tensor(sorted({0, shape.batch // 2, shape.batch - 1}), device=tokens.now.device)
         kinds = [tokens.parts(kind) for kind in tokens.kinds]
         for layer in (0, shape.layers - 1):
-            held = []
-            for which, cache in ((1, caches.k), (2, caches.v)):
-                new = torch.stack([kind[which][layer, self.batches, 0] for kind in kinds], 1)[:, steps]
-                held.append(torch.cat([cache[layer, self.batches, : shape.keys], new], 1))
+            k, v = (
+                torch.cat([cache[layer, self.batches, : shape.keys], torch.stack(new, 1)[:, steps]], 1)
+                for cache, new in (
+                    (caches.k, [kind[1][layer, self.batches, 0] for kind in kinds]),
+                    (caches.v, [kind[2][layer, self.batches, 0] for kind in kinds]),
+                )
+            )
             lengths = torch.full((len(self.batches),), shape.keys + shape.steps, dtype=torch.int32, device=steps.device)
-            self.wanted.append((last[layer, self.batches], KVCache(*held, lengths)))
+            self.wanted.append((last[layer, self.batches], KVCache(k, v, lengths)))
 
     def __call__(self, outs: Outs) -> float:
         """The larger error; the caches forget what the contender appended."""
