@@ -136,8 +136,10 @@ def test_cases() -> None:
     for other in ("B2 KV16k 64/1", "B8 KV8k 16/2 D64", "B4 KV8k 16/8 D256", "B128 KV1k 32/8", "B32 KV4k 40/8"):
         assert other in names
     assert {"FP8 cache, B1 KV64k 16/8 D256", "latent, B64 KV4k 128/1", "B4 KV8k 32/8, 4 queries"} <= set(names)
-    assert all(case.seconds is not None and case.seconds >= 1 for case in cases)
-    assert sum(case.seconds or 0 for case in cases if "," not in case.name) <= 100
+    reckoned = {case.name: case.seconds or 0.0 for case in cases}
+    assert min(reckoned.values()) > 0
+    # The captured calls of bf16 caches fit a budget of 100.
+    assert sum(n for name, n in reckoned.items() if "," not in name) <= 100
 
 
 def row(case: str, amount: float = 1e6, **ms: float) -> dict[str, Any]:
