@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
 EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
-EVERY += ["--suite", "fp8", "--suite", "training"]
+EVERY += ["--suite", "fp8", "--suite", "training", "--suite", "serving"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -31,7 +32,8 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph")}
     wanted |= {("linear", f"{each}, delta rule") for each in ("forward", "backward", "graph")}
     wanted |= {("linear", f"{each}, decay a {kind}") for each in ("forward", "backward") for kind in ("head", "token")}
-    wanted |= {("decode", "graph"), ("fp8", "forward"), ("fp8", "quantising"), ("training", "step")}
+    wanted |= {("decode", f"graph{each}") for each in ("", ", FP8 cache", ", latent", ", prefill over pages")}
+    wanted |= {("serving", "step"), ("fp8", "forward"), ("fp8", "quantising"), ("training", "step")}
     assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
@@ -59,7 +61,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
     assert run["rows"] == [] and "tree, B1 S256 H2 D16" in run["left_out"]
-    assert len(run["left_out"]) == 2 + 3 + 14 + 1 + 5 + 2 + 1
+    assert len(run["left_out"]) == 2 + 3 + 14 + 5 + 5 + 2 + 1 + 1
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(
@@ -121,8 +123,11 @@ def test_warming_survives_a_case_that_fails(monkeypatch: pytest.MonkeyPatch, cap
 def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "--suite", "masks", "--suite", "decode", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == 56 + 7 + 1 and "masks   window 1024, B1 S32768 H64/8 D128" in names
-    assert names[-1].startswith("about ") and "56 cases" in names[-1]
+    assert len(names) == 56 + 51 + 2
+    for name in ("masks   window 1024, B1 S32768 H64/8 D128", "decode  B1 KV8k 32/8", "decode  B4 KV8k 32/8, 4 queries"):
+        assert any(re.fullmatch(re.escape(name) + r"  \(\d+ s\)", line) for line in names), name
+    for line, count in zip(names[-2:], ("56 cases of the masks", "51 cases of the decode"), strict=True):
+        assert line.startswith("about ") and count in line
     assert main(["bench", "--list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 18 + 10 + 3
 
@@ -188,8 +193,8 @@ def test_report_of_made_up_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
         "| FlexAttention over ours, mean | 1.70 | 1.00 | missed |",
         "| cuDNN-Flex over ours, mean | 1.05 | – | not measured |",
         "| 30 us over a mask from lengths on the device, the worst | 1.00 | 1.50 | met |",
-        "| cuDNN over ours, B1 KV8k | 1.20 | 1.25 | met |",
-        "| contiguous over paged, the worst case | 0.90 | – | not measured |",
+        "| cuDNN over ours, B1 KV8k 32/8 | 1.25 | 1.25 | met |",
+        "| contiguous over pages of 16, the worst | 0.97 | – | not measured |",
         "| a | 1.00 ms, 400 TFLOP/s | 2.00 ms, 200 TFLOP/s (2.00×) |",
         "| c | 1.00 ms, 400 TFLOP/s | wrong |",
         "| B1 KV8k 32/8 | 20.0 us | 25.0 us (1.25×) |",
@@ -448,3 +453,19 @@ def test_the_report_of_this_repository_is_the_one_that_is_committed(tmp_path: Pa
         assert page.read_text() == (root / "docs" / page.relative_to(tmp_path)).read_text(), page
     drawn = {page.name for page in pages if page.name.startswith("performance-")}
     assert drawn == {path.name for path in (root / "docs" / "images").glob("performance-*")}, "a picture of no run"
+
+
+@pytest.mark.gpu
+def test_decode_and_serving_on_a_gpu(tmp_path: Path) -> None:
+    """Small shapes, captured: none of ours is wrong or refused but for the Hopper kernel, which has none of these heads."""
+    out = tmp_path / "run.json"
+    command = ["bench", "--device", "cuda", "--quick", "--repeats", "2", "--suite", "decode", "--suite", "serving"]
+    assert main([*command, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 6 and not any("failed" in row for row in rows), rows
+    for row in rows:
+        for name, found in row["contenders"].items():
+            if name.startswith("warploom") and name != "warploom, hopper":
+                assert "ms" in found, (row["case"], name, found)
+            assert name != "warploom, hopper" or "wrong" not in found, (row["case"], found)
+    assert all("floor_ms" in row for row in rows if row["measure"] in ("graph", "graph, latent"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean as mean
 from typing import Any
 
-from warploom.bench import mask_bars
+from warploom.bench import decode_bars, mask_bars
 from warploom.bench.mask_bars import Bar, Row
 
 
@@ -122,26 +122,6 @@ def _hopper_backward(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
-def _smallest_decode(rows: Sequence[Row]) -> list[Bar]:
-    cudnn = ratios(rows, "cuDNN").items()
-    return [("cuDNN over ours, B1 KV8k", 1.2, next((ratio for case, ratio in cudnn if "B1 KV8k" in case), None))]
-
-
-def _decode(rows: Sequence[Row]) -> list[Bar]:
-    cudnn = ratios(rows, "cuDNN")
-    paged = [
-        row["contenders"]["warploom"]["ms"] / found["ms"]
-        for row in rows
-        for name, found in row["contenders"].items()
-        if name.startswith("warploom, pages") and "ms" in found
-    ]
-    return [
-        ("cuDNN over ours, the worst contiguous case", 0.97, min(cudnn.values(), default=None)),
-        *_smallest_decode(rows),
-        ("contiguous over paged, the worst case", 0.9, min(paged, default=None)),
-    ]
-
-
 def _linear(least: float) -> Callable[[Sequence[Row]], list[Bar]]:
     def bars(rows: Sequence[Row]) -> list[Bar]:
         found = list(better(rows, ("fla",)).values())
@@ -221,9 +201,7 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     **mask_bars.BARS,
     ("dense", "forward"): _dense(_hopper_forward),
     ("dense", "backward"): _dense(_hopper_backward),
-    ("decode", "graph"): _decode,
-    ("decode", "eager"): _smallest_decode,
-    ("decode", "graph, a layer"): _smallest_decode,
+    **decode_bars.BARS,
     ("linear", "forward"): _linear_forward,
     ("linear", "forward, normalized"): _linear_normalized,
     ("linear", "backward"): _linear(1.7),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from warploom import gated_delta_rule, gated_delta_step
 from warploom.bench import peers
-from warploom.bench.decode import capture
+from warploom.bench.captured import capture
 from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host
 from warploom.bench.linear import copy_of
 from warploom.bench.recurrence import Rule, last_key_head

@@ -33,10 +33,11 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Own:
-    """The check and the FLOPs of a contender that is a call of its own."""
+    """The check, the FLOPs and the bytes of a contender that is a call of its own."""
 
     check: Callable[[Any], float]
     flops: float | None = None
+    bytes: float | None = None  # None: the comparison's
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Comparison:
     clock: Clock | None = None  # measures the calls; None: the run's timer, the time on the device
     own: dict[str, Own] = field(default_factory=dict)  # contenders that compute something else, to compare speeds with
     verdict: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None  # what follows from the contenders' rows
+    tokens: int | None = None  # what is measured makes so many
+    latency: float | None = None  # seconds of an empty call: with `bytes` at the rate of a copy, no call is faster
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Timer:
 
     def __init__(self, device: torch.device, seconds: float = SECONDS) -> None:
         self.device, self.seconds = device, seconds
+        self.copy_gb_s: float | None = None  # of a large copy on this device, once somebody measured it
         self.scratch = None
         if device.type == "cuda":
             self.scratch = torch.randint(0, 9, (FLUSH_BYTES // 4,), dtype=torch.int32, device=device)
@@ -216,14 +220,25 @@ def compare(comparison: Comparison, timer: Timer) -> dict[str, Any]:
         flops = comparison.own[name].flops if name in comparison.own else comparison.flops
         if flops is not None:
             timed["tflops"] = flops / timed["ms"] / 1e9
-        if comparison.bytes is not None:
-            timed["gb_s"] = comparison.bytes / timed["ms"] / 1e6
+        own_bytes = comparison.own[name].bytes if name in comparison.own else None
+        moved = comparison.bytes if own_bytes is None else own_bytes
+        if moved is not None:
+            timed["gb_s"] = moved / timed["ms"] / 1e6
+        if comparison.tokens is not None:
+            timed["tokens_s"] = comparison.tokens / timed["ms"] * 1e3
         found[name].update(timed)
     amounts = {"flops": comparison.flops, "bytes": comparison.bytes}
+    if comparison.latency is not None and comparison.bytes is not None and timer.copy_gb_s is not None:
+        amounts["floor_ms"] = floor_ms(comparison.latency, comparison.bytes, timer.copy_gb_s)
     row: dict[str, Any] = {**{n: x for n, x in amounts.items() if x is not None}, **comparison.more, "contenders": found}
     if comparison.verdict is not None:
         row["verdict"] = comparison.verdict(found)
     return row
+
+
+def floor_ms(latency: float, amount: float, copy_gb_s: float) -> float:
+    """Milliseconds that a call takes at the least: those of an empty one, and its bytes at the rate of a copy."""
+    return latency * 1e3 + amount / copy_gb_s / 1e6
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warploom import LinearState, linear_attention, linear_attention_step
 from warploom.bench import peers
-from warploom.bench.decode import capture
+from warploom.bench.captured import capture
 from warploom.bench.harness import Call, Case, Comparison, WrongResult, first_line
 from warploom.bench.peers import NotHere
 from warploom.bench.reference import CHUNK, OneHead

@@ -13,8 +13,8 @@ from torch import Tensor
 import warploom
 from warploom.bench import peers
 from warploom.bench.calls import Shape, backward, forward, gradients, torch_sdpa
+from warploom.bench.captured import capture
 from warploom.bench.choice import Choice, chosen
-from warploom.bench.decode import capture
 from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host
 from warploom.bench.intervals import row_intervals
 from warploom.bench.mask_bars import CUDNN, DENSE, FLEX, NEW, PLAIN, UNMASKED, VECTORS, share, verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ from torch import Tensor
 from warploom.bench.harness import first_line
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+Masked = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # with a mask as SDPA takes it
 
 SDPA = {"cuDNN": "CUDNN_ATTENTION", "FA2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 
@@ -27,17 +30,23 @@ class NotHere(Exception):
     """A peer that this machine or call lacks; the message says why."""
 
 
-def sdpa(backend: str, causal: bool) -> Attention:
-    """torch's scaled_dot_product_attention held to one of its kernels."""
+def sdpa(backend: str, causal: bool, mask: Any = None) -> Attention:
+    """torch's scaled_dot_product_attention held to one of its kernels, with a mask as it takes them."""
+    attend = sdpa_of(backend, causal)
+    return lambda q, k, v: attend(q, k, v, mask)
+
+
+def sdpa_of(backend: str | None, causal: bool = False) -> Masked:
+    """As `sdpa`, of a mask that each call brings; None leaves the choice of the kernel to torch."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kind = getattr(SDPBackend, SDPA[backend])
+    kind = None if backend is None else getattr(SDPBackend, SDPA[backend])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         a, b, c = heads_first(q, k, v)
-        with sdpa_kernel(kind):
-            gqa = q.shape[2] != k.shape[2]
-            return torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=gqa).transpose(1, 2)
+        with nullcontext() if kind is None else sdpa_kernel(kind):
+            options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[2] != k.shape[2]}
+            return torch.nn.functional.scaled_dot_product_attention(a, b, c, **options).transpose(1, 2)
 
     return attend
 

@@ -21,10 +21,11 @@ HEADLINE = r"(D64|D128|D256) S16384 causal"  # 16k tokens in one sequence
 
 
 def rates(title: str, rows: Sequence[Row], roofs: Mapping[str, float]) -> str | None:
-    """TFLOP/s by case, or GB/s; None where the rows have neither, or are one case alone."""
+    """TFLOP/s by case, or GB/s, or tokens a second; None where the rows have none of them, or are one case alone."""
     for unit, what, roof in (
         ("tflops", "TFLOP/s of visible work, longer is faster", ("bf16 product", roofs["gemm_tflops"])),
         ("gb_s", "GB/s, longer is faster", None),
+        ("tokens_s", "tokens a second, longer is faster", None),
     ):
         found = [
             (

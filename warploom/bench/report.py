@@ -26,6 +26,7 @@ SUITES = {
     "dense": "Dense attention",
     "masks": "Column masks",
     "decode": "Decode",
+    "serving": "Serving loop",
     "linear": "Linear attention",
     "fp8": "FP8 attention",
     "training": "Training step",
@@ -37,6 +38,10 @@ MEASURES = {
     ("decode", "graph"): "Replayed from a graph",
     ("decode", "eager"): "Queued by the host",
     ("decode", "graph, a layer"): "A layer of a graph of many",
+    ("decode", "graph, FP8 cache"): "FP8 caches, replayed from a graph",
+    ("decode", "graph, latent"): "Latent caches, replayed from a graph",
+    ("decode", "graph, prefill over pages"): "Chunks of prompts over pages, replayed from a graph",
+    ("serving", "step"): "A step of all layers",
     ("linear", "graph"): "A step, replayed from a graph",
     ("linear", "host, decay"): "Host time of a call, decay",
     ("linear", "graph, delta rule"): "A step of the delta rule, replayed from a graph",
@@ -63,6 +68,10 @@ NOTES = {
     "call has one scale a tensor, and its result is in FP8 too.",
     ("fp8", "quantising"): "q, k and v, read once and written once.",
     ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
+    ("decode", "graph, FP8 cache"): '"warploom" reads a cache of e4m3, the others the same keys and values in bf16.',
+    ("decode", "graph, prefill over pages"): '"warploom" and FlashInfer read pages of 16 keys, the others contiguous keys.',
+    ("serving", "step"): "Wall time of a step: keys and values appended and attention of every layer, with what the host plans "
+    "for them.",
 }
 # What tells the kinds of files that have a section.
 KINDS = ("roofs", "processor", "agree", "trials", "loss", "call")
@@ -193,7 +202,8 @@ def _measure(title: str, name: str, run: Run, rows: list[Row], images: dict[str,
         stem = stem if stem.startswith(suite) else f"{stem}-{suite}"
         image = re.sub(r"[^\w-]+", "-", f"performance-{stem}-{measure}") + ".svg"
         images[image] = drawn
-        yield f"![{'TFLOP/s' if 'TFLOP/s' in drawn else 'GB/s'} by case](images/{image})\n"
+        unit = next((each for each in ("TFLOP/s", "tokens a second") if each in drawn), "GB/s")
+        yield f"![{unit} by case](images/{image})\n"
     # What a mask costs before its first use differs in kind, not only in time.
     table = tables.timed(rows, compared=measure != "mask")
     yield tables.folded(table) if drawn else table

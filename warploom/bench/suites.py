@@ -20,6 +20,7 @@ from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.mask_cases import mask_cases
 from warploom.bench.reference import LastDocument, one_head
+from warploom.bench.serving import serving_cases
 from warploom.bench.training import training_cases
 from warploom.masks import Causal, Full, SlidingWindow
 
@@ -49,6 +50,8 @@ def cases(suites: list[str], device: torch.device, quick: bool, choice: Choice |
         found += mask_cases(device, quick, choice or Choice())
     if "decode" in suites:
         found += decode_cases(quick)
+    if "serving" in suites:
+        found += serving_cases(quick)
     if "linear" in suites:
         found += [*linear_cases(quick), *decay_cases(quick), *delta_cases(quick)]
     if "fp8" in suites:

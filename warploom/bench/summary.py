@@ -14,6 +14,8 @@ from warploom.bench.tables import rounded_down
 
 Runs = Mapping[str, dict[str, Any]]  # by the file's path
 PASSES = ("forward", "backward")
+FLASHINFER = "FlashInfer", "FlashInfer, tensor cores"
+SDPA_LOOPS = "cuDNN, masked", "SDPA, masked", "SDPA, eager"  # of the serving loop
 SHAPE = r", B\d+ S\d.*"  # of a mask's case, the same for all of a run
 
 
@@ -48,7 +50,22 @@ FAMILIES = (
         {"torch's cuDNN": ("cuDNN",), "torch's FlashAttention-2": ("FA2",), "torch's FlexAttention": ("FlexAttention",)},
     ),
     Family("Column masks, Triton", "masks", "Triton", {"torch's FlexAttention": ("FlexAttention",)}),
-    Family("Decode", "decode", None, {"torch's cuDNN": ("cuDNN",), "torch's FlashAttention-2": ("FA2",)}, ("graph", None)),
+    Family(
+        "Decode",
+        "decode",
+        None,
+        {"torch's cuDNN": ("cuDNN",), "torch's FlashAttention-2": ("FA2",), "FlashInfer": FLASHINFER},
+        ("graph", None),
+    ),
+    Family("Decode, latent caches", "decode", None, {"FlashInfer": FLASHINFER}, ("graph, latent", None)),
+    Family(
+        "Prefill over pages",
+        "decode",
+        None,
+        {"FlashInfer": FLASHINFER, "FlashAttention-4, contiguous": ("FA4",)},
+        ("graph, prefill over pages", None),
+    ),
+    Family("Serving loop", "serving", None, {"torch's SDPA": SDPA_LOOPS, "FlashInfer": FLASHINFER}, ("step", None)),
     Family("Linear", "linear", None, {"fla's faster kernel": ("fla, chunk", "fla, fused chunk")}),
     Family(
         "Linear, normalized",

@@ -11,6 +11,7 @@ from warploom.bench.mask_bars import Bar, Row
 
 Run = dict[str, Any]
 MOST_ROWS = 10  # of a table that a page shows at once
+FLOOR = ("floor", "floor over ours")  # columns of rows that have one
 
 
 def where(name: str, run: Run) -> str:
@@ -44,14 +45,15 @@ def timed(rows: Sequence[Row], compared: bool) -> str:
     """A row a case, a column a contender: its time, its rate and, if `compared`, its time over ours."""
     names = list(dict.fromkeys(["warploom", *(name for row in rows for name in row["contenders"])]))
     columns = [n for n in names if any("ms" in row["contenders"].get(n, {}) for row in rows)]
-    verdicts = any("verdict" in row for row in rows)
+    verdicts, floors = any("verdict" in row for row in rows), any("floor_ms" in row for row in rows)
     if verdicts:  # the dense call is another one: its rate counts, not its time
         columns = [name for name in columns if name != mask_bars.DENSE]
-    lines = [*_head(["case"], [*columns, *(mask_bars.COLUMNS if verdicts else ())])]
+    lines = [*_head(["case"], [*columns, *(mask_bars.COLUMNS if verdicts else ()), *(FLOOR if floors else ())])]
     for row in rows:
         ours = row["contenders"].get("warploom", {}).get("ms") if compared else None
         cells = [_time(row["contenders"].get(name, {}), ours, name) for name in columns]
         cells += mask_bars.cells(row.get("verdict")) if verdicts else []
+        cells += _floor(row) if floors else []
         lines.append(_line([row["case"], *cells]))
     notes: dict[str, str] = {}
     for row in rows:
@@ -61,15 +63,27 @@ def timed(rows: Sequence[Row], compared: bool) -> str:
     return "\n".join([*lines, "", *(f"{notes[name]}" for name in names if name in notes)]).rstrip("\n") + "\n"
 
 
+def _floor(row: Row) -> list[str]:
+    """The least time that a call's bytes can take, and its share of our time."""
+    least, ours = row.get("floor_ms"), row["contenders"].get("warploom", {}).get("ms")
+    return ["–" if least is None else _milliseconds(least), rounded_down(least / ours if least and ours else None)]
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms * 1e3:.1f} us" if ms < 0.2 else f"{ms:.2f} ms"
+
+
 def _time(found: dict[str, Any], ours: float | None, name: str) -> str:
     if "ms" not in found:
         return "wrong" if "wrong" in found else "–"
     ms = found["ms"]
-    text = f"{ms * 1e3:.1f} us" if ms < 0.2 else f"{ms:.2f} ms"
+    text = _milliseconds(ms)
     if "tflops" in found:
         text += f", {found['tflops']:.0f} TFLOP/s"
     elif "gb_s" in found:
         text += f", {found['gb_s']:.0f} GB/s"
+    elif "tokens_s" in found:
+        text += f", {found['tokens_s']:.0f} tokens/s"
     return text + (f" ({ms / ours:.2f}×)" if ours and name != "warploom" else "")
 
 

@@ -24,6 +24,9 @@ from warploom.bench.suites import builds, cases
 from warploom.commands.outputs import writable_file, writable_folder
 from warploom.commands.processes import in_processes
 
+# What a contender's row may hold, the first that it has is shown.
+RATES = {"tflops": "TFLOP/s", "gb_s": "GB/s", "tokens_s": "tokens/s"}
+
 
 def run(options: argparse.Namespace) -> int:
     if options.action == "report":
@@ -105,12 +108,14 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
 
 
 def _names(chosen: list[Case]) -> str:
-    lines = [f"{case.suite:<8}{case.name}" for case in chosen]
-    reckoned = [case.seconds for case in chosen if case.seconds is not None]
-    if reckoned:
-        lines.append(
-            f"about {sum(reckoned):.0f} s on a Hopper GPU for the {len(reckoned)} cases of the masks suite, compiling included"
-        )
+    """A line a case, with the seconds it takes where somebody reckoned, and a line a suite with their sum."""
+    lines = [
+        f"{case.suite:<8}{case.name}" + ("" if case.seconds is None else f"  ({max(case.seconds, 1):.0f} s)") for case in chosen
+    ]
+    for suite in dict.fromkeys(case.suite for case in chosen if case.seconds is not None):
+        seconds = [case.seconds for case in chosen if case.suite == suite and case.seconds is not None]
+        what = f"{len(seconds)} cases of the {suite} suite"
+        lines.append(f"about {sum(seconds):.0f} s on a Hopper GPU for the {what}, compiling included")
     return "\n".join(lines)
 
 
@@ -120,6 +125,7 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
     torch.manual_seed(seed)
     timer = Timer(device)
     found: dict[str, Any] = {**environment(device), "seed": seed, "roofs": roofs(timer), "rows": []}
+    timer.copy_gb_s = found["roofs"].get("copy_gb_s")
     longest = 0.0
     for number, case in enumerate(chosen, 1):
         begun = time.perf_counter()
@@ -142,8 +148,8 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
         print(json.dumps(found))
     else:
         print("\n".join(_bar(bar) for bar in found.get("bars", ())))
-    wrong = [row["case"] for row in found["rows"] if "wrong" in row.get("contenders", {}).get("warploom", {})]
-    return int(bool(wrong))
+    ours = [each for row in found["rows"] for name, each in row.get("contenders", {}).items() if name.startswith("warploom")]
+    return int(any("wrong" in each for each in ours))
 
 
 def _rows(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
@@ -188,13 +194,16 @@ def describe(row: dict[str, Any]) -> str:
             parts.append(f"{name} {'wrong' if 'wrong' in found else 'refused'}: {found.get('wrong') or found['refused']}")
             continue
         rate = (
-            f" {found['tflops']:.0f} TFLOP/s" if "tflops" in found else f" {found['gb_s']:.0f} GB/s" if "gb_s" in found else ""
+            next((f" {found[key]:.0f} {unit}" for key, unit in RATES.items() if key in found), "")
         )
         other = name in ("warploom", mask_bars.DENSE)  # the dense call is another one: its rate counts, not its time
         ratio = f" ({found['ms'] / ours:.2f}×)" if ours and not other else ""
         parts.append(f"{name} {found['ms']:.4g} ms{rate}{ratio}")
-    judged_as = mask_bars.words(row["verdict"]) if "verdict" in row else ""
-    return f"{row['case']}, {row['measure']}: " + "; ".join(parts) + (f"; {judged_as}" if judged_as else "")
+    if "verdict" in row:
+        parts.append(mask_bars.words(row["verdict"]))
+    if "floor_ms" in row and ours:
+        parts.append(f"floor {row['floor_ms']:.4g} ms, {row['floor_ms'] / ours:.2f} of ours")
+    return f"{row['case']}, {row['measure']}: " + "; ".join(part for part in parts if part)
 
 
 def _warm(chosen: list[Case], options: argparse.Namespace) -> int:

@@ -16,7 +16,8 @@ EXAMPLES = """examples:
   warploom bench --suite masks --warm 8        compile everything first, eight processes at once
   warploom bench linear --only decay delta     some cases of a suite, by parts of their names
   warploom bench fp8 --only "D128 S16384" --peers "cuDNN, FP8"
-  warploom bench --suite decode --device cpu --quick
+  warploom bench decode --list                  the cases, and about how many seconds each takes
+  warploom bench serving --device cpu --quick
   warploom bench report                        docs/performance.md and README.md's table from benchmarks/results/*.json
   warploom bench report run.json --docs out    out/performance.md from one file; README.md stays as it is
 """

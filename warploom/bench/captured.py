@@ -1,0 +1,46 @@
+"""Calls as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from warploom.bench.harness import Call, Comparison, first_line
+
+
+def capture(call: Call) -> Call:
+    """The call as a graph; running it replays and gives the graph's output."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def captured(
+    calls: dict[str, Call],
+    check: Callable[[Any], float],
+    device: torch.device,
+    refused: dict[str, str] | None = None,
+    **more: Any,
+) -> Comparison:
+    """The comparison of these calls, each a graph of its own on a GPU; one that cannot be captured is refused in its words."""
+    refused = dict(refused or {})
+    if device.type != "cuda":
+        return Comparison(calls, check, refused=refused, **more)
+    graphs: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = capture(call)
+        except Exception as error:  # a peer may fail in any way
+            refused[name] = first_line(error)
+    return Comparison(graphs, check, refused=refused, **more)
