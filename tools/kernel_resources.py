@@ -177,6 +177,7 @@ TREES = ("decode, tree", "paged decode, tree")
 TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
 FP8 = ("decode, fp8", "paged decode, fp8", "decode, queries, fp8")
 LATENT = ("decode, latent", "decode, queries, latent", "paged decode, queries, latent", "decode, tree, latent")
+PREFIXES = ("decode, prefix", "paged decode, prefix", "paged decode, fp8, prefix", "paged decode, alibi, prefix")
 DECODE_BIASES = ("decode, alibi", "decode, distance", "paged decode, key", "decode, queries, distance", "decode, tree, key")
 
 
@@ -188,7 +189,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES or BIASES or STATS, or decode: one of DECODE, TREES, TREE_WINDOWS, FP8, LATENT or DECODE_BIASES
+    feature: str  # of FEATURES or BIASES or STATS, or decode: one of DECODE, TREES and so on, PREFIXES or DECODE_BIASES
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -218,6 +219,8 @@ def cases() -> list[Case]:
     found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in FP8]
     found += [Case(90, "bf16", d, d, f) for d in (128, 256) for f in TREE_WINDOWS]
     found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in DECODE_BIASES]
+    found += [Case(90, "bf16", d, d, f) for d in (64, 128, 256) for f in PREFIXES]
+    found += [Case(a, t, d, d, PREFIXES[1]) for a, t in ((90, "fp32"), (80, "fp16"), (80, "fp32")) for d in (64, 128, 256)]
     found += [Case(90, "bf16", 576, 512, f) for f in LATENT]
     found += [Case(a, t, 576, 512, LATENT[0]) for a, t in ((90, "fp32"), (80, "fp16"))] + [Case(90, "bf16", 96, 64, LATENT[0])]
     found += [Case(a, t, 128, 128, "decode, queries, distance") for a, t in ((90, "fp32"), (80, "fp16"))]
@@ -275,6 +278,9 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
     biases = {"alibi": (1, 8), "distance": (8, 8192), "key": (batch, 8, capacity)}
     for kind in biases.keys() & set(case.feature.split(", ")):
         args = args._replace(bias=torch.zeros(biases[kind]), bias_kind=kind)
+    if "prefix" in case.feature:
+        found = torch.zeros(batch + 1, dtype=torch.int32)
+        args = args._replace(prefix=found) if table is not None else args._replace(prefix_keys=4096)
     decode_launch.forward(args)
 
 

@@ -9,6 +9,7 @@ __all__ = [
     "KVCache",
     "LinearState",
     "PagedKVCache",
+    "SharedPrefix",
     "attention",
     "attention_varlen",
     "bias",
@@ -32,6 +33,7 @@ if TYPE_CHECKING or not defers():
     from warploom.attention.stats import AttentionStats
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache
+    from warploom.decode.prefix import SharedPrefix
     from warploom.delta.api import gated_delta_rule, gated_delta_step
     from warploom.linear.api import linear_attention, linear_attention_step
     from warploom.linear.state import LinearState

@@ -68,6 +68,14 @@ def test_a_decode_kernel_without_a_bias_takes_nothing_of_one() -> None:
     assert len(taken) == 7 and set(taken.values()) == {"constexpr"} and found.constants["BIAS"] == ""
 
 
+def test_a_decode_kernel_without_a_prefix_takes_nothing_of_one() -> None:
+    case = next(c for c in tool.cases() if str(c) == "sm_90 bf16 128/128 decode")
+    for kernel in ("split", "merge"):
+        found = tool.specialised(tool.recorded(case)[f"{case} {kernel}"])
+        taken = {found.signature[name] for name in ("prefix_ptr", "prefix_keys", "sequences", "chunk")}
+        assert taken == {"constexpr"} and not found.constants["SHARED_BLOCKS" if kernel == "split" else "SHARED"]
+
+
 def test_recording_leaves_nothing_behind() -> None:
     from warploom.attention.triton import call, run
 

@@ -26,7 +26,7 @@ def test_opcheck(page_size: int | None) -> None:
     bias = torch.rand(3, 1, 70).half()
     roots = torch.tensor([[-1, -1]], dtype=torch.int32)
     for q, tree, given in ((c.q(), None, (None, "", 0)), (permuted, roots, (bias, "key", 0))):
-        args = (q, k, v, cache.lengths, table, c.sinks(), tree, None, None, 20, 0, 0.25, 0.0, "cpu", *given, False)
+        args = (q, k, v, cache.lengths, table, c.sinks(), tree, None, None, 20, 0, 0.25, 0.0, "cpu", *given, False, None, 0)
         torch.library.opcheck(torch.ops.warploom.decode.default, args)
     new = torch.randn(3, 2, 2, 16)
     torch.library.opcheck(torch.ops.warploom.decode_append.default, (k, v, cache.lengths, table, None, new, new, True))

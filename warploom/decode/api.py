@@ -12,6 +12,7 @@ from warploom.decode import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.ops import decode_op, is_empty
+from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import arguments, dispatch
 from warploom.runtime.arguments import Window, checked
@@ -24,7 +25,7 @@ MOST_READY = 64  # short ways that a cache keeps, by shapes of queries and numbe
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
-    tree: Tensor | None = ..., bias: Bias | None = ...,
+    tree: Tensor | None = ..., bias: Bias | None = ..., prefix: SharedPrefix | int | None = ...,
 ) -> Tensor: ...
 
 
@@ -32,7 +33,7 @@ def decode(
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
-    tree: Tensor | None = ..., bias: Bias | None = ...,
+    tree: Tensor | None = ..., bias: Bias | None = ..., prefix: SharedPrefix | int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -40,7 +41,7 @@ def decode(
 def decode(
     q: Tensor, cache: KVCache | PagedKVCache, *, scale: float | None = ..., softcap: float = ...,
     window: Window | None = ..., sink: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
-    tree: Tensor | None = ..., bias: Bias | None = ...,
+    tree: Tensor | None = ..., bias: Bias | None = ..., prefix: SharedPrefix | int | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -56,6 +57,7 @@ def decode(
     backend: str | None = None,
     tree: Tensor | None = None,
     bias: Bias | None = None,
+    prefix: SharedPrefix | int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries over a long cache (split-KV, Flash-Decoding); causal, inference only.
 
@@ -83,6 +85,11 @@ def decode(
         bias: `warploom.bias.ALiBi`, `Relative` or `Key`, added to scores behind the softcap in fp32, by the positions of
             queries and keys in their sequence; -inf hides a key. Key's values are (batch or 1, heads_q or 1, n), of as many
             keys as a sequence of the cache can hold, or more. Under a tree positions are as above, for a key of a draft too.
+        prefix: which sequences begin with the same keys, so that these are read once for several of them: what
+            `cache.shared_prefix()` found in a table, for every layer of a step; or a number n, by which you promise that the
+            first n keys of neighbours b and b + 1, as far as both reach, lie in the same pages, or in a KVCache are equal.
+            It changes no bit of a result, and what cannot be shared is read as ever. The promise is checked on CPU tensors and
+            under WARPLOOM_CHECK=1.
 
     Returns:
         out (batch, T, heads_q, head_dim_v) in q's dtype, or (out, lse).
@@ -95,6 +102,7 @@ def decode(
     short = (
         tree is None
         and bias is None
+        and prefix is None
         and (scale is None or type(scale) is float or type(scale) is int)
         and (type(softcap) is float or type(softcap) is int)
         and (window is None or _whole(window))
@@ -111,7 +119,7 @@ def decode(
             results = run(q, sink, return_lse)
             if results is not None:
                 return results if return_lse else results[0]
-    args = decode_args(q, cache, scale, softcap, window, sink, tree, bias)
+    args = decode_args(q, cache, scale, softcap, window, sink, tree, bias, prefix)
     return_lse = arguments.flag("return_lse", return_lse)
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)

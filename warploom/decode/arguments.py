@@ -9,6 +9,7 @@ from warploom.bias import Bias
 from warploom.decode.bias import parts_of, with_bias
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.contents import check_contents, checked_tree
+from warploom.decode.prefix import SharedPrefix, prefix_of
 from warploom.decode.problem import DecodeArgs
 from warploom.kernels.e4m3 import E4M3, rotate
 from warploom.runtime import arguments
@@ -32,6 +33,7 @@ def decode_args(
     sink: Tensor | None,
     tree: Tensor | None,
     bias: Bias | None,
+    prefix: SharedPrefix | int | None,
 ) -> DecodeArgs:
     """The op's arguments of a decode call."""
     if isinstance(cache, PagedKVCache):
@@ -78,14 +80,16 @@ def decode_args(
         sink = sink.contiguous()
     tree = checked_tree(tree, q)
     check_contents(k, lengths, block_table)
+    scales = cache.k_scale, cache.v_scale
+    shared, shared_keys = prefix_of(prefix, k, v, lengths, block_table, [t for t in scales if t is not None and t.ndim > 1])
     left, right = _band(window)
     if cache.hadamard_seed is not None:
         q = rotate(q, cache.hadamard_seed).to(q.dtype)
-    scales = cache.k_scale, cache.v_scale
     q = last_contiguous(q)
     args = DecodeArgs(
-        q, k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "", latent=cache.latent
-    )
+        q, k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "", latent=cache.latent,
+        prefix=shared, prefix_keys=shared_keys,
+    )  # fmt: skip
     return with_bias(args, bias)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from warploom.decode.accept import accept
 from warploom.decode.contents import check_append, check_cache, is_latent
 from warploom.decode.ops import append_op
+from warploom.decode.prefix import SharedPrefix, shared_prefix
 from warploom.decode.problem import AppendArgs
 from warploom.decode.scales import Granularity, append_quantized, check_scales, scale_memory
 from warploom.kernels.e4m3 import E4M3
@@ -225,6 +226,14 @@ class PagedKVCache:
     def accept(self, path: Tensor, drafted: int) -> None:
         """As `KVCache.accept`, within the pages of block_table; a page that sequences share must hold no draft."""
         accept(_tensors(self, self.k_pages, self.v_pages), self.lengths, self.block_table, path, drafted)
+
+    def shared_prefix(self) -> SharedPrefix:
+        """What neighbours of the batch share by their first pages, for `decode(..., prefix=)` of all layers with this table.
+
+        Found on the device in a few small kernels: no host synchronisation; works inside a CUDA graph. It holds as long as
+        the pages that were shared stay in the table, whatever is appended.
+        """
+        return shared_prefix(self.block_table, self.page_size)
 
 
 def append(args: AppendArgs) -> None:

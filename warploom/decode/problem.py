@@ -29,6 +29,9 @@ class DecodeArgs(NamedTuple):
     For fp64 inputs slopes and tables are fp64.
 
     ``latent``: v is the first columns of k, in the same memory.
+
+    A hint, which changes no result: ``prefix``, int32 (batch + 1,), as `SharedPrefix` has it, or without it ``prefix_keys``
+    of all sequences, 0 for none: so many leading keys of b are those of b - 1 too, as far as both reach.
     """
 
     q: Tensor
@@ -49,6 +52,8 @@ class DecodeArgs(NamedTuple):
     bias_kind: str = ""
     bias_origin: int = 0
     latent: bool = False
+    prefix: Tensor | None = None
+    prefix_keys: int = 0
 
     @property
     def capacity(self) -> int:
@@ -103,6 +108,7 @@ class DecodeProblem:
     fp8: bool = False
     bias: str = ""  # its kind
     latent: bool = False  # values are the first columns of keys
+    prefix: bool = False  # the caller says which sequences begin alike
 
     @classmethod
     def from_args(cls, args: DecodeArgs) -> DecodeProblem:
@@ -125,4 +131,5 @@ class DecodeProblem:
             fp8=args.k_scale is not None,
             bias=args.bias_kind,
             latent=args.latent,
+            prefix=args.prefix is not None or args.prefix_keys > 0,
         )

@@ -80,6 +80,8 @@ def features(p: DecodeProblem) -> frozenset[str]:
         "fp8": bool(p.fp8),
         "fp8_rotated": p.rotation is not None,
         "latent": p.latent,
+        "prefix": bool(p.prefix),
+        "prefix_of_a_split": bool(p.prefix) and len(p.lengths) > 1 and _common(p) * p.page_size >= 512,
         "q_a_view": p.q_view.kind != "contiguous",
         "cache_a_view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
         "shared_memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
@@ -179,7 +181,7 @@ def _table(p: DecodeProblem, totals: list[int], generator: torch.Generator) -> t
     if not p.page_size:
         return None, len(p.lengths)
     used = [-(-n // p.page_size) for n in totals]
-    common = min((n // p.page_size for n in p.lengths), default=0) if p.shared else 0
+    common = _common(p)
     pool = common + sum(n - common for n in used) + p.spare
     order = torch.randperm(pool, generator=generator).tolist()
     first, table = [order.pop() for _ in range(common)], []
@@ -188,6 +190,11 @@ def _table(p: DecodeProblem, totals: list[int], generator: torch.Generator) -> t
         rest = [_GARBAGE[i % len(_GARBAGE)] if p.garbage else p.seed % pool for i in range(p.width - n)]
         table.append(own + rest)
     return torch.tensor(table, dtype=torch.int32).view(len(totals), p.width), pool
+
+
+def _common(p: DecodeProblem) -> int:
+    """Pages that all sequences share."""
+    return min((n // p.page_size for n in p.lengths), default=0) if p.shared else 0
 
 
 def _tree(p: DecodeProblem, generator: torch.Generator) -> Tensor | None:
@@ -386,6 +393,10 @@ def run(p: DecodeProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
         # Without lse, and by the short way of a second call.
         again = decode(given["q"], cache, **options)
         found["again"] = _differs(again, found["out"])
+    if p.prefix:
+        hint = cache.shared_prefix() if p.prefix == "found" else _common(p) * p.page_size
+        shared = decode(given["q"], cache, return_lse=True, prefix=hint, **options)
+        found["prefix"] = torch.maximum(_differs(shared[0], found["out"]), _differs(shared[1], found["lse"]))
     if p.bits:
         options["bias"] = given["bias"]
         found["bits"] = _bits(p, given["q"], k, v, lengths, given["table"], options, found)
@@ -512,6 +523,8 @@ def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace, aga
         found["again"] = Expected(zero, dtype=bits)
     if p.bits:
         found["bits"] = Expected(zero, dtype=bits)
+    if p.prefix:
+        found["prefix"] = Expected(zero, dtype=bits)
     return found
 
 
@@ -538,7 +551,7 @@ def refusal(p: DecodeProblem, given: dict[str, Any], backend: str) -> str | None
 def shrink(p: DecodeProblem) -> Iterator[DecodeProblem]:
     """Simpler problems: one thing less each."""
     plain = {
-        "visible_nan": "", "bits": "", "softcap": 0.0, "sink": "", "scale": None, "spread": 1.0, "garbage": False,
+        "visible_nan": "", "bits": "", "prefix": "", "softcap": 0.0, "sink": "", "scale": None, "spread": 1.0, "garbage": False,
         "shared": False, "table_gap": 0, "sink_step": 1, "dropped": False, "hostile": "", "rotation": None, "shape": "any",
     }  # fmt: skip
     for n in range(len(p.lengths)):

@@ -45,6 +45,7 @@ class DecodeVariant:
     bias: str = ""  # "alibi", "distance" or "key"
     bias_dtype: str = "float32"
     latent: bool = False  # values are the first columns of keys
+    prefix: str = ""  # of pages that all sequences share: "found" in the table, "keys" by their number
 
 
 @spec
@@ -93,6 +94,7 @@ class DecodeProblem:
     bias_reach: int = 0  # a table's largest distance; keys that Key has beyond the capacity
     bias_step: int = 1  # elements from one number to the next
     latent: bool = False
+    prefix: str = ""
     q_view: View = PLAIN
     k_view: View = PLAIN
     v_view: View = PLAIN
@@ -183,6 +185,7 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         bias=bias,
         bias_dtype=d.pick(("float32", "float16", "bfloat16", "float64"), (4, 2, 2, 1)) if bias else "float32",
         latent=latent,
+        prefix=d.pick(("", "found", "keys"), (2, 1, 1)) if paging not in ("none", "one") and parts < 3 else "",
     )
 
 
@@ -237,7 +240,13 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         # Rotated in another order keys round to other numbers: appending them is no matter of bits.
         rotation=d.pick((None, 0, d.seed64()), (2, 1, 1)) if w.fp8 and appended is None else None,
         latent=w.latent,
+        prefix=w.prefix,
     )
+    if w.prefix:
+        lengths = p.lengths
+        if d.chance(0.6):  # all of them hold a split and more, if there is room
+            lengths = tuple(d.integer(min(most, room), max(room, 0)) for _ in range(max(batch, 2)))
+        p = replace(p, shared=True, lengths=lengths)
     return _with_views(d, _with_bias(d, _with_window(d, p, w, capacity, most), w), w)
 
 

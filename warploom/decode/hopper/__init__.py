@@ -82,6 +82,8 @@ class Hopper(DecodeBackend):
             return "has no trees yet"
         if p.bias:
             return "has no bias yet"
+        if p.prefix:
+            return "reads no shared prefixes once yet"
         for name, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
             if not 16 <= dim <= HEAD_DIMS[-1] or dim % 8:
                 return f"takes {name} from 16 to {HEAD_DIMS[-1]} in steps of 8, not {dim}"

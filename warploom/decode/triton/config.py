@@ -48,6 +48,16 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     )
 
 
+def shared_blocks(c: Config, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Tiles of ``block_m`` rows that a program holds of sequences that share a prefix.
+
+    As many as registers hold: with four of 16 rows and 128 columns a few words that no loop reads are spilled.
+    """
+    width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
+    rows = (64 if width <= 256 else 32) // (2 if itemsize == 4 else 1)
+    return max(rows // c.block_m, 1)
+
+
 @cache
 def latent_config(rows: int, itemsize: int, heads_kv: int) -> Config:
     """The variant for a latent cache, whose keys of up to 576 columns are values too."""

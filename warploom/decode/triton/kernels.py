@@ -13,95 +13,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.decode.triton.bias import bias_of_rows, biased, places_of_keys
-from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp, dot
-from warploom.kernels.triton.softmax import add_sink, by_row, divisor, finite, log_sum
-
-# Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
-# or key by key in any page.
-CONTIGUOUS = tl.constexpr(0)
-ONE_PAGE = tl.constexpr(1)
-TILE_IN_PAGE = tl.constexpr(2)
-SCATTERED = tl.constexpr(3)
-
-
-@triton.jit
-def _key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
-    """Keys [first, last) that some query of the sequence sees."""
-    first = 0
-    if HAS_LEFT:
-        first = tl.maximum(length - T - left, 0)
-    last = tl.minimum(length, length + right)
-    return first, last
-
-
-@triton.jit
-def _splits(
-    first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
-    LEAST: tl.constexpr,
-):  # fmt: skip
-    """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
-
-    Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
-    group of GROUP_SPLITS; which one changes no bit (see `_fold`). Groups of long splits would leave too few units. LEAST:
-    no sequence that fits has splits of more than SPLIT keys.
-    """
-    start = first // N * N
-    keys = tl.maximum(last - start, 0)
-    used = tl.cdiv(keys, SPLIT)
-    grouped = grouped != 0
-    if LEAST:
-        size = SPLIT
-    else:
-        size = keys * 0 + SPLIT
-        # No key is asked for before this is known: the usual length is spared the division by a value of run time.
-        if keys > SPLIT * MAX_SPLITS:
-            size = tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N
-            used = tl.cdiv(keys, size)
-        grouped = grouped & (size <= 2 * SPLIT)
-    units = tl.where(grouped, tl.cdiv(used, GROUP_SPLITS), used)
-    return start, size, units, tl.where(grouped, GROUP_SPLITS, 1)
-
-
-@triton.jit
-def _fold(acc, total, top, part, part_lse):
-    """Add a normalised partial result to a running merge, all in log2 units.
-
-    Splits are folded in order into their group, and groups in order into the result, from (0, 0, -inf) each. Folding one
-    part into nothing gives that part, and folding nothing (0 at -inf) changes nothing, both to the bit: a group has the
-    same bits whether its program folds it in registers or the merge kernel does from memory. tl.fma leaves the compiler
-    no choice of what to contract.
-    """
-    new_top = tl.maximum(top, part_lse)
-    base = finite(new_top)
-    old = tl.exp2(top - base)
-    new = tl.exp2(part_lse - base)
-    old_values = tl.broadcast_to(by_row(old, acc), acc.shape)
-    new_values = tl.broadcast_to(by_row(new, acc), acc.shape)
-    return tl.fma(acc, old_values, part * new_values), tl.fma(total, old, new), new_top
-
-
-@triton.jit
-def _settle(acc, total, top):
-    """A running merge or softmax as a normalised part and its lse; 0 and -inf where it holds nothing."""
-    lse = log_sum(total, top, 1.0)
-    return acc / by_row(divisor(total), acc), lse
-
-
-@triton.jit
-def _product(a, b, acc, LATENT: tl.constexpr):
-    """a @ b + acc in fp32. Of a latent cache's 576 products in fp32 those of TF32 lose what shows."""
-    if LATENT and a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        return dot(a, b, acc)
-
-
-@triton.jit
-def _shown(bits, cols, first_token):
-    """Which keys a tree shows rows by the bits of their ancestors: of the keys from ``first_token`` on those; all before."""
-    nth = cols - first_token
-    shift = clamp(nth, 0, 63).to(tl.int64)
-    return (nth < 0)[None, :] | (((bits[:, None] >> shift[None, :]) & 1) != 0)
+from warploom.decode.triton.parts import (
+    CONTIGUOUS,
+    ONE_PAGE,
+    SCATTERED,
+    TILE_IN_PAGE,
+    fold,
+    key_range,
+    product,
+    settle,
+    shown,
+    splits,
+    weigh,
+)
+from warploom.decode.triton.prefix import own_units, share, shared_splits, unit_splits
+from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
+from warploom.kernels.triton.softmax import add_sink
 
 
 # Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
@@ -113,6 +40,7 @@ def _shown(bits, cols, first_token):
         "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
         "pages", "page_shift", "page_mask", "left", "right", "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb",
         "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k", "bias_entries", "bias_origin",
+        "prefix_ptr", "sequences", "chunk", "prefix_keys",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -126,6 +54,7 @@ def split_kernel(
     k_scale_ptr,
     v_scale_ptr,
     bias_ptr,
+    prefix_ptr,
     out_ptr,
     lse_ptr,
     stride_qb: tl.int64,
@@ -161,6 +90,9 @@ def split_kernel(
     stride_bias_k,
     bias_entries,
     bias_origin,
+    sequences,
+    chunk,
+    prefix_keys,
     T: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -186,6 +118,7 @@ def split_kernel(
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
+    SHARED_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of one sequence, every ``programs``-th, for the rows of one kv head.
@@ -193,6 +126,9 @@ def split_kernel(
     Writes normalised parts, fp32 out (batch, heads_q, T, max_units, head_dim_v) and lse in log2 units; with FINAL (the
     cache holds a single unit) the result itself. Heads vary fastest over programs: the heads of a token are neighbours in
     memory, and their programs run at once.
+
+    With SHARED_BLOCKS, tiles of rows that neighbours share a prefix in, all programs compute what is shared first, and parts go
+    by their first split: (batch, heads_q, T, max_units, head_dim_v) with a place for every split.
     """
     ROW_BLOCKS: tl.constexpr = (T * GROUP + M - 1) // M
     pid = tl.program_id(0)
@@ -219,6 +155,16 @@ def split_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if SHARED_BLOCKS > 0:
+        share(
+            q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr,
+            lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+            stride_table, stride_tree, max_units, capacity, pages, page_shift, page_mask, right, scale, softcap, stride_ksb,
+            stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh, stride_bias_b, stride_bias_h, stride_bias_k,
+            bias_entries, bias_origin, sequences, chunk, prefix_keys,
+            T, HEADS_KV, GROUP, HEAD_DIM, HEAD_DIM_V, M, N, D, DV, SPLIT, MAX_SPLITS, PAGES, LEAST, SOFTCAP, TREE, TREE_DEPTHS,
+            FP8, BIAS, UNIT, SHARED_BLOCKS,
+        )  # fmt: skip
 
     q_ptr += batch * stride_qb * UNIT
     q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
@@ -227,13 +173,21 @@ def split_kernel(
         q_rest = tl.load(q_ptr + q_offset[:, None] + rest[None, :], mask=row_live[:, None] & rest_live[None, :], other=0.0)
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
-    first, last = _key_range(length, left, right, T, HAS_LEFT)
-    start, size, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
+    first, last = key_range(length, left, right, T, HAS_LEFT)
+    start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
+    if SHARED_BLOCKS > 0:
+        shared = shared_splits(
+            pid // programs, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT,
+            MAX_SPLITS, N, LEAST,
+        )  # fmt: skip
+        grouped = each > 1
+        units, single, groups = own_units(shared, tl.cdiv(tl.maximum(last, 0), size), grouped, GROUP_SPLITS)
+        at, each = unit_splits(program, shared, single, groups, GROUP_SPLITS)
     position = length - T + t
     if TREE:
         bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
     if TREE_DEPTHS:
-        # Depths are from 0 to t: no key outside `_key_range` is seen.
+        # Depths are from 0 to t: no key outside `key_range` is seen.
         position = length - T + tl.load(tree_ptr + batch * stride_tree + T + t, mask=row_live, other=0).to(tl.int32)
     if BIAS != "":
         bias_rows = bias_of_rows(bias_ptr, stride_bias_b, stride_bias_h, batch, head_q, row_live, BIAS)
@@ -263,14 +217,18 @@ def split_kernel(
 
     # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
     # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
-    begin = start + program * each * size
+    begin = at * size if SHARED_BLOCKS > 0 else start + program * each * size
     if PAGES == TILE_IN_PAGE:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin, capacity - 1), 0) >> page_shift))
     elif PAGES == SCATTERED:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
     # With FINAL there is one unit, and an empty sequence has its result to write too.
     for unit in range(program, tl.maximum(units, 1) if FINAL else units, programs):
-        begin = start + unit * each * size
+        if SHARED_BLOCKS > 0:
+            at, each = unit_splits(unit, shared, single, groups, GROUP_SPLITS)
+            begin = at * size
+        else:
+            begin = start + unit * each * size
         end = tl.minimum(begin + each * size, last)
         edge = begin + size
         top = tl.full((M,), float("-inf"), tl.float32)
@@ -314,7 +272,7 @@ def split_kernel(
             if FP8:
                 # e4m3 is exact in every type that q may have; its scales join the fp32 products.
                 k = k.to(q.dtype)
-            s = _product(q, tl.trans(k), None, LATENT)
+            s = product(q, tl.trans(k), None, LATENT)
             if REST > 0:
                 k_rest = tl.load(
                     k_ptr + k_offset[:, None] + rest[None, :],
@@ -322,7 +280,7 @@ def split_kernel(
                     other=0.0,
                     eviction_policy="evict_first",
                 )
-                s = _product(q_rest, tl.trans(k_rest), s, LATENT)
+                s = product(q_rest, tl.trans(k_rest), s, LATENT)
             if FP8:
                 s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
@@ -344,7 +302,7 @@ def split_kernel(
             if TREE:
                 own = length - T
                 if tile + N > own:
-                    seen = seen & _shown(bits, cols, own)
+                    seen = seen & shown(bits, cols, own)
             if BIAS != "":
                 depths = tree_ptr + (batch * stride_tree + T) if TREE_DEPTHS else None
                 place = places_of_keys(cols, depths, length, T, TREE_DEPTHS)
@@ -353,11 +311,7 @@ def split_kernel(
                 # Keys that a window hides from every path may hold anything: a weight of 0 times NaN is NaN.
                 live = tl.max(seen.to(tl.int32), 0) > 0
             s = tl.where(seen, s, float("-inf"))
-            new_top = tl.maximum(top, tl.max(s, 1))
-            base = finite(new_top)
-            p = tl.exp2(s - base[:, None])
-            rescale = tl.exp2(top - base)
-            total = total * rescale + tl.sum(p, 1)
+            p, rescale, total, top = weigh(s, top, total)
             if LATENT:
                 v = k
                 if TREE_DEPTHS:
@@ -374,36 +328,39 @@ def split_kernel(
             if BIAS == "distance" or BIAS == "key":
                 # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
                 v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-            acc = _product(p.to(v.dtype), v, acc * rescale[:, None], LATENT)
-            top = new_top
+            acc = product(p.to(v.dtype), v, acc * rescale[:, None], LATENT)
             if not LATENT and tile + N >= tl.minimum(edge, end):
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
-                part, part_lse = _settle(acc, total, top)
-                unit_acc, unit_total, unit_top = _fold(unit_acc, unit_total, unit_top, part, part_lse)
+                part, part_lse = settle(acc, total, top)
+                unit_acc, unit_total, unit_top = fold(unit_acc, unit_total, unit_top, part, part_lse)
                 edge += size
                 top = tl.full((M,), float("-inf"), tl.float32)
                 total = tl.zeros((M,), tl.float32)
                 acc = tl.zeros((M, DV), tl.float32)
 
-        following = begin + programs * each * size
+        if SHARED_BLOCKS > 0:
+            ahead, _ = unit_splits(unit + programs, shared, single, groups, GROUP_SPLITS)
+            following = ahead * size
+        else:
+            following = begin + programs * each * size
         if PAGES == TILE_IN_PAGE:
             page = tl.load(table_ptr + (following >> page_shift), mask=unit + programs < units, other=0)
         elif PAGES == SCATTERED:
             live = (unit + programs < units) & (following + n < last)
             page = tl.load(table_ptr + ((following + n) >> page_shift), mask=live, other=0)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
-        part, part_lse = _settle(acc, total, top) if LATENT else _settle(unit_acc, unit_total, unit_top)
+        part, part_lse = settle(acc, total, top) if LATENT else settle(unit_acc, unit_total, unit_top)
         if FINAL:
             nothing = tl.full((M,), float("-inf"), tl.float32)
-            acc, total, top = _fold(tl.zeros_like(acc), tl.zeros_like(total), nothing, part, part_lse)
+            acc, total, top = fold(tl.zeros_like(acc), tl.zeros_like(total), nothing, part, part_lse)
             if SINK:
                 sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
                 acc, total, top = add_sink(acc, total, top, sink)
-            part, part_lse = _settle(acc, total, top)
+            part, part_lse = settle(acc, total, top)
             place = (batch * T + t) * (HEADS_KV * GROUP) + head_q
             part_lse = part_lse * LN2
         else:
-            place = row * max_units + unit
+            place = row * max_units + (at if SHARED_BLOCKS > 0 else unit)
         # Parts are read again at once: they are to outlive the stream of keys in L2.
         tl.store(
             out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
@@ -414,12 +371,18 @@ def split_kernel(
         tl.store(lse_ptr + (row if FINAL else place), part_lse, mask=row_live, eviction_policy="evict_last")
 
 
-@triton.jit(do_not_specialize=["lengths_ptr", "sink_ptr", "heads_q", "grouped", "max_units", "capacity", "left", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "lengths_ptr", "sink_ptr", "prefix_ptr", "heads_q", "grouped", "max_units", "capacity", "left", "right", "sequences",
+        "chunk", "prefix_keys",
+    ]
+)  # fmt: skip
 def merge_kernel(
     part_out_ptr,
     part_lse_ptr,
     lengths_ptr,
     sink_ptr,
+    prefix_ptr,
     out_ptr,
     lse_ptr,
     heads_q,
@@ -428,6 +391,9 @@ def merge_kernel(
     capacity,
     left,
     right,
+    sequences,
+    chunk,
+    prefix_keys,
     T: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     N: tl.constexpr,
@@ -439,9 +405,14 @@ def merge_kernel(
     HAS_LEFT: tl.constexpr,
     AHEAD: tl.constexpr,
     SINK: tl.constexpr,
+    SHARED: tl.constexpr,
+    TREE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once."""
+    """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
+
+    With SHARED there is a place for each split, and a group that nobody shared lies in that of its first.
+    """
     row = tl.program_id(0)
     batch = row // (heads_q * T)
     head = row // T % heads_q
@@ -452,10 +423,17 @@ def merge_kernel(
 
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
-    first, last = _key_range(length, left, right, T, HAS_LEFT)
-    _, _, units, each = _splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
+    first, last = key_range(length, left, right, T, HAS_LEFT)
+    _, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
     step = tl.where(each == 1, GROUP_SPLITS, 1)
+    if SHARED:
+        shared = shared_splits(
+            batch, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
+        )
+        units = tl.cdiv(tl.maximum(last, 0), size)
+        alone = tl.where(each == 1, units, tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS)
+        step = GROUP_SPLITS
     part_lse_ptr += row * max_units
     part_out_ptr += row * max_units * HEAD_DIM_V
     if PDL:
@@ -473,6 +451,8 @@ def merge_kernel(
         for i in tl.static_range(AHEAD * GROUP_SPLITS):
             unit = group + i // GROUP_SPLITS * step + i % GROUP_SPLITS
             live = (i % GROUP_SPLITS < step) & (unit < units)
+            if SHARED and i % GROUP_SPLITS > 0:
+                live = live & (unit < alone)
             lse = tl.load(part_lse_ptr + unit + one, mask=live, other=float("-inf"))
             part = tl.load(part_out_ptr + unit * HEAD_DIM_V + dv, mask=dv_live & live, other=0.0)
             lses += (lse,)  # type: ignore[assignment]
@@ -482,13 +462,13 @@ def merge_kernel(
             group_total = tl.zeros((1,), tl.float32)
             group_top = tl.full((1,), float("-inf"), tl.float32)
             for i in tl.static_range(g * GROUP_SPLITS, (g + 1) * GROUP_SPLITS):
-                group_acc, group_total, group_top = _fold(group_acc, group_total, group_top, parts[i], lses[i])
-            part, lse = _settle(group_acc, group_total, group_top)
-            acc, total, top = _fold(acc, total, top, part, lse)
+                group_acc, group_total, group_top = fold(group_acc, group_total, group_top, parts[i], lses[i])
+            part, lse = settle(group_acc, group_total, group_top)
+            acc, total, top = fold(acc, total, top, part, lse)
     if SINK:
         sink = tl.load(sink_ptr + head + one).to(tl.float32) * LOG2E
         acc, total, top = add_sink(acc, total, top, sink)
-    out, lse = _settle(acc, total, top)
+    out, lse = settle(acc, total, top)
     out_row = (batch.to(tl.int64) * T + t) * heads_q + head
     tl.store(out_ptr + out_row * HEAD_DIM_V + dv, out.to(out_ptr.dtype.element_ty), mask=dv_live)
     if tl.program_id(1) == 0:

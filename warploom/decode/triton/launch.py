@@ -45,6 +45,9 @@ class SplitNumbers(NamedTuple):
     stride_bias_k: int | None
     bias_entries: int | None
     bias_origin: int | None
+    sequences: int | None  # these three without a shared prefix: None
+    chunk: int | None
+    prefix_keys: int | None  # None too where the device knows what is shared
 
 
 class MergeNumbers(NamedTuple):
@@ -56,6 +59,9 @@ class MergeNumbers(NamedTuple):
     capacity: int
     left: int
     right: int
+    sequences: int | None
+    chunk: int | None
+    prefix_keys: int | None
 
 
 def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
@@ -74,10 +80,11 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
         if args.tree is not None:
             left = _FAR if args.left is None else numbers.left
             bits = ancestors(args.tree, (left, numbers.right) if args.measures_paths else None)
-        read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale, args.bias)
+        prefix = args.prefix if p.chunk else None
+        read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale, args.bias, prefix)
         p.split(p.grid, *read, part_out, part_lse, *strides, *numbers)
         if p.merge is not None:
-            p.merge(p.merge_grid, part_out, part_lse, lengths, sink, out, lse, *_merge_numbers(p, heads_q, numbers))
+            p.merge(p.merge_grid, part_out, part_lse, lengths, sink, prefix, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
 
 
@@ -132,13 +139,14 @@ class Ready:
             None,
             None,
             None,
+            None,
         )
         if self._merge is None:
             self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
             return out, lse
         parts = (base + self._part_out, base + self._part_lse)
         self._split(self._split_grid, stream, *pointers, *parts, *self._split_numbers)
-        results = (lengths_pointer, sink_pointer, out_pointer, lse_pointer)
+        results = (lengths_pointer, sink_pointer, None, out_pointer, lse_pointer)
         self._merge(self._merge_grid, stream, *parts, *results, *self._merge_numbers)
         return out, lse
 
@@ -189,6 +197,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             latent=args.latent,
             left=left,
             softcap=softcap != 0.0,
+            prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
             aligned=aligned,
             device=q.device.index if q.is_cuda else None,
         )
@@ -220,6 +229,9 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         stride_bias_k=bias_numbers[2],
         bias_entries=bias_numbers[3],
         bias_origin=bias_numbers[4],
+        sequences=batch if p.chunk else None,
+        chunk=p.chunk or None,
+        prefix_keys=min(args.prefix_keys, capacity) if p.chunk and args.prefix is None else None,
     )
     return p, strides, numbers
 
@@ -246,4 +258,5 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
 
 
 def _merge_numbers(p: Plan, heads_q: int, numbers: SplitNumbers) -> MergeNumbers:
-    return MergeNumbers(heads_q, p.grouped, p.max_units, numbers.capacity, numbers.left, numbers.right)
+    shared = numbers.sequences, numbers.chunk, numbers.prefix_keys
+    return MergeNumbers(heads_q, p.grouped, p.max_units, numbers.capacity, numbers.left, numbers.right, *shared)

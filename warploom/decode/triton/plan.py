@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.decode.triton.config import GROUP_SPLITS, Config, config, latent_config, latent_widths
-from warploom.decode.triton.kernels import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, merge_kernel, split_kernel
+from warploom.decode.triton.config import GROUP_SPLITS, Config, config, latent_config, latent_widths, shared_blocks
+from warploom.decode.triton.kernels import merge_kernel, split_kernel
+from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE
 from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
 
@@ -53,6 +54,7 @@ class Shape(NamedTuple):
     latent: bool
     left: int | None
     softcap: bool
+    prefix: str  # "found" on the device, "keys" of all sequences, "" without
     aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
     device: int | None  # None: the interpreter
 
@@ -65,10 +67,11 @@ class Plan:
     merge_grid: tuple[int, int]
     programs: int  # of a sequence, kv head and row block
     grouped: int  # 1: programs take groups of splits
-    max_units: int  # parts that a sequence can have
+    max_units: int  # places for parts of a sequence's row
     parts: int  # in all
     split: Launch
     merge: Launch | None  # None: one unit, whose program writes the result
+    chunk: int  # neighbours whose rows one program takes of a split that they share, 0 where nothing is shared
 
 
 @lru_cache(maxsize=4096)
@@ -94,10 +97,16 @@ def plan(shape: Shape) -> Plan:
         max_units = max_splits
     programs = min(max_units, max(_PROGRAMS // pairs, 4))
     final = max_units == 1
+    blocks = _shared_blocks(s, c, rows) if max_splits > 1 else 0
+    chunk = 0
+    if blocks:
+        most = blocks * c.block_m // rows
+        chunk = -(-s.batch // -(-s.batch // most))  # chunks as even as they can be
+        max_units, final = max_splits, False
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
     merge_dim = min(c.merge_dim, power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
-    split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim)
+    split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim, blocks)
     rows = s.batch * s.heads_q * s.queries
     return Plan(
         grid=(pairs * programs, 1),
@@ -108,11 +117,25 @@ def plan(shape: Shape) -> Plan:
         parts=rows * max_units,
         split=Launch(split_kernel, split, direct=s.aligned and not (s.bias and s.bias.wide)),
         merge=None if final else Launch(merge_kernel, merge, direct=True),
+        chunk=chunk,
     )
 
 
+def _shared_blocks(s: Shape, c: Config, rows: int) -> int:
+    """Tiles of rows that one program takes of a split that neighbours share; 0 where the call does not look for one.
+
+    Sharing takes rows of two sequences at least. A window ends before or within what is shared, other biases than ALiBi hide
+    keys of one sequence that another sees, and a latent cache's accumulators fill the registers: these calls go the plain way.
+    """
+    hides = s.bias is not None and s.bias.kind != "alibi"
+    if not s.prefix or s.latent or s.left is not None or hides or s.batch < 2:
+        return 0
+    blocks = shared_blocks(c, s.head_dim, s.head_dim_v, s.dtype.itemsize)
+    return blocks if blocks * c.block_m >= 2 * rows else 0
+
+
 def _constants(
-    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, least: bool, merge_dim: int
+    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, least: bool, merge_dim: int, blocks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
     if s.table_width == 0:
@@ -158,8 +181,11 @@ def _constants(
         "LATENT": s.latent,
         "FINAL": final,
         "UNIT": UNIT if s.aligned else 1,
+        "SHARED_BLOCKS": blocks,
         "num_warps": c.warps,
         # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.
         "num_stages": c.stages + grouped,
     }
-    return shared | split, shared | {"DV": merge_dim, "AHEAD": _AHEAD, "num_warps": c.merge_warps}
+    return shared | split, shared | {
+        "DV": merge_dim, "AHEAD": _AHEAD, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0, "num_warps": c.merge_warps
+    }  # fmt: skip

@@ -1,0 +1,107 @@
+"""What the decode kernels share: where keys lie, how a sequence is cut into splits, the softmax of a split and their merge."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.kernels.triton.numerics import clamp, dot
+from warploom.kernels.triton.softmax import by_row, divisor, finite, log_sum
+
+# Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
+# or key by key in any page.
+CONTIGUOUS = tl.constexpr(0)
+ONE_PAGE = tl.constexpr(1)
+TILE_IN_PAGE = tl.constexpr(2)
+SCATTERED = tl.constexpr(3)
+
+
+@triton.jit
+def key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
+    """Keys [first, last) that some query of the sequence sees."""
+    first = 0
+    if HAS_LEFT:
+        first = tl.maximum(length - T - left, 0)
+    last = tl.minimum(length, length + right)
+    return first, last
+
+
+@triton.jit
+def splits(
+    first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
+
+    Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
+    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of long splits would leave too few units. LEAST:
+    no sequence that fits has splits of more than SPLIT keys.
+    """
+    start = first // N * N
+    keys = tl.maximum(last - start, 0)
+    used = tl.cdiv(keys, SPLIT)
+    grouped = grouped != 0
+    if LEAST:
+        size = SPLIT
+    else:
+        size = keys * 0 + SPLIT
+        # No key is asked for before this is known: the usual length is spared the division by a value of run time.
+        if keys > SPLIT * MAX_SPLITS:
+            size = tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N
+            used = tl.cdiv(keys, size)
+        grouped = grouped & (size <= 2 * SPLIT)
+    units = tl.where(grouped, tl.cdiv(used, GROUP_SPLITS), used)
+    return start, size, units, tl.where(grouped, GROUP_SPLITS, 1)
+
+
+@triton.jit
+def fold(acc, total, top, part, part_lse):
+    """Add a normalised partial result to a running merge, all in log2 units.
+
+    Splits are folded in order into their group, and groups in order into the result, from (0, 0, -inf) each. Folding one
+    part into nothing gives that part, and folding nothing (0 at -inf) changes nothing, both to the bit: a group has the
+    same bits whether its program folds it in registers or the merge kernel does from memory. tl.fma leaves the compiler
+    no choice of what to contract.
+    """
+    new_top = tl.maximum(top, part_lse)
+    base = finite(new_top)
+    old = tl.exp2(top - base)
+    new = tl.exp2(part_lse - base)
+    old_values = tl.broadcast_to(by_row(old, acc), acc.shape)
+    new_values = tl.broadcast_to(by_row(new, acc), acc.shape)
+    return tl.fma(acc, old_values, part * new_values), tl.fma(total, old, new), new_top
+
+
+@triton.jit
+def settle(acc, total, top):
+    """A running merge or softmax as a normalised part and its lse; 0 and -inf where it holds nothing."""
+    lse = log_sum(total, top, 1.0)
+    return acc / by_row(divisor(total), acc), lse
+
+
+@triton.jit
+def product(a, b, acc, LATENT: tl.constexpr):
+    """a @ b + acc in fp32. Of a latent cache's 576 products in fp32 those of TF32 lose what shows."""
+    if LATENT and a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return dot(a, b, acc)
+
+
+@triton.jit
+def shown(bits, cols, first_token):
+    """Which keys a tree shows rows by the bits of their ancestors: of the keys from ``first_token`` on those; all before."""
+    nth = cols - first_token
+    shift = clamp(nth, 0, 63).to(tl.int64)
+    return (nth < 0)[None, :] | (((bits[:, None] >> shift[None, :]) & 1) != 0)
+
+
+@triton.jit
+def weigh(s, top, total):
+    """A tile of scores joins a running softmax: its weights, the factor of what was summed before, the new total and top."""
+    new_top = tl.maximum(top, tl.max(s, 1))
+    base = finite(new_top)
+    p = tl.exp2(s - base[:, None])
+    rescale = tl.exp2(top - base)
+    total = total * rescale + tl.sum(p, 1)
+    return p, rescale, total, new_top

@@ -1,0 +1,259 @@
+"""Shared prefixes: splits that neighbours of a batch have in common are computed for all of them at once.
+
+Sequence b shares with b - 1 the leading keys that `_with_previous` says: they are the same, every query of both sees them, and
+both sequences are cut alike. A chunk is as many neighbours as a program has rows for, BLOCKS tiles of M. A split that several
+of a chunk share is read once, as the first of them has it, for the rows of all. Each row gets the part that its own program
+would have written: the same tiles by the same instructions in the same order. Splits that are not shared, or not whole, stay
+with the programs of their sequences.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.decode.triton.bias import bias_of_rows, biased
+from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, settle, weigh
+from warploom.kernels.triton.numerics import LOG2E, capped, clamp, dot
+
+
+@triton.jit
+def _with_previous(
+    b, paired, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T: tl.constexpr, TREE: tl.constexpr,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Leading keys that sequences b and b - 1 share, 0 where they are not ``paired``; keys of a split of b."""
+    own = clamp(tl.load(lengths_ptr + b, mask=paired, other=0), 0, capacity)
+    before = clamp(tl.load(lengths_ptr + b - 1, mask=paired, other=0), 0, capacity)
+    if prefix_ptr is None:
+        keys = prefix_keys
+    else:
+        keys = tl.load(prefix_ptr + b, mask=paired, other=0)
+    # A tree hides of its own keys, the last T, even ones that a window would show all queries.
+    margin = tl.minimum(right + 1, 0) if TREE else right + 1
+    keys = tl.minimum(keys, tl.minimum(own, before) - T + margin)
+    size = _split_size(own, right, SPLIT, MAX_SPLITS, N, LEAST)
+    alike = paired & (size == _split_size(before, right, SPLIT, MAX_SPLITS, N, LEAST))
+    return tl.where(alike, tl.maximum(keys, 0), 0), size
+
+
+@triton.jit
+def _split_size(length, right, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
+    """Keys of a split where no window ends to the left: those of `splits`."""
+    if LEAST:
+        return length * 0 + SPLIT
+    else:
+        keys = tl.minimum(length, length + right)
+        return tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N, SPLIT)
+
+
+@triton.jit
+def shared_splits(
+    b, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T: tl.constexpr, TREE: tl.constexpr,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Leading splits of sequence b that `share` computes, with one of its neighbours in the chunk or both."""
+    place = b % chunk
+    last = (place == chunk - 1) | (b + 1 >= sequences)
+    above, size = _with_previous(
+        b, place > 0, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
+    )
+    below, other = _with_previous(
+        b + 1, last == 0, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
+    )
+    return tl.maximum(above // size, below // other)
+
+
+@triton.jit
+def own_units(shared, used, grouped, GROUP_SPLITS: tl.constexpr):
+    """What is left to a sequence's own programs: units, how many of them are single splits, the first group's first split.
+
+    Groups that begin among shared splits are left as single splits; those behind are units as ever.
+    """
+    edge = tl.where(grouped, tl.minimum(tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS, used), used)
+    single = edge - shared
+    return single + tl.cdiv(used - edge, GROUP_SPLITS), single, edge
+
+
+@triton.jit
+def unit_splits(unit, shared, single, edge, GROUP_SPLITS: tl.constexpr):
+    """Of a unit of `own_units`: its first split, and how many splits it has at most."""
+    alone = unit < single
+    return tl.where(alone, shared + unit, edge + (unit - single) * GROUP_SPLITS), tl.where(alone, 1, GROUP_SPLITS)
+
+
+@triton.jit
+def _rows(block, first, head, T: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
+    """Of a tile of stacked rows: the sequence, from the chunk's first on, and the token and head of the queries."""
+    row = block * M + tl.arange(0, M)
+    member = first + row // (T * GROUP)
+    row = row % (T * GROUP)
+    return member, row // GROUP, head * GROUP + row % GROUP
+
+
+@triton.jit
+def share(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_table,
+    stride_tree, max_units, capacity, pages, page_shift, page_mask, right, scale, softcap, stride_ksb, stride_ksn,
+    stride_ksh, stride_vsb, stride_vsn, stride_vsh, stride_bias_b, stride_bias_h, stride_bias_k, bias_entries, bias_origin,
+    sequences, chunk, prefix_keys,
+    T: tl.constexpr, HEADS_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    PAGES: tl.constexpr, LEAST: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, TREE_DEPTHS: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Every split that neighbours share, each by one of the launch's programs: parts of all rows that share it."""
+    LANES: tl.constexpr = BLOCKS * M // (T * GROUP)
+    lane = tl.arange(0, triton.next_power_of_2(LANES))
+    END: tl.constexpr = triton.next_power_of_2(LANES)
+    d = tl.arange(0, D)
+    dv = tl.arange(0, DV)
+    n = tl.arange(0, N)
+    d_live = d < HEAD_DIM
+    dv_live = dv < HEAD_DIM_V
+
+    most = prefix_keys if prefix_ptr is None else tl.load(prefix_ptr + sequences)
+    chunks = tl.cdiv(sequences, chunk)
+    items = HEADS_KV * chunks * tl.minimum(tl.minimum(most, capacity) // SPLIT, MAX_SPLITS)
+    # Heads vary fastest, then chunks: programs that run at once read the same keys.
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        head = item % HEADS_KV
+        nth = item // HEADS_KV
+        split = nth // chunks
+        base = nth % chunks * chunk
+        paired = (lane > 0) & (lane < chunk) & (base + lane < sequences)
+        keys, size = _with_previous(
+            base + lane, paired, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
+        )
+        joined = keys // size > split
+        second = tl.min(tl.where(joined, lane, END), 0)
+        # Neighbours from `first` on, up to `past`, share the split; there may be several such runs in a chunk.
+        while second < END:
+            first = second - 1
+            past = tl.min(tl.where((joined == 0) & (lane > second), lane, END), 0)
+            step = tl.max(tl.where(lane == second, size, 0), 0)
+            begin = split * step
+            end = begin + step
+            leader = (base + first).to(tl.int64)
+
+            qs = ()
+            tops = ()
+            totals = ()
+            accs = ()
+            slopes = ()
+            positions = ()
+            for r in tl.static_range(BLOCKS):
+                member, t, head_q = _rows(r, first, head, T, GROUP, M)
+                row_live = member < past
+                batch = (base + member).to(tl.int64)
+                offset = (batch * stride_qb + t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
+                q = tl.load(q_ptr + offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
+                qs += (q,)  # type: ignore[assignment]
+                tops += (tl.full((M,), float("-inf"), tl.float32),)  # type: ignore[assignment]
+                totals += (tl.zeros((M,), tl.float32),)  # type: ignore[assignment]
+                accs += (tl.zeros((M, DV), tl.float32),)  # type: ignore[assignment]
+                if BIAS != "":
+                    slope = bias_of_rows(bias_ptr, stride_bias_b, stride_bias_h, batch, head_q, row_live, BIAS)
+                    slopes += (slope,)  # type: ignore[assignment]
+                    length = clamp(tl.load(lengths_ptr + batch, mask=row_live, other=0), 0, capacity)
+                    ahead = t
+                    if TREE_DEPTHS:
+                        depth = tl.load(tree_ptr + batch * stride_tree + T + t, mask=row_live, other=0)
+                        ahead = depth.to(tl.int32)
+                    positions += (length - T + ahead,)  # type: ignore[assignment]
+
+            k_base = k_ptr + head.to(tl.int64) * stride_kh * UNIT
+            v_base = v_ptr + head.to(tl.int64) * stride_vh * UNIT
+            if FP8:
+                k_scales = k_scale_ptr + head.to(tl.int64) * stride_ksh
+                v_scales = v_scale_ptr + head.to(tl.int64) * stride_vsh
+            inside = leader
+            if PAGES != CONTIGUOUS:
+                table = table_ptr + leader * stride_table
+                if PAGES == ONE_PAGE:
+                    inside = clamp(tl.load(table), 0, pages - 1).to(tl.int64)
+                elif PAGES == TILE_IN_PAGE:
+                    page = tl.load(table + (begin >> page_shift))
+                else:
+                    page = tl.load(table + ((begin + n) >> page_shift))
+            if PAGES == CONTIGUOUS or PAGES == ONE_PAGE:
+                k_base += inside * stride_kb * UNIT
+                v_base += inside * stride_vb * UNIT
+                if FP8:
+                    k_scales += inside * stride_ksb
+                    v_scales += inside * stride_vsb
+            for tile in range(begin, end, N):
+                cols = tile + n
+                live = cols < end
+                if PAGES == TILE_IN_PAGE:
+                    slot = (tile & page_mask) + n
+                elif PAGES == SCATTERED:
+                    slot = cols & page_mask
+                else:
+                    slot = cols
+                k_offset = slot.to(tl.int64) * stride_kn * UNIT
+                v_offset = slot.to(tl.int64) * stride_vn * UNIT
+                if FP8:
+                    ks_offset = slot.to(tl.int64) * stride_ksn
+                    vs_offset = slot.to(tl.int64) * stride_vsn
+                if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
+                    inside = clamp(page, 0, pages - 1).to(tl.int64)
+                    k_offset += inside * stride_kb * UNIT
+                    v_offset += inside * stride_vb * UNIT
+                    if FP8:
+                        ks_offset += inside * stride_ksb
+                        vs_offset += inside * stride_vsb
+                    if PAGES == TILE_IN_PAGE:
+                        page = tl.load(table + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
+                    else:
+                        page = tl.load(table + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
+                k = tl.load(k_base + k_offset[:, None] + d[None, :], mask=d_live[None, :], other=0.0)
+                v = tl.load(v_base + v_offset[:, None] + dv[None, :], mask=dv_live[None, :], other=0.0)
+                if FP8:
+                    k = k.to(qs[0].dtype)
+                    k_scale = tl.load(k_scales + ks_offset)
+                    v_scale = tl.load(v_scales + vs_offset)
+                    v = (v.to(tl.float32) * v_scale[:, None]).to(qs[0].dtype)
+                new_tops = ()
+                new_totals = ()
+                new_accs = ()
+                for r in tl.static_range(BLOCKS):
+                    s = dot(qs[r], tl.trans(k), None)
+                    if FP8:
+                        s = s * k_scale[None, :]
+                    if SOFTCAP:
+                        s, _ = capped(s, scale, softcap)
+                    else:
+                        s = s * (scale * LOG2E)
+                    member, _, _ = _rows(r, first, head, T, GROUP, M)
+                    # All keys are seen by all rows, but a sequence's own program chooses by run time too: without it the
+                    # compiler would contract the product and the difference behind it.
+                    seen = live[None, :] & (member < past)[:, None]
+                    if BIAS != "":
+                        s, seen = biased(
+                            s, seen, slopes[r], positions[r], cols, stride_bias_k, bias_entries, bias_origin, BIAS
+                        )
+                    s = tl.where(seen, s, float("-inf"))
+                    p, rescale, total, top = weigh(s, tops[r], totals[r])
+                    acc = dot(p.to(v.dtype), v, accs[r] * rescale[:, None])
+                    new_tops += (top,)  # type: ignore[assignment]
+                    new_totals += (total,)  # type: ignore[assignment]
+                    new_accs += (acc,)  # type: ignore[assignment]
+                tops = new_tops
+                totals = new_totals
+                accs = new_accs
+            for r in tl.static_range(BLOCKS):
+                member, t, head_q = _rows(r, first, head, T, GROUP, M)
+                row_live = member < past
+                part, part_lse = settle(accs[r], totals[r], tops[r])
+                row = ((base + member).to(tl.int64) * HEADS_KV * GROUP + head_q) * T + t
+                place = row * max_units + split
+                tl.store(
+                    out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
+                    part,
+                    mask=row_live[:, None] & dv_live[None, :],
+                    eviction_policy="evict_last",
+                )
+                tl.store(lse_ptr + place, part_lse, mask=row_live, eviction_policy="evict_last")
+            second = tl.min(tl.where(joined & (lane >= past), lane, END), 0)
