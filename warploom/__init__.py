@@ -11,6 +11,7 @@ __all__ = [
     "PagedKVCache",
     "attention",
     "attention_varlen",
+    "batch_invariant",
     "bias",
     "decode",
     "distributed",
@@ -36,6 +37,7 @@ if TYPE_CHECKING or not defers():
     from warploom.linear.api import linear_attention, linear_attention_step
     from warploom.linear.state import LinearState
     from warploom.runtime.dispatch import strict
+    from warploom.runtime.invariance import batch_invariant
 else:  # `warploom --help` needs no torch
     defer()
 

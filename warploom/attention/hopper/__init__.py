@@ -21,6 +21,7 @@ from warploom.attention.hopper.plan import (
     bias_refusal,
     config,
     config_for,
+    invariance_refusal,
     is_short,
     takes_columns,
     takes_dropout,
@@ -148,6 +149,10 @@ class Hopper(Backend):
             refused = bias_refusal(problem)
             if refused is not None:
                 return refused
+        if problem.batch_invariant:
+            refused = invariance_refusal(problem)
+            if refused is not None:
+                return refused
         if problem.backward and dispatch.following(NAME, problem) is None:
             refused = _no_backward(problem)
             if refused is not None:
@@ -158,7 +163,16 @@ class Hopper(Backend):
         return _module_refusal(long, False, *Features.of(problem))
 
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
-        """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
+        """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors.
+
+        Raises:
+            ValueError: a batch-invariant call that ``forward`` would hand over for the length of its batch.
+        """
+        if args.batch_invariant and args.cu_seqlens_q is not None and args.k.shape[0] > MOST_KEYS:
+            raise ValueError(
+                f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
+                f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
+            )
         return with_bounds(args, packed=True)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
@@ -182,6 +196,8 @@ class Hopper(Backend):
             words += f"; backward {backward_config_for(problem).name}"
             if problem.layout == "dense":
                 words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
+        if problem.batch_invariant:
+            words += "; batch-invariant: the tiles of packed calls whatever the lengths, heads in tiles of their own, nothing split"
         return words
 
     def warm(self, args: AttentionArgs) -> None:
