@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import warploom
 from warploom import masks
@@ -29,16 +30,15 @@ class Batches:
     layouts: tuple[str, ...] = LAYOUTS
     columns: bool = True  # some sequences have a column mask
     options: dict[str, Any] = field(default_factory=dict)  # of every call, besides those drawn
+    each: int = 1  # seeds in a row that share a model, and so its compiled kernels
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.generator = torch.Generator().manual_seed(self.seed)
-        draw = self.random
+        draw = random.Random(-1 - self.seed // self.each)
         self.heads_kv = draw.choice((1, 2))
         self.heads_q = self.heads_kv * draw.choice((1, 2, 3))
         self.head_dim = draw.choice(self.head_dims)
-        self.seqlen_k = draw.randint(1, self.longest)
-        self.seqlen_q = draw.choice((self.seqlen_k, draw.randint(1, self.longest), 1))
         self.keywords: dict[str, Any] = {"causal": draw.random() < 0.6, "backend": self.backend, "return_lse": True}
         self.keywords |= {"batch_invariant": True} | self.options
         if draw.random() < 0.3:
@@ -47,10 +47,12 @@ class Batches:
             self.keywords["softcap"] = 5.0
         if draw.random() < 0.3:
             self.keywords["sink"] = torch.randn(self.heads_q, generator=self.generator).to(self.device)
+        columns = self.columns and draw.random() < 0.3
+        draw = self.random
+        self.seqlen_k = draw.randint(1, self.longest)
+        self.seqlen_q = draw.choice((self.seqlen_k, draw.randint(1, self.longest), 1))
         self.q, self.k, self.v = self.sequence(self.seqlen_q, self.seqlen_k)
-        self.vectors: Tensor | None = None
-        if self.columns and draw.random() < 0.3:
-            self.vectors = self.column_vectors(self.seqlen_q, self.seqlen_k)
+        self.vectors = self.column_vectors(self.seqlen_q, self.seqlen_k) if columns else None
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
@@ -116,13 +118,13 @@ class Batches:
         else:
             behind = [self.random.randint(0, 70) if layout == "used" else 0 for _ in range(count)]
             k, v = (
-                torch.cat([torch.nn.functional.pad(s[i], (0, 0, 0, 0, 0, n), value=NAN) for s, n in zip(found, behind, strict=True)])
+                torch.cat([pad(each[i], (0, 0, 0, 0, 0, n), value=NAN) for each, n in zip(found, behind, strict=True)])
                 for i in (1, 2)
             )
             if self.vectors is not None:
                 vectors = [self.column_vectors(n, m) for n, m in zip(lengths_q, lengths_k, strict=True)]
                 vectors[at] = self.vectors
-                vectors = [torch.nn.functional.pad(t, (0, n)) for t, n in zip(vectors, behind, strict=True)]
+                vectors = [pad(t, (0, n)) for t, n in zip(vectors, behind, strict=True)]
                 mask = self.masked(torch.cat(vectors, -1))
             starts = self.starts([m + n for m, n in zip(lengths_k, behind, strict=True)])
             if any(behind):

@@ -376,6 +376,9 @@ def attention_varlen(
     return _results(args, backend, key, records, return_lse, names, fp8)
 
 
+invariance.offer(attention_varlen)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from warploom.runtime.arguments import flag
 
 enabled = False
+
+
+def attend(*arguments: Any, **keywords: Any) -> Any:
+    """attention_varlen(), for decode, a family beside attention's, which imports nothing of it."""
+    assert _attend is not None
+    return _attend(*arguments, **keywords)
+
+
+_attend: Callable[..., Any] | None = None
+
+
+def offer(attention_varlen: Callable[..., Any]) -> None:
+    """Say what ``attend`` is."""
+    global _attend
+    _attend = attention_varlen
 
 
 class batch_invariant:  # noqa: N801 - called and entered like torch's switches
