@@ -219,7 +219,7 @@ def check_calls(backend: str) -> None:
 
 
 def check_invariant(backend: str) -> None:
-    """A launcher that a plain call left is none of a batch-invariant one's, asked for or under the switch, nor the other way."""
+    """A launcher that a plain call left is none of a batch-invariant one's, by keyword or switch, nor the other way."""
     recorder = Recorder()
     with hopper(recorder) as fresh, torch.no_grad():
         fresh()

@@ -154,8 +154,8 @@ def attention(
             may require grad.
         out_dtype: of out, with FP8 inputs: float16, bfloat16, float32 or float64; default: what q had before quantize(),
             bfloat16 with descale.
-        batch_invariant: a sequence has the same bits, of out and lse, alone and in any batch: whatever other sequences there are
-            and how long, in whatever place and order, and dense, packed or in pages where one implementation takes all of
+        batch_invariant: a sequence has the same bits, of out and lse, alone and in any batch: whatever other sequences there
+            are and how long, in whatever place and order, and dense, packed or in pages where one implementation takes all of
             them. Tiles and the order of sums are fixed, and nothing is split, which costs time. With dropout a sequence keeps
             its bits where it keeps its number in the batch, by which elements are dropped. None takes the value of
             `warploom.batch_invariant`.
@@ -620,7 +620,7 @@ def _why_torch(
 def _check_promised(reason: str) -> None:
     """Refuse under warploom.batch_invariant() what torch's function runs for this reason."""
     if invariance.enabled:
-        raise ValueError(f"batch_invariant: torch's function, which promises nothing of the kind, would run this call: {reason}")
+        raise ValueError(f"batch_invariant: torch's function, which makes no such promise, would run this call: {reason}")
 
 
 def _why_torch_adds(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float) -> str | None:

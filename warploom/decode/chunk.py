@@ -1,4 +1,4 @@
-"""A decode call as one of attention_varlen() over the cache's pages, whose bits it then has: under warploom.batch_invariant()."""
+"""Under warploom.batch_invariant() a decode call as one of attention_varlen() over the cache's pages, whose bits it has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_chunk(args: DecodeArgs, backend: str | None) -> tuple[Tensor, Tensor] | N
     """
     if args.tree is not None or args.bias is not None or args.k_scale is not None or args.latent:
         return None
-    batch, queries, heads, _ = args.q.shape
+    batch, queries = args.q.shape[:2]
     device, table = args.q.device, args.block_table
     if table is None:
         table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]

@@ -25,7 +25,7 @@ def offer(attention_varlen: Callable[..., Any]) -> None:
     _attend = attention_varlen
 
 
-class batch_invariant:  # noqa: N801 - called and entered like torch's switches
+class batch_invariant:
     """Make ``batch_invariant=True`` the default of attention() and attention_varlen(), and let decode() agree with them.
 
     A switch, or a context manager that puts back at its end what was before::

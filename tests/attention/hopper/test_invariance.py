@@ -47,8 +47,12 @@ def test_tiles_are_the_same_for_all_lengths_and_layouts(dims: tuple[int, int], o
 def test_other_calls_have_tiles_by_their_lengths() -> None:
     """Else there would be nothing to promise."""
     found = {
-        config_for(problem(layout=layout, seqlen_q=seqlen_q, seqlen_k=seqlen_k, right=right, heads_q=8, head_dim=d, head_dim_v=d))
-        for layout, seqlen_q, seqlen_k, right, d in product(LAYOUTS, (1, 197, 4096), (60, 197, 2047, 50_000), (None, 0), (64, 256))
+        config_for(
+            problem(layout=layout, seqlen_q=seqlen_q, seqlen_k=seqlen_k, right=right, heads_q=8, head_dim=d, head_dim_v=d)
+        )
+        for layout, seqlen_q, seqlen_k, right, d in product(
+            LAYOUTS, (1, 197, 4096), (60, 197, 2047, 50_000), (None, 0), (64, 256)
+        )
     }
     assert len({(each.head_dim, each.tile_n) for each in found}) > 2 and {each.pack_gqa for each in found} > {0}
 

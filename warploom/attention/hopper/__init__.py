@@ -197,7 +197,7 @@ class Hopper(Backend):
             if problem.layout == "dense":
                 words += f", {workspace(problem) / 2**20:.1f} MiB of workspace"
         if problem.batch_invariant:
-            words += "; batch-invariant: the tiles of packed calls whatever the lengths, heads in tiles of their own, nothing split"
+            words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         return words
 
     def warm(self, args: AttentionArgs) -> None:

@@ -178,7 +178,7 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
 
 
 def invariance_refusal(problem: AttentionProblem) -> str | None:
-    """Why a batch-invariant problem is not for the forward, or None: it is one only where all of its kind, of any batch, are."""
+    """Why a batch-invariant problem is not for the forward, which takes all problems of a kind or none; or None."""
     if problem.bias:
         return "promises batch invariance without a bias alone"
     if problem.dropout and problem.left is not None:  # of which only some lengths are run here
@@ -217,8 +217,8 @@ def named_set() -> list[ForwardConfig]:
     """The forward variants that `warploom build` prepares.
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
-    under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for up to 8 queries of heads
-    that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have with it.
+    under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
+    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have with it.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """

@@ -206,7 +206,7 @@ def _walk_chunk(
 
 @triton.jit
 def _in_order(step, state, tile, base, shown, edges, N: tl.constexpr):
-    """The blocks that `shown` counts from `base`, lowest first: runs of `edges`, whose loads no loop can stage, and of others."""
+    """The blocks that `shown` counts from `base`, lowest first: runs of `edges`, whose loads are not staged, and of others."""
     while shown != 0:
         edge = (shown & -shown & edges) != 0
         others = shown & tl.where(edge, ~edges, edges)
