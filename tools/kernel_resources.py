@@ -198,7 +198,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES, INVARIANT, BIASES, STATS, or decode: one of DECODE, TREES, TREE_WINDOWS, FP8, LATENT, DECODE_BIASES
+    feature: str  # of FEATURES, INVARIANT, BIASES, STATS, or decode: of DECODE, TREES, TREE_WINDOWS, FP8, LATENT, DECODE_BIASES
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"

@@ -218,7 +218,8 @@ def named_set() -> list[ForwardConfig]:
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
-    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have with it.
+    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have
+    with it.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
