@@ -138,6 +138,16 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "columns, dropout": (_dense, {"mask": masks.Document([100, 156]), "dropout_p": 0.1, "dropout_seed": 1, "softcap": 5.0}),
 }
 
+_INVARIANT = {"causal": True, "batch_invariant": True}
+INVARIANT: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
+    "batch-invariant": (_dense, _INVARIANT),
+    "batch-invariant, packed": (_packed, _INVARIANT),
+    "batch-invariant, paged": (_paged, _INVARIANT),
+    "batch-invariant, window": (_dense, {"window": (64, 32), "batch_invariant": True}),
+    "batch-invariant, columns": (_dense, {"mask": masks.Document([100, 156]), "batch_invariant": True}),
+    "batch-invariant, columns, packed": (_packed, {"mask": _vectors(), "batch_invariant": True}),
+}
+
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, kind: str, dtype: torch.dtype | None = None, **options: Any) -> AttentionArgs:
     """A call whose bias asks for a gradient: a kind of problem.AttentionArgs, or how a tensor's elements are shared."""
@@ -189,7 +199,7 @@ class Case:
     dtype: str
     head_dim: int
     head_dim_v: int
-    feature: str  # of FEATURES or BIASES or STATS, or decode: one of DECODE, TREES and so on, PREFIXES or DECODE_BIASES
+    feature: str  # of FEATURES, INVARIANT, BIASES, STATS, or decode: one of DECODE, TREES and so on, PREFIXES or DECODE_BIASES
 
     def __str__(self) -> str:
         return f"sm_{self.architecture} {self.dtype} {self.head_dim}/{self.head_dim_v} {self.feature}"
@@ -204,9 +214,12 @@ def cases() -> list[Case]:
     rest = [f for f in FEATURES if f not in ("causal", "columns")]
     found += [Case(90, "bf16", d, d, f) for d in widths for f in rest]
     found += [Case(90, "bf16", *dims, "causal") for dims in ((72, 72), (192, 128))]
+    found += [Case(90, "bf16", d, d, f) for d in widths for f in INVARIANT]
+    others = ((90, "fp32"), (80, "fp16"))
+    found += [Case(a, t, 128, 128, f) for a, t in others for f in ("batch-invariant", "batch-invariant, paged")]
     found += [Case(90, "bf16", d, d, f) for d in (64, 128) for f in BIASES]
-    others = ((90, "bf16", 256), (90, "fp32", 128), (80, "fp16", 128), (80, "fp32", 256))
-    found += [Case(a, t, d, d, f) for a, t, d in others for f in ("bias of all heads", "distance")]
+    wide = ((90, "bf16", 256), (90, "fp32", 128), (80, "fp16", 128), (80, "fp32", 256))
+    found += [Case(a, t, d, d, f) for a, t, d in wide for f in ("bias of all heads", "distance")]
     found += [Case(90, "bf16", d, d, f) for d in widths for f in STATS]
     found += [Case(a, t, d, d, "stats, columns") for a, t in ((90, "fp32"), (80, "fp16"), (80, "fp32")) for d in widths]
     # Tiles of unequal widths, by turns in one place of shared memory.
@@ -234,7 +247,7 @@ def recorded(case: Case) -> dict[str, Recorded]:
         if "decode" in case.feature:
             _decode(case, dtype)
         else:
-            build, options = (FEATURES | BIASES | STATS)[case.feature]
+            build, options = (FEATURES | INVARIANT | BIASES | STATS)[case.feature]
             heads, dims = (2, 1, 1), (case.head_dim, case.head_dim, case.head_dim_v)
             q, k, v = (torch.zeros(1, _SEQLEN, h, d, dtype=dtype) for h, d in zip(heads, dims, strict=True))
             args = build(q, k, v, **options)
@@ -243,7 +256,7 @@ def recorded(case: Case) -> dict[str, Recorded]:
                 stats.stats(stats_args(args)._replace(bounds=args.bounds), lse, True)
             else:
                 out, lse = run.forward(args)
-                if case.feature != "paged":
+                if case.feature != "paged" and case.feature not in INVARIANT:  # whose gradients are those of other calls
                     run.backward(args, torch.zeros_like(out), None, out, lse)
     named = {}
     for launch in launches:

@@ -12,6 +12,7 @@ __all__ = [
     "SharedPrefix",
     "attention",
     "attention_varlen",
+    "batch_invariant",
     "bias",
     "decode",
     "distributed",
@@ -38,6 +39,7 @@ if TYPE_CHECKING or not defers():
     from warploom.linear.api import linear_attention, linear_attention_step
     from warploom.linear.state import LinearState
     from warploom.runtime.dispatch import strict
+    from warploom.runtime.invariance import batch_invariant
 else:  # `warploom --help` needs no torch
     defer()
 

@@ -218,6 +218,35 @@ def check_calls(backend: str) -> None:
             assert found <= MOST_CALLS[backend][name], (backend, name, found)
 
 
+def check_invariant(backend: str) -> None:
+    """A launcher that a plain call left is none of a batch-invariant one's, by keyword or switch, nor the other way."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh, torch.no_grad():
+        fresh()
+        q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16() for heads in (4, 2, 2))
+
+        def launches(**options: Any) -> list[dict[str, Any]]:
+            recorder.clear()
+            warploom.attention(q, k, v, backend=backend, **options)
+            return [{name: each[name] for name in ("kernel", "constants")} for each in recorder.launches[-1:]]
+
+        plain, asked = launches(), launches(batch_invariant=True)
+        assert plain != asked
+        for _ in range(3):
+            assert launches() == plain and launches(batch_invariant=True) == asked
+            with warploom.batch_invariant():
+                assert launches() == asked and launches(batch_invariant=False) == plain
+        starts = torch.tensor([0, SEQLEN], dtype=torch.int32)
+        with patch.object(api, "dense_args", side_effect=AssertionError("checked again")), warploom.batch_invariant():
+            assert launches() == asked
+        for _ in range(3):
+            recorder.clear()
+            warploom.attention_varlen(q[0], k[0], v[0], starts, backend=backend, batch_invariant=True)
+        packed = recorder.launches[-1]
+        kept = ("tile_n", "warpgroups", "stages", "pv_wait") if backend == "hopper" else ("M", "N", "num_warps", "ASCENDING")
+        assert all(packed["constants"][name] == asked[0]["constants"][name] for name in kept), (packed, asked)
+
+
 if __name__ == "__main__":
     check_fp8()
     check_packed("hopper", ["packed_bounds_kernel"], ["attn_fwd"])
@@ -225,6 +254,8 @@ if __name__ == "__main__":
     check("hopper", ["attn_fwd"], ["attn_bwd"])
     check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
     check_memory()
+    check_invariant("hopper")
+    check_invariant("triton")
     check_calls("hopper")
     check_calls("triton")
     print("as few as can be")

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 
 FILES = [
     "test_bias.py", "test_cases.py", "test_behaviour.py", "test_chunks.py", "test_edges.py", "test_explain.py",
-    "test_packed_bounds.py", "test_stats.py",
+    "test_invariance.py", "test_packed_bounds.py", "test_stats.py",
 ]  # fmt: skip
 
 

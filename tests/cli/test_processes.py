@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,12 @@ def answer(word: str) -> str:
     return f"{word} by {os.getpid()}"
 
 
-def appear_and_wait(place: str) -> str:
+def appear_or_end(place: str) -> str:
+    if place == "first":
+        return "ended"
     Path(place).write_text(str(os.getpid()))
     while True:
-        time.sleep(60)
-
-
-def appear_or_end(place: str) -> str:
-    return "ended" if place == "first" else appear_and_wait(place)
+        signal.pause()
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 7])
@@ -50,10 +47,9 @@ def test_a_process_that_ends_without_an_answer_is_named() -> None:
 
 def test_closing_ends_those_at_work(tmp_path: Path) -> None:
     place = tmp_path / "process"
+    os.mkfifo(place)
     found = in_processes(appear_or_end, [str(place), "first"], 2)
     assert next(found) == ("first", "ended")
-    while not (place.exists() and place.read_text()):
-        time.sleep(0.01)
     process = int(place.read_text())
     os.kill(process, 0)
     found.close()

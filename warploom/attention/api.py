@@ -21,7 +21,7 @@ from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, checked_names, stats_args, stats_backend
 from warploom.bias import Bias
 from warploom.masks import Mask, Padding
-from warploom.runtime import arguments, dispatch
+from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window
 from warploom.runtime.backend import Backend
 from warploom.runtime.qkv import scalars
@@ -42,6 +42,7 @@ def attention(
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
     descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    batch_invariant: bool | None = ...,
 ) -> Tensor: ...
 
 
@@ -53,6 +54,7 @@ def attention(
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
     descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -64,6 +66,7 @@ def attention(
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
     descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    batch_invariant: bool | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -73,6 +76,7 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
     backend: str | None = ..., bias: Tensor | Bias | None = ..., return_stats: _Some,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, AttentionStats]: ...
 
 
@@ -82,6 +86,7 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
     backend: str | None = ..., bias: Tensor | Bias | None = ..., return_stats: _Some,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, Tensor, AttentionStats]: ...
 
 
@@ -91,6 +96,7 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool = ...,
     backend: str | None = ..., bias: Tensor | Bias | None = ..., return_stats: Sequence[str],
+    batch_invariant: bool | None = ...,
 ) -> Any: ...
 
 
@@ -113,6 +119,7 @@ def attention(
     bias: Tensor | Bias | None = None,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
     return_stats: Sequence[str] = (),
 ) -> Any:
     """Exact softmax attention, softmax(scale · q kᵀ + bias, masked) v, differentiable in q, k, v, sink and bias.
@@ -133,7 +140,8 @@ def attention(
         sink: (heads_q,) a logit a head that joins the softmax's denominator, neither scaled nor softcapped.
         dropout_p: probability of dropping a softmax weight, in [0, 1).
         dropout_seed: int64 tensor of one element, or an int; default: drawn on q's device by torch's generator.
-        deterministic: bitwise equal run to run; None follows torch.are_deterministic_algorithms_enabled().
+        deterministic: bitwise equal run to run; None follows torch.are_deterministic_algorithms_enabled(). True where
+            batch_invariant is.
         return_lse: also return lse, the natural log of the softmax's denominator (sink included, dropout ignored),
             float32 (batch, heads_q, seqlen_q), differentiable.
         backend: run this implementation or raise its refusal; default: the first that does not refuse.
@@ -146,6 +154,11 @@ def attention(
             may require grad.
         out_dtype: of out, with FP8 inputs: float16, bfloat16, float32 or float64; default: what q had before quantize(),
             bfloat16 with descale.
+        batch_invariant: a sequence has the same bits, of out and lse, alone and in any batch: whatever other sequences there
+            are and how long, in whatever place and order, and dense, packed or in pages where one implementation takes all of
+            them. Tiles and the order of sums are fixed, and nothing is split, which costs time. With dropout a sequence keeps
+            its bits where it keeps its number in the batch, by which elements are dropped. None takes the value of
+            `warploom.batch_invariant`.
         return_stats: names of `warploom.AttentionStats` to compute and return last: "max_logits", the largest logits of each
             head, and "column_sums", the probabilities of each key summed over queries. Both are exact, float32, without a
             gradient, and ignore sink and dropout. Each costs one more pass over the scores, both together one; column sums of
@@ -163,6 +176,7 @@ def attention(
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             bias=bias,
+            batch_invariant=batch_invariant,
         )
         if launch is not None:
             out, lse = launch(q, k, v, sink, *others)
@@ -182,6 +196,7 @@ def attention(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         bias=bias,
+        batch_invariant=batch_invariant,
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
@@ -200,6 +215,7 @@ def attention_varlen(
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
     descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    batch_invariant: bool | None = ...,
 ) -> Tensor: ...
 
 
@@ -213,6 +229,7 @@ def attention_varlen(
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
     descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -226,6 +243,7 @@ def attention_varlen(
     deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
     descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    batch_invariant: bool | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -237,6 +255,7 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ..., return_stats: _Some,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, AttentionStats]: ...
 
 
@@ -248,6 +267,7 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
     bias: Tensor | Bias | None = ..., return_stats: _Some,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, Tensor, AttentionStats]: ...
 
 
@@ -259,6 +279,7 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: bool = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ..., return_stats: Sequence[str],
+    batch_invariant: bool | None = ...,
 ) -> Any: ...
 
 
@@ -287,6 +308,7 @@ def attention_varlen(
     bias: Tensor | Bias | None = None,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
     return_stats: Sequence[str] = (),
 ) -> Any:
     """attention() over sequences packed without padding; masks apply within each sequence.
@@ -318,7 +340,7 @@ def attention_varlen(
         longest = (max_seqlen_q, max_seqlen_k)
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
-            sequences, longest, bias,
+            sequences, longest, bias, batch_invariant,
         )
     if launch is not None:
         out, lse = launch(q, k, v, sink, *others)
@@ -345,12 +367,16 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         bias=bias,
+        batch_invariant=batch_invariant,
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
         key = None
     return _results(args, backend, key, records, return_lse, names, fp8)
+
+
+invariance.offer(attention_varlen)
 
 
 def scaled_dot_product_attention(
@@ -368,11 +394,13 @@ def scaled_dot_product_attention(
     ``is_causal`` is top-left aligned, as torch's. ``attn_mask`` also takes a mask of `warploom.masks`. A boolean mask over keys
     alone (query dimension 1) runs here, and a floating point one, as attention()'s bias, where a kernel takes it. Any other
     tensor mask goes to torch's own function: turning a dense boolean mask into columns on the hot path would cost more than it
-    saves. explain(..., attn_mask=...) says which, and why.
+    saves. explain(..., attn_mask=...) says which, and why. Under `warploom.batch_invariant` such a call raises a ValueError.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     _check_sdpa(query, key, value, attn_mask, is_causal, enable_gqa)
-    if _why_torch(query, key, value, attn_mask, dropout_p) is not None:
+    reason = _why_torch(query, key, value, attn_mask, dropout_p)
+    if reason is not None:
+        _check_promised(reason)
         assert attn_mask is None or isinstance(attn_mask, Tensor)
         checked_scale, _, dropout_p = scalars(scale, 0.0, dropout_p, query.shape[-1])
         scale = None if scale is None else checked_scale
@@ -411,6 +439,7 @@ def explain(
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
         reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
         if reason is not None:
+            _check_promised(reason)
             return torch_plan(reason)
         q, k, v, options = _sdpa_call(q, k, v, attn_mask, is_causal)
         keywords = {**keywords, **options}
@@ -565,7 +594,7 @@ def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
         *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
         *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
         *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k, args.q_offset is None),
-        *(args.bias_kind, args.bias_grad),
+        *(args.bias_kind, args.bias_grad, args.batch_invariant),
     )
 
 
@@ -586,6 +615,12 @@ def _why_torch(
     if query.ndim == 4 and _is_key_padding(attn_mask):
         return None
     return f"attn_mask is a dense mask of shape {tuple(attn_mask.shape)}; ColumnMask.from_dense converts it once, ahead"
+
+
+def _check_promised(reason: str) -> None:
+    """Refuse under warploom.batch_invariant() what torch's function runs for this reason."""
+    if invariance.enabled:
+        raise ValueError(f"batch_invariant: torch's function, which makes no such promise, would run this call: {reason}")
 
 
 def _why_torch_adds(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float) -> str | None:

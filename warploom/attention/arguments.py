@@ -12,7 +12,7 @@ from warploom.attention.biases import with_bias
 from warploom.attention.problem import AttentionArgs, check_columns, check_contents
 from warploom.bias import Bias
 from warploom.masks import Causal, ColumnMask, Full, Mask, ResolvedMask, SlidingWindow
-from warploom.runtime import arguments
+from warploom.runtime import arguments, invariance
 from warploom.runtime.arguments import Window
 from warploom.runtime.qkv import autocast_inputs, check_sink, check_tensors, last_contiguous, scalars
 
@@ -36,6 +36,7 @@ def dense_args(
     dropout_seed: Tensor | int | None = None,
     deterministic: bool | None = None,
     bias: Tensor | Bias | None = None,
+    batch_invariant: bool | None = None,
     resolved: ResolvedMask | None = None,
 ) -> AttentionArgs:
     """The arguments of attention(); ``resolved``: the mask for these lengths, if it was asked already."""
@@ -46,7 +47,7 @@ def dense_args(
     _warn_layout(q)
     resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q, resolved)
     check_columns(resolved, q.shape[0], q.shape[2], k.shape[2], k.shape[1], q)
-    args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
+    args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant)
     return with_bias(args, bias, q.shape[1], k.shape[1])
 
 
@@ -71,6 +72,7 @@ def varlen_args(
     dropout_seed: Tensor | int | None = None,
     deterministic: bool | None = None,
     bias: Tensor | Bias | None = None,
+    batch_invariant: bool | None = None,
     resolved: ResolvedMask | None = None,
 ) -> AttentionArgs:
     """The arguments of attention_varlen(); ``resolved``: the mask for all packed tokens, if it was asked already."""
@@ -95,7 +97,7 @@ def varlen_args(
         max_seqlen_q = q.shape[0]
     if max_seqlen_k is None:
         max_seqlen_k = total_k if block_table is None else block_table.shape[1] * k.shape[1]
-    args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic)
+    args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant)
     args = args._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -157,6 +159,7 @@ def _assemble(
     dropout_p: float,
     dropout_seed: Tensor | int | None,
     deterministic: bool | None,
+    batch_invariant: bool | None,
 ) -> AttentionArgs:
     scale, softcap, dropout_p = scalars(scale, softcap, dropout_p, q.shape[-1])
     check_sink(sink, q)
@@ -164,6 +167,7 @@ def _assemble(
     deterministic = arguments.flag("deterministic", deterministic, optional=True)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    batch_invariant = invariance.asked(batch_invariant)
     return AttentionArgs(
         q=q,
         k=k,
@@ -186,8 +190,9 @@ def _assemble(
         scale=scale,
         softcap=softcap,
         dropout_p=dropout_p,
-        deterministic=deterministic,
+        deterministic=deterministic or batch_invariant,
         backend="",
+        batch_invariant=batch_invariant,
     )
 
 

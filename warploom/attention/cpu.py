@@ -19,7 +19,7 @@ from torch import Tensor
 
 from warploom.attention import philox
 from warploom.attention.bias_terms import add_chunk_gradient, add_gradient, terms
-from warploom.attention.packing import Gradients, chunks, gradients, no_bias, sequences
+from warploom.attention.packing import Gradients, alone, chunks, entries, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.attention.stats import StatsBackend
 from warploom.masks.rectangles import BLOCK_COLS, BLOCK_ROWS, Rectangle, covers, single
@@ -558,11 +558,17 @@ class Cpu(StatsBackend):
             return "accumulates in fp32; float64 runs on the reference"
         return None
 
+    def describe(self, problem: AttentionProblem) -> str:
+        return "batch-invariant: each sequence by itself, in memory of its own" if problem.batch_invariant else ""
+
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         return (BLOCK_ROWS, BLOCK_COLS), BLOCK_COLS
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+        if args.cu_seqlens_q is None and args.batch_invariant:
+            found = [_forward_dense(alone(entry), n) for n, entry in enumerate(entries(args))]
+            return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
         args = _readable(args)
         if args.cu_seqlens_q is None:
             return _forward_dense(args)
@@ -571,7 +577,8 @@ class Cpu(StatsBackend):
         lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
         for n, sequence in enumerate(sequences(args)):
             if sequence.args.q.shape[1]:
-                part_out, part_lse = _forward_dense(sequence.args, n)
+                dense = alone(sequence.args) if args.batch_invariant else sequence.args
+                part_out, part_lse = _forward_dense(dense, n)
                 out[sequence.queries], lse[:, sequence.queries] = part_out[0], part_lse[0]
         return out, lse
 

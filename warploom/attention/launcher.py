@@ -16,7 +16,7 @@ from warploom.bias import Bias
 from warploom.masks import ColumnMask, Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.kept import Kept
-from warploom.runtime import dispatch
+from warploom.runtime import dispatch, invariance
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.kept import Launcher, casts
 from warploom.runtime.op import plain, recorded
@@ -97,6 +97,7 @@ def find(
     vectors: tuple[Tensor | None, ...] = (),
     longest: tuple[int | None, ...] = (),
     bias: Tensor | Bias | None = None,
+    batch_invariant: bool | None = None,
 ) -> Found:
     """The launcher that an earlier call of this kind left, and the key that it is or may be kept under.
 
@@ -122,6 +123,7 @@ def find(
             or not (causal is False or causal is True)
             or not (return_lse is False or return_lse is True)
             or not (deterministic is None or deterministic is False or deterministic is True)
+            or not (batch_invariant is None or batch_invariant is False or batch_invariant is True)
         ):
             return NOTHING
         records = recorded(q, k, v, sink)
@@ -130,6 +132,7 @@ def find(
             shape, shape_k, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             device, k.device, v.device, causal, scale, softcap, deterministic, backend, records,
             torch.are_deterministic_algorithms_enabled(), dropout_p,
+            invariance.enabled if batch_invariant is None else batch_invariant,
         )  # fmt: skip
         if window is not None:
             key += (type(window), *window, *map(type, window))

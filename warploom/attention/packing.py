@@ -70,6 +70,28 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
         yield Sequence(dense, queries, keys, pages, length)
 
 
+def entries(args: AttentionArgs) -> Iterator[AttentionArgs]:
+    """The batch entries of a dense call in order, each a call of batch 1."""
+
+    def own(t: Tensor | None, b: int) -> Tensor | None:
+        return t if t is None or t.shape[0] == 1 else t[b : b + 1]
+
+    for b in range(args.q.shape[0]):
+        vectors: dict[str, Any] = {name: own(getattr(args, name), b) for name in ("lts", "lte", "uts", "ute", "q_offset")}
+        bias = args.bias if args.bias_kind == "distance" else own(args.bias, b)
+        q, k, v = (t[b : b + 1] for t in (args.q, args.k, args.v))
+        yield args._replace(q=q, k=k, v=v, bounds=None, bias=bias, **vectors)
+
+
+def alone(args: AttentionArgs) -> AttentionArgs:
+    """A dense call of batch 1 whose q, k and v lie as those of any equal call: in memory of their own, contiguous.
+
+    Where numbers lie, and at what strides, decides how matrix products of torch's libraries round on a CPU.
+    """
+    q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (args.q, args.k, args.v))
+    return args._replace(q=q, k=k, v=v)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """One batch entry of a call with query offsets as a dense call of batch 1 without: the same elements by local rows."""

@@ -28,6 +28,7 @@ class Plan:
     refused: tuple[tuple[str, str], ...] = ()  # (implementation, why), in dispatch order
     stats: tuple[str, ...] = ()  # those that the call returns
     stats_implementation: str | None = None  # which computes them
+    batch_invariant: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -40,6 +41,7 @@ class Plan:
             "skipped": self.skipped,
             "stats": list(self.stats),
             "stats_implementation": self.stats_implementation,
+            "batch_invariant": self.batch_invariant,
             "refused": [{"implementation": name, "why": why} for name, why in self.refused],
         }
 
@@ -92,7 +94,19 @@ def plan_of(
         skipped = counts["hidden"] / sum(counts.values())
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
     measuring = stats_backend(problem, chosen) if names else None
-    return Plan(problem.describe(), chosen, reason, tile, backward, counts, skipped, tuple(refused), names, measuring)
+    return Plan(
+        call=problem.describe(),
+        implementation=chosen,
+        reason=reason,
+        tile=tile,
+        backward_tiles=backward,
+        tiles=counts,
+        skipped=skipped,
+        refused=tuple(refused),
+        stats=names,
+        stats_implementation=measuring,
+        batch_invariant=problem.batch_invariant,
+    )
 
 
 def torch_plan(reason: str) -> Plan:

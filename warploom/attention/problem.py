@@ -61,6 +61,10 @@ class AttentionArgs(NamedTuple):
     For fp64 inputs slopes and tables are fp64. With ``bias_grad`` a backward pass returns a fifth gradient, of the shape and
     dtype of ``bias``: the sum over all that was read from an element, of dscores before softcap and scale. Without, it returns
     four, and no work is done for a bias.
+
+    With ``batch_invariant`` the bits of a sequence's out and lse depend on nothing but its own queries and keys, the model's
+    shapes and the call's options: not on the batch, its other sequences, its longest lengths, nor on where its tokens lie.
+    ``deterministic`` is true then.
     """
 
     q: Tensor
@@ -92,6 +96,7 @@ class AttentionArgs(NamedTuple):
     bias_kind: str = ""
     bias_origin: int = 0
     bias_grad: bool = False
+    batch_invariant: bool = False
 
     @property
     def mask(self) -> ResolvedMask:
@@ -150,6 +155,7 @@ class AttentionProblem:
     q_offset: bool = False  # queries are chunks of longer sequences
     bias: str = ""  # its kind: "tensor", "alibi", "distance"
     bias_grad: bool = False  # which has a gradient
+    batch_invariant: bool = False
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -184,6 +190,7 @@ class AttentionProblem:
             q_offset=args.q_offset is not None,
             bias=args.bias_kind,
             bias_grad=args.bias_grad,
+            batch_invariant=args.batch_invariant,
         )
 
     def describe(self) -> str:
@@ -202,6 +209,8 @@ class AttentionProblem:
             parts.append(f"bias ({self.bias}{', with a gradient' if self.bias_grad else ''})")
         if self.q_offset:
             parts.append("queries are chunks")
+        if self.batch_invariant:
+            parts.append("batch-invariant")
         parts.append("forward + backward" if self.backward else "forward")
         return "; ".join(parts)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from warploom.attention import philox
 from warploom.attention.bias_terms import add_gradient, terms
-from warploom.attention.packing import Gradients, gradients, no_bias, sequences
+from warploom.attention.packing import Gradients, alone, entries, gradients, no_bias, sequences
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.attention.stats import StatsBackend
 from warploom.masks.visible import visible
@@ -21,10 +21,13 @@ from warploom.runtime.op import settled_dtypes
 
 
 def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    if args.cu_seqlens_q is None:
-        batches = torch.arange(args.q.shape[0], device=args.q.device)
+    if args.cu_seqlens_q is not None:
+        return _attend_packed(args)
+    batches = torch.arange(args.q.shape[0], device=args.q.device)
+    if not args.batch_invariant or not args.q.shape[0]:
         return _attend(args, batches)
-    return _attend_packed(args)
+    found = [_attend(alone(entry), batches[n : n + 1]) for n, entry in enumerate(entries(args))]
+    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
 def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -39,7 +42,8 @@ def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         args = args._replace(k=args.k.to(accumulate), v=args.v.to(accumulate))
     outs, lses = [], []
     for index, sequence in enumerate(sequences(args)):
-        out, lse = _attend(sequence.args, torch.tensor([index], device=q.device))
+        dense = alone(sequence.args) if args.batch_invariant else sequence.args
+        out, lse = _attend(dense, torch.tensor([index], device=q.device))
         outs.append(out[0])
         lses.append(lse[0])
     rest = q.shape[0] - sum(o.shape[0] for o in outs)
@@ -235,6 +239,9 @@ class Reference(StatsBackend):
 
     def supports(self, problem: AttentionProblem) -> str | None:
         return None
+
+    def describe(self, problem: AttentionProblem) -> str:
+        return "batch-invariant: each sequence by itself, in memory of its own" if problem.batch_invariant else ""
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out (…, heads_q, head_dim_v) in q's dtype and lse, fp32 (fp64 for fp64 inputs), of validated arguments."""

@@ -97,6 +97,7 @@ def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
         dropout_p=options.dropout,
         dropout_seed=Outline((1,), torch.int64, device),
         deterministic=options.deterministic or None,
+        batch_invariant=options.batch_invariant,
         resolved=None if resolved is None else ResolvedMask(resolved.left, resolved.right, *vectors),
     )
     if options.bias_grad and (options.bias is None or not options.backward):

@@ -11,10 +11,11 @@ from warploom.bias import Bias
 from warploom.decode import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.decode.chunk import as_chunk
 from warploom.decode.ops import decode_op, is_empty
 from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeProblem
-from warploom.runtime import arguments, dispatch
+from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.op import unobserved
 
@@ -66,7 +67,8 @@ def decode(
 
     Nothing is planned on the host and nothing synchronises: lengths and page tables are read on the device, and a
     captured CUDA graph follows them. A sequence's bits depend on its own keys and length alone, never on the other
-    sequences, the batch size or the page layout.
+    sequences, the batch size or the page layout. Under `warploom.batch_invariant` the kernel of attention_varlen() runs over
+    the pages, where that takes the call: on `triton` a query then has the bits that it has as a row of a prompt.
 
     Args:
         q: (batch, T, heads_q, head_dim), T from 1 to 16, under a tree to 64, in the cache's dtype; heads_q is a multiple of
@@ -100,7 +102,8 @@ def decode(
     """
     # Keywords of the plainest types: 1 is equal to True, and would find what True left.
     short = (
-        tree is None
+        not invariance.enabled
+        and tree is None
         and bias is None
         and prefix is None
         and (scale is None or type(scale) is float or type(scale) is int)
@@ -121,6 +124,10 @@ def decode(
                 return results if return_lse else results[0]
     args = decode_args(q, cache, scale, softcap, window, sink, tree, bias, prefix)
     return_lse = arguments.flag("return_lse", return_lse)
+    if invariance.enabled and not is_empty(args):
+        results = as_chunk(args, backend)
+        if results is not None:
+            return results if return_lse else results[0]
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
     out, lse = decode_op(*args)

@@ -97,6 +97,8 @@ class Ampere(Backend):
             return "has no query offsets"
         if problem.bias:
             return "has no bias"
+        if problem.batch_invariant:
+            return "promises no batch invariance, as packed calls run elsewhere"
         if problem.backward and dispatch.following(NAME, problem) is None:
             return "has no backward pass of its own, and no other implementation takes this one"
         dtype, head_dim, head_dim_v, *flags = Features.of(problem)

@@ -21,6 +21,7 @@ from warploom.attention.hopper.plan import (
     bias_refusal,
     config,
     config_for,
+    invariance_refusal,
     is_short,
     takes_columns,
     takes_dropout,
@@ -139,6 +140,10 @@ class Hopper(Backend):
             refused = bias_refusal(problem)
             if refused is not None:
                 return refused
+        if problem.batch_invariant:
+            refused = invariance_refusal(problem)
+            if refused is not None:
+                return refused
         if problem.backward and dispatch.following(NAME, problem) is None:
             refused = _no_backward(problem)
             if refused is not None:
@@ -149,7 +154,16 @@ class Hopper(Backend):
         return _absence(long, False, Features.of(problem))
 
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
-        """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
+        """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors.
+
+        Raises:
+            ValueError: a batch-invariant call that ``forward`` would hand over for the length of its batch.
+        """
+        if args.batch_invariant and args.cu_seqlens_q is not None and args.k.shape[0] > MOST_KEYS:
+            raise ValueError(
+                f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
+                f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
+            )
         return with_bounds(args, packed=True)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
@@ -169,6 +183,8 @@ class Hopper(Backend):
         """The module, its state, and the backward's, or who runs that, and why."""
         variant = _variant(problem)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
+        if problem.batch_invariant:
+            words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         if not problem.backward:
             return words
         refused = _no_backward(problem)

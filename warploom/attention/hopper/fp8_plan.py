@@ -45,6 +45,8 @@ def problem_refusal(problem: AttentionProblem) -> str | None:
             return f"takes FP8 with {name} from {STEP} to 256 in steps of {STEP}, not {dim}"
     if problem.layout != "dense" or problem.q_offset:
         return "takes no FP8 in packed sequences or pages, or with query offsets"
+    if problem.batch_invariant:
+        return "promises no batch invariance in FP8"
     for there, what in ((problem.columns, "a column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
         if there:
             return f"has no FP8 kernel with {what}"

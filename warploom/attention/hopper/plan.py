@@ -91,7 +91,10 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @cache
 def config(features: Features, long: bool, each: int = 0, shape: str = "") -> ForwardConfig:
-    """The variant of a call's features; ``long`` as LONG has it, ``each`` what ``pack_gqa``, ``shape`` what ``shape`` says."""
+    """The variant of a call's features; ``long`` as LONG has it, ``each`` what ``pack_gqa``, ``shape`` what ``shape`` says.
+
+    Batch-invariant calls, of whatever lengths, have the tiles of packed ones.
+    """
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
     tile: Tile | None = tiling.dense
@@ -106,7 +109,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
             tile = tiling.columns
     elif features.dropout:
         tile = tiling.dropout
-    elif features.left or features.varlen:
+    elif features.left or features.varlen or features.batch_invariant:
         tile = tiling.other
     elif features.right and not long and not each:
         tile = tiling.short
@@ -165,13 +168,22 @@ def shape(seqlen_q: int, seqlen_k: int) -> str:
 def config_for(problem: AttentionProblem) -> ForwardConfig:
     """The variant that runs a problem."""
     features, long = Features.of(problem), problem.seqlen_k >= LONG
-    if features.varlen:
+    if features.varlen or features.batch_invariant:
         return config(features, long)
     group = problem.heads_q // problem.heads_kv
     if features.columns or features.dropout:
         return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
     each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
+
+
+def invariance_refusal(problem: AttentionProblem) -> str | None:
+    """Why a batch-invariant problem is not for the forward, which takes all problems of a kind or none; or None."""
+    if problem.bias:
+        return "promises batch invariance without a bias alone"
+    if problem.dropout and problem.left is not None:  # of which only some lengths are run here
+        return "promises no batch invariance of dropout under a window"
+    return None
 
 
 def bias_refusal(problem: AttentionProblem) -> str | None:
@@ -205,8 +217,9 @@ def named_set() -> list[ForwardConfig]:
     """The forward variants that `warploom build` prepares.
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
-    under a column mask of packed sequences; and without those for what ``shape`` tells apart, and for up to 8 queries of heads
-    that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have with it.
+    under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
+    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have
+    with it.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -219,6 +232,8 @@ def named_set() -> list[ForwardConfig]:
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, columns=True, varlen=True), True)] = None
         found.update({config(Features(dtype, *dims, right=right), True, each): None for each in PACK_GQA[:1]})
+    for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
+        found[config(Features(dtype, *dims, right=right, batch_invariant=True), True)] = None
     for dims, dtype in product(TILINGS, DTYPES):
         found.update({config(Features(dtype, *dims), False, shape=name): None for name in ("brief", "square")})
         found[config(Features(dtype, *dims, right=True), True, shape="few")] = None

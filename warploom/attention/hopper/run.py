@@ -59,8 +59,9 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     rows = batch * (heads_kv * tile_heads(members, variant.heads_per_tile) if variant.pack_gqa else heads)
     tiles, blocks = m_blocks * rows, processors(index)
     split = 0
-    # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys.
-    if variant.split and args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
+    # A window's tiles see few keys each, and so do the first of a causal call with as many queries as keys. How a call is split
+    # depends on how many tiles it has, and pieces are rounded where whole tiles are not.
+    if variant.split and not args.batch_invariant and args.left is None and (args.right is None or 4 * seqlen_q <= seqlen_k):
         n_blocks = -(-(end - first) // variant.tile_n)
         split, blocks = tiles_to_split(tiles, n_blocks, blocks, SPLIT_COST, args.right is None)
     parts_shape = parts_shape_of(blocks, variant)
@@ -349,7 +350,7 @@ def _function(
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may be special."""
     features, long = Features.of_args(args), seqlen_k >= LONG
     usual = variant = config(features, long)
-    if few is not None and not (features.columns or features.dropout):
+    if few is not None and not (features.columns or features.dropout or features.batch_invariant):
         each = pack_gqa(*few, usual.tile_m)
         variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
     function = _ready.get(variant.spec.name)

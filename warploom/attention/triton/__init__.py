@@ -41,6 +41,12 @@ class Triton(TritonBackend, StatsBackend):
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors."""
         return with_bounds(args)
 
+    def describe(self, problem: AttentionProblem) -> str:
+        """What a batch-invariant call has that others do not."""
+        if not problem.batch_invariant:
+            return ""
+        return "batch-invariant: the tiles of packed calls, keys first to last, so that a row's bits depend on no other row"
+
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         """Queries × keys of the forward tiles that this very call takes, and how many keys are skipped at once, for explain().
 

@@ -753,12 +753,14 @@ def dq_kernel(
     if SUMS:
         state = (tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32))  # type: ignore[assignment]
     found = attend(
-        _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, False
+        _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, False,
+        False,
     )
     if bias.hides is not None:  # noqa: SIM102 - known when compiling
         if holds_nan(found[0]):
             found = attend(
-                _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, True
+                _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, True,
+                False,
             )
     dq = found[0]
     if SUMS:

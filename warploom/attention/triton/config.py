@@ -121,7 +121,8 @@ def stats_tiling(features: Features) -> Tiling:
 def config(features: Features, capability: int, boxes: bool) -> Config:
     """The variant for a call's dtype, the wider of its head dims, its mask and a compute capability (90 for Hopper).
 
-    `boxes`: tensor descriptors can say all that the kernels read.
+    `boxes`: tensor descriptors can say all that the kernels read. They can of dense calls alone: no matter to a batch-invariant
+    one, whose tiles are those of packed calls.
     """
     width = next(w for w in (64, 128, 256) if max(features.head_dim, features.head_dim_v) <= w)
     if features.bias in ("tensor", "distance"):
@@ -135,7 +136,7 @@ def config(features: Features, capability: int, boxes: bool) -> Config:
     # 10x and 12x: sm_100 holds what Hopper's does, sm_120 only 99 KiB.
     if not 90 <= capability < 120:
         return _AMPERE[width]
-    if boxes:
+    if boxes and not features.batch_invariant:
         found = (_BOXES_COLUMNS if features.columns else _BOXES)[width]
     else:
         found = (_HOPPER_COLUMNS if features.columns else _HOPPER)[width]

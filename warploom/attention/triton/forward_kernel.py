@@ -165,10 +165,12 @@ def forward_kernel(
     SCATTERED: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_UNIT: tl.constexpr,
+    ASCENDING: tl.constexpr,
 ):
     """out and lse of one tile of M queries. seqlen_q and seqlen_k are totals where the call is packed.
 
     Tiles vary fastest over programs, longest first under a causal mask, so that programs that run at once share keys.
+    ASCENDING: see `warploom.attention.triton.walk.walk`.
     """
     pid = tl.program_id(0)
     tile_index = tiles - 1 - pid % tiles
@@ -210,12 +212,14 @@ def forward_kernel(
         in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None,
     )  # fmt: skip
     acc, total, top = attend(
-        _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, True, False
+        _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, True, False,
+        ASCENDING,
     )
     if bias.hides is not None:  # noqa: SIM102 - known when compiling
         if holds_nan(acc):
             acc, total, top = attend(
-                _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, False, True
+                _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, False, True,
+                ASCENDING,
             )
 
     unseeing = total == 0.0

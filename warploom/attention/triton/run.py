@@ -251,7 +251,8 @@ def _options(variant: Variant, tiling: Tiling) -> dict[str, Any]:
 
 @cache
 def _forward_launch(variant: Variant, tiling: Tiling) -> Launch:
-    options = {**_options(variant, tiling), "SCATTERED": variant.scattered}
+    features = variant.features
+    options = {**_options(variant, tiling), "SCATTERED": variant.scattered, "ASCENDING": features.batch_invariant}
     return Launch(forward_kernel, options, direct=variant.direct)
 
 

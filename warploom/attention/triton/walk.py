@@ -51,6 +51,7 @@ def attend(
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     CAREFUL: tl.constexpr,
+    ASCENDING: tl.constexpr,
 ):
     """Gather what a query tile meets and walk along it.
 
@@ -60,7 +61,7 @@ def attend(
         k, v: `Heads`, which `group` query heads share.
         mask, pages, softmax, dropout: those of the call.
         bias: that of the head.
-        N: keys of a tile; UNIT, WIDE: see the kernels.
+        N: keys of a tile; UNIT, WIDE: see the kernels; SPLIT, ASCENDING: see `walk`.
         CAREFUL: see `Tile`.
     """
     batch = tl.cast(lengths.batch, tl.int64)
@@ -100,15 +101,19 @@ def attend(
         careful=1 if CAREFUL else None,
     )
     bounds = shifted(mask.bounds, batch * mask.bounds_stride_b + mask_head * mask.bounds_stride_h)
-    return walk(step, state, tile, queries.m0, tl.minimum(queries.m0 + queries.q.shape[0], lengths.q), bounds, N, SPLIT)
+    m1 = tl.minimum(queries.m0 + queries.q.shape[0], lengths.q)
+    return walk(step, state, tile, queries.m0, m1, bounds, N, SPLIT, ASCENDING)
 
 
 @triton.jit
-def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr):
+def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr, ASCENDING: tl.constexpr):
     """Fold every visible tile of keys into `state` for query rows [m0, m1).
 
     SPLIT walks partial and full tiles in loops of their own; else one loop decides tile by tile. `bounds_ptr` None under
     a column mask: nothing is known about blocks of columns, all are treated as edges.
+
+    ASCENDING takes them by their keys, first to last. A tile that hides a row changes nothing of it, so its result then
+    depends on no other row: not on where the tile of queries begins or ends, nor on what is known of the mask.
     """
     shift = shift_of(tile.lengths, tile.queries.offset)
     low, high, full_low, full_high = band_columns(m0, m1, shift, tile.band, tile.lengths.k)
@@ -121,7 +126,7 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
                 state = step(state, tile, n0, True, EDGE)
         else:
             for at in range(first // CHUNK * CHUNK, last, CHUNK):
-                state = _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N, SPLIT)
+                state = _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N, SPLIT, ASCENDING)
     else:
         first = low // N
         # Both are right, as no key is readable where the band is empty. By the first, ptxas makes the forward pass of head_dim
@@ -134,7 +139,15 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
         full_last = clamp(full_high // N, full_first, last)
         tested = last - first - (full_last - full_first)
         before = full_first - first
-        if SPLIT:
+        if ASCENDING:
+            if tile.band.left is not None:
+                for n0 in tl.range(first * N, full_first * N, N):
+                    state = step(state, tile, n0, True, PARTIAL)
+            for n0 in tl.range(full_first * N, full_last * N, N):
+                state = step(state, tile, n0, False, FULL)
+            for n0 in tl.range(full_last * N, last * N, N):
+                state = step(state, tile, n0, True, PARTIAL)
+        elif SPLIT:
             for i in tl.range(0, tested):
                 n0 = (first + i + tl.where(i < before, 0, full_last - full_first)) * N
                 state = step(state, tile, n0, True, PARTIAL)
@@ -150,7 +163,9 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
 
 
 @triton.jit
-def _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr):
+def _walk_chunk(
+    step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr, ASCENDING: tl.constexpr
+):
     """The visible blocks of one chunk, WORD at a time: a bit for each in a word of its class, then a loop over the bits.
 
     Runs of a class would need a loop each, whose pipeline fills anew; words are as many loops however often the classes
@@ -174,15 +189,33 @@ def _walk_chunk(step, state, tile, at, first, last, m0, m1, bounds_ptr, N: tl.co
         edge_bits = low_bits & high_bits
         partial_bits = low_bits ^ edge_bits
         full_bits = high_bits ^ edge_bits
-        state = _blocks(step, state, tile, base, edge_bits, edge_bits, N, EDGE)
-        # An empty pipeline is filled and drained all the same.
-        if SPLIT:
-            if partial_bits != 0:
-                state = _blocks(step, state, tile, base, partial_bits, partial_bits, N, PARTIAL)
-            if full_bits != 0:
-                state = _blocks(step, state, tile, base, full_bits, none, N, FULL)
-        elif (partial_bits | full_bits) != 0:
-            state = _blocks(step, state, tile, base, partial_bits | full_bits, partial_bits, N, MIXED)
+        if ASCENDING:
+            state = _in_order(step, state, tile, base, low_bits | high_bits, edge_bits, N)
+        else:
+            state = _blocks(step, state, tile, base, edge_bits, edge_bits, N, EDGE)
+            # An empty pipeline is filled and drained all the same.
+            if SPLIT:
+                if partial_bits != 0:
+                    state = _blocks(step, state, tile, base, partial_bits, partial_bits, N, PARTIAL)
+                if full_bits != 0:
+                    state = _blocks(step, state, tile, base, full_bits, none, N, FULL)
+            elif (partial_bits | full_bits) != 0:
+                state = _blocks(step, state, tile, base, partial_bits | full_bits, partial_bits, N, MIXED)
+    return state
+
+
+@triton.jit
+def _in_order(step, state, tile, base, shown, edges, N: tl.constexpr):
+    """The blocks that `shown` counts from `base`, lowest first: runs of `edges`, whose loads are not staged, and of others."""
+    while shown != 0:
+        edge = (shown & -shown & edges) != 0
+        others = shown & tl.where(edge, ~edges, edges)
+        run = shown & ((others & -others) - 1)  # below the first of the other kind, or all
+        if edge:
+            state = _blocks(step, state, tile, base, run, run, N, EDGE)
+        else:
+            state = _blocks(step, state, tile, base, run, run, N, MIXED)
+        shown = shown ^ run
     return state
 
 

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     features.add_argument("--dropout", type=float, default=0.0, metavar="P")
     features.add_argument("--backward", action="store_true", help="gradients are needed")
     features.add_argument("--deterministic", action="store_true", help="bitwise equal run to run")
+    features.add_argument("--batch-invariant", action="store_true", help="a sequence's bits depend on no other sequence")
     features.add_argument("--backend", metavar="NAME", help="force this implementation")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

@@ -1,0 +1,62 @@
+"""batch_invariant of the Triton kernels in the interpreter: one set of bits in any batch, and of a row in any chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import warploom
+from tests.attention.invariance import Batches, differs, same
+from warploom import masks
+from warploom.runtime import invariance
+
+HALF = torch.float16  # the interpreter multiplies bfloat16 as integers
+
+
+@pytest.mark.parametrize("seed", [5, 9])
+def test_a_sequence_has_one_set_of_bits(seed: int) -> None:
+    batches = Batches(seed, "triton", dtype=HALF, longest=140, head_dims=(16,))
+    assert not batches.differences(), str(batches)
+
+
+def test_these_batches_tell_whether_the_switch_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariance, "asked", lambda value: False)
+    assert differs(range(9, 10), "triton", dtype=HALF, longest=140, head_dims=(16,), layouts=("packed",))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0), "softcap": 3.0}], ids=["causal", "window"])
+def test_rows_of_a_prompt_of_its_chunks_and_of_decode(options: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    q = torch.randn(1, 190, 2, 16).to(HALF)
+    k, v = (torch.randn(1, 190, 1, 16).to(HALF) for _ in range(2))
+    options = {"return_lse": True, "backend": "triton", **options}
+    with warploom.batch_invariant():
+        out, lse = warploom.attention(q, k, v, causal=True, **options)
+        for first, end in ((0, 70), (70, 190), (131, 132)):
+            chunk = warploom.attention(q[:, first:end], k[:, :end], v[:, :end], causal=True, **options)
+            assert same(chunk[0], out[:, first:end]) and same(chunk[1], lse[..., first:end])
+        longer = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 18), value=float("nan")) for t in (k, v)]
+        pages = [t.unflatten(1, (13, 16)).squeeze(0) for t in longer]
+        length, table = torch.tensor([190], dtype=torch.int32), torch.arange(13, dtype=torch.int32)[None]
+        for cache in (warploom.KVCache(*longer, length), warploom.PagedKVCache(*pages, table, length)):
+            last = warploom.decode(q[:, -2:], cache, **options)
+            assert same(last[0], out[:, -2:]) and same(last[1], lse[..., -2:])
+
+
+def test_a_mask_of_columns_with_runs_of_edges_between_others() -> None:
+    """Documents, of which some columns are seen by nobody: chunks of rows, whose tiles lie elsewhere, have the same bits."""
+    torch.manual_seed(5)
+    q = torch.randn(1, 400, 1, 16).to(HALF)
+    k, v = (torch.randn(1, 400, 1, 16).to(HALF) for _ in range(2))
+    lts = torch.full((1, 1, 400), 400, dtype=torch.int32)
+    lts[..., 70:90], lts[..., 200:210], lts[..., 330:] = 0, 0, 350
+    k[:, 70:90], v[:, 200:210] = float("nan"), float("nan")
+    options: dict[str, Any] = {"return_lse": True, "backend": "triton", "batch_invariant": True}
+    want = warploom.attention(q, k, v, mask=masks.ColumnMask(lts), **options)
+    starts = torch.tensor([0, 400], dtype=torch.int32)
+    packed = warploom.attention_varlen(q[0], k[0], v[0], starts, mask=masks.ColumnMask(lts), **options)
+    assert same(packed[0], want[0][0]) and same(packed[1], want[1][0])
+    exact, _ = warploom.attention(q, k, v, mask=masks.ColumnMask(lts), backend="reference", return_lse=True)
+    torch.testing.assert_close(want[0], exact, atol=3e-3, rtol=3e-3)
