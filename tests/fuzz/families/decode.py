@@ -81,7 +81,6 @@ def features(p: DecodeProblem) -> frozenset[str]:
         "fp8_rotated": p.rotation is not None,
         "latent": p.latent,
         "prefix": bool(p.prefix),
-        "prefix_of_a_split": bool(p.prefix) and len(p.lengths) > 1 and _common(p) * p.page_size >= 512,
         "q_a_view": p.q_view.kind != "contiguous",
         "cache_a_view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
         "shared_memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,

@@ -211,10 +211,10 @@ def share(
                 k = tl.load(k_base + k_offset[:, None] + d[None, :], mask=d_live[None, :], other=0.0)
                 v = tl.load(v_base + v_offset[:, None] + dv[None, :], mask=dv_live[None, :], other=0.0)
                 if FP8:
-                    k = k.to(qs[0].dtype)
+                    k = k.to(q.dtype)
                     k_scale = tl.load(k_scales + ks_offset)
                     v_scale = tl.load(v_scales + vs_offset)
-                    v = (v.to(tl.float32) * v_scale[:, None]).to(qs[0].dtype)
+                    v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
                 new_tops = ()
                 new_totals = ()
                 new_accs = ()
