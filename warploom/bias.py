@@ -206,7 +206,7 @@ class Relative(Bias):
         if self.table.shape[0] not in (1, heads_q):
             heads = f"{self.table.shape[0]} heads, {_shape(self.table)}"
             raise ValueError(f"bias has a table of {heads}, but q has {heads_q} heads")
-        entries = self.table.to(dtype)
+        entries = narrowed(self.table, dtype)
         origin = self.max_distance if self.bidirectional else 0
         if self.buckets is not None:
             # An embedding's gradient sums what one entry was read for in a fixed order, which that of an index does not.
@@ -242,6 +242,14 @@ class Key(Bias):
 
     def resolve(self, heads_q: int, dtype: torch.dtype) -> Resolved:
         return Resolved(self.values[:, :, None], "tensor")
+
+
+def narrowed(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t`` in ``dtype``, in which a finite number, however low, does not become -inf: that hides."""
+    found = t.to(dtype)
+    if t.dtype == torch.float64 and dtype != torch.float64:
+        found = torch.where((found == -math.inf) & (t != -math.inf), torch.finfo(dtype).min, found)
+    return found
 
 
 def t5_buckets(distance: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:

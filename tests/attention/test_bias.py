@@ -181,6 +181,20 @@ def test_what_a_hidden_element_of_the_bias_holds_changes_nothing(backend: str, s
         near(a, b)
 
 
+@pytest.mark.parametrize("kind", ["full", "keys", "relative"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_low_number_of_a_wider_dtype_hides_nothing(backend: str, kind: str, seed: int) -> None:
+    """Below all that fp32 holds it would be -inf there."""
+    tensors = inputs(seed, requires_grad=False)
+    low, lowest = (torch.full(KINDS[kind].shape(SHAPE), x, dtype=torch.float64) for x in (-1e300, -3e38))
+    low[..., -1:] = lowest[..., -1:] = 0.0
+    out, want = (warploom.attention(*tensors, bias=KINDS[kind].build(t), backend=backend) for t in (low, lowest))
+    assert bool(out.isfinite().all()) and torch.equal(out, want)
+    everywhere = KINDS[kind].build(torch.full_like(low, -1e300))
+    out = warploom.attention(*tensors, bias=everywhere, backend=backend)
+    assert bool(out.isfinite().all()) and bool(out.any(-1).all())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_visible_nan_stays_one(backend: str, seed: int) -> None:
     q, k, v = inputs(seed, requires_grad=False)
@@ -502,7 +516,7 @@ def test_no_key_or_no_query_gives_a_gradient_of_zeros() -> None:
 
 def test_kernels_without_biases_refuse_in_words(seed: int) -> None:
     plan = warploom.explain(*inputs(seed), bias=ALiBi(torch.rand(4, requires_grad=True)))
-    assert plan.implementation == "cpu" and "bias (alibi, with a gradient)" in plan.call
+    assert plan.implementation == "cpu" and "bias (ALiBi, with a gradient)" in plan.call
     problem = AttentionProblem.from_args(dense_args(*inputs(seed, torch.float16), bias=ALiBi(torch.rand(4))), False)
     for name, words in (("hopper", "takes a bias of calls in bfloat16 alone"), ("ampere", "has no bias")):
         refused = dispatch.find(name).supports(replace(problem, device="cuda", head_dim=64, head_dim_v=64))

@@ -21,6 +21,12 @@ def models(name: str):
 
     cls, config = {
         "t5": lambda: (t.T5ForConditionalGeneration, t.T5Config(**T5)),
+        "mt5": lambda: (t.MT5ForConditionalGeneration, t.MT5Config(**T5)),
+        "longt5, local": lambda: (t.LongT5ForConditionalGeneration, t.LongT5Config(**T5, local_radius=3)),
+        "longt5, global": lambda: (
+            t.LongT5ForConditionalGeneration,
+            t.LongT5Config(**T5, local_radius=3, global_block_size=4, encoder_attention_type="transient-global"),
+        ),
         "umt5": lambda: (t.UMT5ForConditionalGeneration, t.UMT5Config(**T5)),
         "switch": lambda: (t.SwitchTransformersForConditionalGeneration, t.SwitchTransformersConfig(**T5, num_experts=2)),
         "t5 encoder": lambda: (t.T5EncoderModel, t.T5Config(**T5)),
@@ -64,11 +70,11 @@ def compared(pair, inputs, real=None) -> list[str]:
     return [n for n, gradient in got_grads.items() if "relative" in n and gradient is not None and bool(gradient.any())]
 
 
-@pytest.mark.parametrize("name", ["t5", "umt5", "switch"])
+@pytest.mark.parametrize("name", ["t5", "mt5", "umt5", "switch", "longt5, local", "longt5, global"])
 def test_encoders_and_decoders(name):
     pair, inputs = models(name), batch()
     tables = compared(pair, {**inputs, "use_cache": False}, inputs["decoder_attention_mask"].bool())
-    assert len(tables) == (4 if name == "umt5" else 2)
+    assert len(tables) == {"umt5": 4, "longt5, global": 3}.get(name, 2)
     asked = {n: inputs[n] for n in ("input_ids", "attention_mask")}
     tokens = [model.generate(**asked, max_new_tokens=6, do_sample=False) for model in pair]
     assert torch.equal(*tokens)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
+from warploom.bias import narrowed
 
 ALL = slice(None)
 
@@ -25,7 +26,7 @@ def terms(
     """
     assert args.bias is not None
     if args.bias_kind == "tensor":
-        return _elements(_part(args.bias, batches, heads), rows, cols).to(dtype)
+        return narrowed(_elements(_part(args.bias, batches, heads), rows, cols), dtype)
     distance = _distances(args, rows, cols, shift)
     if args.bias_kind == "alibi":
         slopes = args.bias[batches if args.bias.shape[0] > 1 else ALL, heads].to(dtype)

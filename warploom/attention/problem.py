@@ -206,7 +206,8 @@ class AttentionProblem:
             parts.append(f"column mask ({', '.join(self.columns)})")
         parts += [name for name in ("softcap", "sink", "dropout", "deterministic") if getattr(self, name)]
         if self.bias:
-            parts.append(f"bias ({self.bias}{', with a gradient' if self.bias_grad else ''})")
+            kind = {"alibi": "ALiBi", "distance": "Relative"}.get(self.bias, self.bias)
+            parts.append(f"bias ({kind}{', with a gradient' if self.bias_grad else ''})")
         if self.q_offset:
             parts.append("queries are chunks")
         if self.batch_invariant:

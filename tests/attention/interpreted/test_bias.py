@@ -108,6 +108,19 @@ def test_a_tensor_of_any_dtype(dtype: torch.dtype, seed: int) -> None:
         check(Call(seed, dtype=HALF), kind, "triton", dtype)
 
 
+def test_a_low_number_of_a_wider_dtype_hides_nothing(seed: int) -> None:
+    """Below all that fp32 holds it would be -inf there."""
+    q, k, v = inputs(seed)
+    found = []
+    for low in (-1e300, -3e38):
+        bias = torch.full((q.shape[1], k.shape[1]), low, dtype=torch.float64)
+        bias[3, 5] = -torch.inf
+        found.append(warploom.attention(q, k, v, bias=bias, return_lse=True, backend="triton"))
+    for a, b in zip(*found, strict=True):
+        assert bool(a.isfinite().all())
+        torch.testing.assert_close(a, b)
+
+
 def test_any_strides(seed: int) -> None:
     tensors = inputs(seed)
     plain = leaf_of("full", SHAPE, seed, torch.float32)

@@ -106,6 +106,8 @@ def biased(s, bias, m0, n0, m, n, shift, offset):
                 at = bias.first + tl.cast(r0, tl.int64) * bias.row + tl.cast(n0, tl.int64) * bias.column
                 inside = (m < bias.rows - r0) & (n < bias.columns - n0)
                 b = tl.load(at + (m * bias.row + n * bias.column), mask=inside, other=0.0)
+            if b.dtype == tl.float64:  # whose finite numbers may be -inf in fp32
+                b = tl.where((b < -3.0e38) & (b != float("-inf")), -3.0e38, b)
             b = b.to(tl.float32)
         return tl.where(b == float("-inf"), float("-inf"), s + in_log2(b))
 
