@@ -46,7 +46,7 @@ MOST_CALLS = {
     "linear, both passes, decay": 212,  # (681)
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
-    "decode": 28,
+    "decode": 29,
     "append": 86,
 }
 BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]

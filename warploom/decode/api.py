@@ -17,7 +17,7 @@ from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window, checked
-from warploom.runtime.op import unobserved
+from warploom.runtime.op import plain, recorded
 
 MOST_READY = 64  # short ways that a cache keeps, by shapes of queries and numbers
 
@@ -116,7 +116,7 @@ def decode(
     )
     if short:
         sink_key = None if sink is None else (sink.dtype, sink.shape)
-        key = (q.shape, q.stride(), q.dtype, scale, softcap, window, sink_key, backend)
+        key = (q.shape, q.stride(), q.dtype, q.device, scale, softcap, window, sink_key, backend)
         run = cache.ready.get(key)
         if run is not None:
             results = run(q, sink, return_lse)
@@ -163,4 +163,5 @@ def _is_plain(q: object, sink: object, cache: object) -> bool:
         return False
     if sink is not None and (not isinstance(sink, Tensor) or sink.device != q.device or sink.stride() != (1,)):
         return False
-    return q.device == k.device and unobserved(q, sink, k, v)
+    # As `unobserved` has it: the host's calls are counted.
+    return plain(q, sink, k, v) and not recorded(q, sink, k, v)

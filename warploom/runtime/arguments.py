@@ -46,7 +46,8 @@ def describe(value: Any) -> str:
 
 def checked() -> bool:
     """Whether values on a device are to be looked at: WARPLOOM_CHECK=1."""
-    return bool(_variables.get(_CHECK) == _ON)
+    on: bool = _CHECK in _variables and _variables[_CHECK] == _ON  # without a call: kept launchers ask at every one
+    return on
 
 
 def readable(value: Any) -> bool:

@@ -300,8 +300,8 @@ def _below_autograd(op: Any, flat: tuple[Any, ...]) -> Any:
 def _functions(op: DifferentiableOp) -> tuple[Any, Any, Any]:
     """The autograd.Function of an op, the same in the form that torch.func needs, and that of its backward op."""
 
-    first = op.order or op.gradients
-    order = [op.names.index(name) for name in (*first, *(name for name in op.names if name not in first))]
+    ahead = op.order or op.gradients
+    order = [op.names.index(name) for name in (*ahead, *(name for name in op.names if name not in ahead))]
 
     def save(ctx: Any, flat: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
