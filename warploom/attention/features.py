@@ -34,6 +34,7 @@ class Features(NamedTuple):
     q_offset: bool = False  # queries are chunks of longer sequences
     bias: str = ""  # the kind of an additive bias
     bias_grad: bool = False  # which has a gradient
+    fp8_pages: bool = False  # keys and values are e4m3 with scales
 
     @classmethod
     def of(cls, problem: AttentionProblem, dlse: bool = False) -> Features:
@@ -55,6 +56,7 @@ class Features(NamedTuple):
             q_offset=problem.q_offset,
             bias=problem.bias,
             bias_grad=problem.bias_grad,
+            fp8_pages=problem.fp8_pages,
         )
 
     @classmethod
@@ -79,6 +81,7 @@ class Features(NamedTuple):
             args.q_offset is not None,
             args.bias_kind,
             args.bias_grad,
+            args.k_scale is not None,
         )
 
     @property

@@ -107,7 +107,9 @@ def checked(
         out_dtype = arguments.float_dtype("out_dtype", out_dtype)
     given = _of_descale(q, k, v, descale, cu_seqlens) if descale is not None else _of_quantize(q, k, v, out_dtype)
     if paged:
-        raise ValueError("block_table with FP8 inputs is not supported: decode() reads FP8 pages; give packed k and v here")
+        raise ValueError(
+            "block_table with FP8 inputs is not supported: FP8 pages are those of a cache, so give the PagedKVCache in place of k"
+        )
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if cu_seqlens is None else (3, "(total_tokens, heads, head_dim)")
     for name, t in zip(NAMES, given, strict=True):
         if t.data.ndim != rank:

@@ -60,6 +60,10 @@ class AttentionArgs(NamedTuple):
     For fp64 inputs slopes and tables are fp64. With ``bias_grad`` a backward pass returns a fifth gradient, of the shape and
     dtype of ``bias``: the sum over all that was read from an element, of dscores before softcap and scale. Without, it returns
     four, and no work is done for a bias.
+
+    ``k`` and ``v`` of a paged call may be float8_e4m3fn, with ``k_scale`` and ``v_scale``, float32 (1,), (heads_kv,) or a token
+    and head, (pages, page_size, heads_kv): what their numbers are multiplied by. q has another dtype then, is rotated as k is,
+    and nothing has a gradient.
     """
 
     q: Tensor
@@ -91,6 +95,8 @@ class AttentionArgs(NamedTuple):
     bias_kind: str = ""
     bias_origin: int = 0
     bias_grad: bool = False
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def mask(self) -> ResolvedMask:
@@ -149,6 +155,7 @@ class AttentionProblem:
     q_offset: bool = False  # queries are chunks of longer sequences
     bias: str = ""  # its kind: "tensor", "alibi", "distance"
     bias_grad: bool = False  # which has a gradient
+    fp8_pages: bool = False  # k and v are e4m3 with scales
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -183,6 +190,7 @@ class AttentionProblem:
             q_offset=args.q_offset is not None,
             bias=args.bias_kind,
             bias_grad=args.bias_grad,
+            fp8_pages=args.k_scale is not None,
         )
 
     def describe(self) -> str:
@@ -199,6 +207,8 @@ class AttentionProblem:
         parts += [name for name in ("softcap", "sink", "dropout", "deterministic") if getattr(self, name)]
         if self.bias:
             parts.append(f"bias ({self.bias}{', with a gradient' if self.bias_grad else ''})")
+        if self.fp8_pages:
+            parts.append("pages in FP8")
         if self.q_offset:
             parts.append("queries are chunks")
         parts.append("forward + backward" if self.backward else "forward")

@@ -45,6 +45,15 @@ class Lengths(NamedTuple):
     first_k: Any
 
 
+class Scales(NamedTuple):
+    """What e4m3 keys or values are multiplied by: of all heads, later of one."""
+
+    pointer: Any
+    page: Any  # strides in elements; of a scale that all tokens share both are None
+    token: Any
+    head: Any
+
+
 class Heads(NamedTuple):
     """k or v as a kernel gets it, and a row of its tiles: `dims`, of which `live` (None: all) are the head's."""
 
@@ -55,6 +64,7 @@ class Heads(NamedTuple):
     stride_h: Any
     dims: Any
     live: Any
+    scales: Any  # None where numbers are what they are
 
 
 class Keys(NamedTuple):
@@ -66,6 +76,7 @@ class Keys(NamedTuple):
     page: Any  # elements between pages
     dims: Any
     live: Any
+    scales: Any
 
 
 class Mask(NamedTuple):
@@ -293,6 +304,31 @@ def load_keys(keys, tile, n0, readable, EDGES: tl.constexpr, MASKED: tl.constexp
     else:
         pointers = key_pointers(keys, n0, tile.n, tile.pages, tile.lengths.k)
         return load_rows(pointers, readable, keys.live, MASKED)
+
+
+@triton.jit
+def scales_of_head(scales, head):
+    """Those of one key head."""
+    if scales is None:
+        return None
+    else:
+        return Scales(scales.pointer + head * scales.head, scales.page, scales.token, None)
+
+
+@triton.jit
+def load_scales(keys, tile, n0, readable):
+    """Scales of N keys or values from n0 on, (N,), zeros where they are not readable; one number where tokens share it."""
+    if keys.scales.token is None:
+        return tl.load(keys.scales.pointer)
+    else:
+        pages, rows = tile.pages, n0 + tile.n
+        if pages.scattered is None:
+            page = clamp(tl.load(pages.table + n0 // pages.size), 0, pages.count - 1).to(tl.int64)
+        else:
+            page = tl.load(pages.table + rows // pages.size, mask=rows < tile.lengths.k, other=0)
+            page = clamp(page, 0, pages.count - 1).to(tl.int64)
+        at = page * keys.scales.page + (rows % pages.size).to(tl.int64) * keys.scales.token
+        return tl.load(keys.scales.pointer + at, mask=readable, other=0.0)
 
 
 @triton.jit
