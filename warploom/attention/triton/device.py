@@ -45,15 +45,6 @@ class Lengths(NamedTuple):
     first_k: Any
 
 
-class Scales(NamedTuple):
-    """What e4m3 keys or values are multiplied by: of all heads, later of one."""
-
-    pointer: Any
-    page: Any  # strides in elements; of a scale that all tokens share both are None
-    token: Any
-    head: Any
-
-
 class Heads(NamedTuple):
     """k or v as a kernel gets it, and a row of its tiles: `dims`, of which `live` (None: all) are the head's."""
 
@@ -64,7 +55,9 @@ class Heads(NamedTuple):
     stride_h: Any
     dims: Any
     live: Any
-    scales: Any  # None where numbers are what they are
+    scale: Any = None  # pointer to what the e4m3 numbers of this head are multiplied by, or None
+    scale_page: Any = None  # strides of scales; None of one that all tokens share
+    scale_token: Any = None
 
 
 class Keys(NamedTuple):
@@ -76,7 +69,9 @@ class Keys(NamedTuple):
     page: Any  # elements between pages
     dims: Any
     live: Any
-    scales: Any
+    scale: Any = None  # as in Heads
+    scale_page: Any = None
+    scale_token: Any = None
 
 
 class Mask(NamedTuple):
@@ -307,19 +302,10 @@ def load_keys(keys, tile, n0, readable, EDGES: tl.constexpr, MASKED: tl.constexp
 
 
 @triton.jit
-def scales_of_head(scales, head):
-    """Those of one key head."""
-    if scales is None:
-        return None
-    else:
-        return Scales(scales.pointer + head * scales.head, scales.page, scales.token, None)
-
-
-@triton.jit
 def load_scales(keys, tile, n0, readable):
     """Scales of N keys or values from n0 on, (N,), zeros where they are not readable; one number where tokens share it."""
-    if keys.scales.token is None:
-        return tl.load(keys.scales.pointer)
+    if keys.scale_token is None:
+        return tl.load(keys.scale)
     else:
         pages, rows = tile.pages, n0 + tile.n
         if pages.scattered is None:
@@ -327,8 +313,8 @@ def load_scales(keys, tile, n0, readable):
         else:
             page = tl.load(pages.table + rows // pages.size, mask=rows < tile.lengths.k, other=0)
             page = clamp(page, 0, pages.count - 1).to(tl.int64)
-        at = page * keys.scales.page + (rows % pages.size).to(tl.int64) * keys.scales.token
-        return tl.load(keys.scales.pointer + at, mask=readable, other=0.0)
+        at = page * keys.scale_page + (rows % pages.size).to(tl.int64) * keys.scale_token
+        return tl.load(keys.scale + at, mask=readable, other=0.0)
 
 
 @triton.jit

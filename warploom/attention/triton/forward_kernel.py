@@ -20,7 +20,6 @@ from warploom.attention.triton.device import (
     Mask,
     Pages,
     Queries,
-    Scales,
     Softmax,
     kept,
     load_keys,
@@ -49,13 +48,13 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     # Only a column mask's edges are tiles of their own; a band's lie among the partial ones.
     MASKED: tl.constexpr = KIND == EDGE or ((KIND == PARTIAL or KIND == MIXED) and tile.has_columns is None)
     k = load_keys(tile.k, tile, n0, readable, KIND == EDGE, MASKED)
-    if tile.k.scales is None:
+    if tile.k.scale is None:
         products = dot(tile.queries.q, tl.trans(k), None)
     else:
         # e4m3 is exact in every type that q may have; scales join the fp32 products.
         products = dot(tile.queries.q, tl.trans(k.to(tile.queries.q.dtype)), None)
         found = load_scales(tile.k, tile, n0, readable)
-        products = products * (found if tile.k.scales.token is None else found[None, :])
+        products = products * (found if tile.k.scale_token is None else found[None, :])
     s, _ = scores(products, tile.softmax)
     factor = score_factor(tile.softmax)
     if tile.bias.given is not None:
@@ -81,9 +80,9 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
     v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
-    if tile.v.scales is not None:
+    if tile.v.scale is not None:
         found = load_scales(tile.v, tile, n0, readable)
-        v = (v.to(tl.float32) * (found if tile.v.scales.token is None else found[:, None])).to(tile.queries.q.dtype)
+        v = (v.to(tl.float32) * (found if tile.v.scale_token is None else found[:, None])).to(tile.queries.q.dtype)
     acc = dot(p.to(v.dtype), shown_only(v, s, tile), acc)
     return acc, total, new_top
 
@@ -219,10 +218,12 @@ def forward_kernel(
     band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
     mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
     queries = Queries(q, None, None, None, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches))
-    k_scales = None if k_scale_ptr is None else Scales(k_scale_ptr, stride_ksb, stride_kss, stride_ksh)
-    v_scales = None if v_scale_ptr is None else Scales(v_scale_ptr, stride_vsb, stride_vss, stride_vsh)
-    k = Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live, k_scales)
-    v = Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v, v_scales)
+    if k_scale_ptr is not None:
+        head_kv = tl.cast(head // group, tl.int64)
+        k_scale_ptr += head_kv * stride_ksh
+        v_scale_ptr += head_kv * stride_vsh
+    k = Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live, k_scale_ptr, stride_ksb, stride_kss)
+    v = Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v, v_scale_ptr, stride_vsb, stride_vss)
     held = Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
     dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)

@@ -20,7 +20,6 @@ from warploom.attention.triton.device import (
     band_columns,
     classify,
     live_columns,
-    scales_of_head,
     shift_of,
 )
 from warploom.kernels.triton.columns import BOUND_BLOCK, Columns, shifted
@@ -81,8 +80,12 @@ def attend(
         queries=queries,
         lengths=lengths,
         head_kv=queries.head // group,
-        k=Keys(k.boxes, k_first, k_stride, k.stride_b * UNIT, k.dims, k.live, scales_of_head(k.scales, head_kv)),
-        v=Keys(v.boxes, v_first, v_stride, v.stride_b * UNIT, v.dims, v.live, scales_of_head(v.scales, head_kv)),
+        k=Keys(
+            k.boxes, k_first, k_stride, k.stride_b * UNIT, k.dims, k.live, k.scale, k.scale_page, k.scale_token
+        ),
+        v=Keys(
+            v.boxes, v_first, v_stride, v.stride_b * UNIT, v.dims, v.live, v.scale, v.scale_page, v.scale_token
+        ),
         n=n.to(tl.int64) if WIDE else n,
         first=first,
         last=last,
