@@ -200,7 +200,7 @@ def call(**changes: Any) -> Tensor:
         ({"cu_seqlens_k": ints(0, 20)}, TypeError, "cu_seqlens_k comes with the cache"),
         ({"descale": (torch.ones(1),) * 3}, TypeError, "descale goes with FP8 tensors, and k is a cache, which has its scales"),
         ({"out_dtype": torch.float16}, TypeError, "out_dtype goes with FP8 tensors.*out has q's dtype"),
-        ({"q": drawn(3, 5, 4, 16).to(E4M3)}, TypeError, "q is of dtype torch.float8_e4m3fn; over a cache of torch.float8_e4m3fn"),
+        ({"q": drawn(3, 5, 4, 16).to(E4M3)}, TypeError, "q is of dtype torch.float8_e4m3fn; over a cache of"),
         ({"q": quantize(*[torch.zeros(1, 5, 2, 16)] * 3)[0]}, TypeError, "q is an Fp8Tensor; over a cache"),
         ({"q": drawn(3, 5, 4, 24)}, ValueError, "q and k must have the same head_dim, got 24 and 16"),
         ({"q": drawn(3, 5, 4, 16).requires_grad_()}, ValueError, "q requires grad, and attention in FP8 has no backward"),

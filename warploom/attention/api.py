@@ -490,8 +490,8 @@ def prepare(
     """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
 
     A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
-    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache. Contents do not matter: q, k and v may
-    be empty tensors of the right shape, dtype and device.
+    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache. Contents do not matter:
+    q, k and v may be empty tensors of the right shape, dtype and device.
 
     Raises:
         RuntimeError: the code can be neither loaded nor built here; the message says why.

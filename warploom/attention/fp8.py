@@ -107,7 +107,7 @@ def checked(
     given = _of_descale(q, k, v, descale, cu_seqlens) if descale is not None else _of_quantize(q, k, v, out_dtype)
     if paged:
         raise ValueError(
-            "block_table with FP8 inputs is not supported: FP8 pages are those of a cache, so give the PagedKVCache in place of k"
+            "block_table with FP8 inputs is not supported: give the PagedKVCache of FP8 pages in place of k, and q in floats"
         )
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if cu_seqlens is None else (3, "(total_tokens, heads, head_dim)")
     for name, t in zip(NAMES, given, strict=True):

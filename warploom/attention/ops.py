@@ -1,4 +1,4 @@
-"""The op of exact attention, with its backward pass, that of FP8 numbers, and that of stats: shapes for tracers, results of empty calls."""
+"""The op of exact attention, with its backward pass, those of FP8 and of stats: shapes for tracers, results of empty calls."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class Fp8Op(Op):
 
     name, public = "attention_fp8", "warploom.attention of FP8 tensors"
     without = AttentionOp.without
-    signature = f"({schema(AttentionArgs)}, Tensor scale_q, Tensor scale_k, Tensor scale_v, ScalarType out_dtype) -> (Tensor, Tensor)"
+    signature = (
+        f"({schema(AttentionArgs)}, Tensor scale_q, Tensor scale_k, Tensor scale_v, ScalarType out_dtype) -> (Tensor, Tensor)"
+    )
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args, scales, out_dtype = AttentionArgs(*flat[:-4]), flat[-4:-1], flat[-1]
