@@ -106,6 +106,13 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
     return varlen_args(q[0], *pages, cu, max_seqlen_q=_SEQLEN, max_seqlen_k=_SEQLEN, **options)
 
 
+def _fp8_pages(q: Tensor, k: Tensor, v: Tensor, page_size: int, token: bool, **options: Any) -> AttentionArgs:
+    args = _paged(q, k, v, **options)
+    k, v = (t[0].unflatten(0, (-1, page_size)).to(torch.float8_e4m3fn) for t in (k, v))
+    scale = torch.ones(k.shape[:3] if token else k.shape[2])
+    return args._replace(k=k, v=v, k_scale=scale, v_scale=scale)
+
+
 def _odd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
     """Views whose rows lie an odd number of elements apart, from an odd address on."""
 
@@ -131,6 +138,8 @@ FEATURES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "dropout": (_dense, {"causal": True, "dropout_p": 0.1, "dropout_seed": 1}),
     "packed": (_packed, {"causal": True}),
     "paged": (_paged, {"causal": True}),
+    "paged, fp8 by token": (_fp8_pages, {"causal": True, "page_size": 16, "token": True}),
+    "paged, fp8 by head": (_fp8_pages, {"causal": True, "page_size": 64, "token": False}),
     "odd strides": (_odd, {"causal": True}),
     "columns, packed": (_packed, {"mask": _vectors()}),
     "chunks": (_chunks, {"causal": True}),
@@ -256,7 +265,8 @@ def recorded(case: Case) -> dict[str, Recorded]:
                 stats.stats(stats_args(args)._replace(bounds=args.bounds), lse, True)
             else:
                 out, lse = run.forward(args)
-                if case.feature != "paged" and case.feature not in INVARIANT:  # whose gradients are those of other calls
+                # Gradients of a batch-invariant call are those of other calls.
+                if "paged" not in case.feature and case.feature not in INVARIANT:
                     run.backward(args, torch.zeros_like(out), None, out, lse)
     named = {}
     for launch in launches:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.attention.harness import Call
-from warploom import masks
+from warploom import PagedKVCache, masks
 from warploom.attention.ampere.config import ForwardConfig as AmpereForward
 from warploom.attention.ampere.plan import config_for as ampere_config
 from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.caches import cache_args
 from warploom.attention.chunks import chunk_args
 from warploom.attention.features import Features
 from warploom.attention.hopper import run, run_backward
@@ -40,6 +41,7 @@ CARRIED: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "batch_invariant": {"batch_invariant": True},
     "q_offset": {"q_offset": torch.zeros(1, dtype=torch.int32), "seqlen_q": 20},
+    "fp8_pages": {"packed": True, "cache": torch.float8_e4m3fn},
     "bias": {"bias": ALiBi(torch.zeros(2))},
     "bias_grad": {"bias": ALiBi(torch.zeros(2, requires_grad=True))},
 }
@@ -51,6 +53,9 @@ FLAGS = [name for name, value in Features(torch.float16, 16, 16)._asdict().items
 def carrying(packed: bool = False, heads_kv: int = 2, **keywords: Any) -> AttentionArgs:
     q = torch.zeros(1, 20, 2, 16, dtype=torch.bfloat16)
     k = torch.zeros(1, 20, heads_kv, 16, dtype=torch.bfloat16)
+    if "cache" in keywords:
+        pages = PagedKVCache.allocate(2, 10, heads_kv, 16, page_size=4, dtype=keywords.pop("cache"), hadamard_seed=None)
+        return cache_args(q[0], pages, cu_seqlens_q=torch.tensor([0, 5, 20], dtype=torch.int32), **keywords)
     if not packed:
         return (chunk_args if "q_offset" in keywords else dense_args)(q, k, k, **keywords)
     k = k.view(4, 5, heads_kv, 16) if "block_table" in keywords else k[0]
@@ -76,7 +81,8 @@ def test_a_problem_and_its_arguments_carry_the_same(feature: str) -> None:
     found = Features.of_args(args)
     assert found == Features.of(AttentionProblem.from_args(args, False))
     also = {"varlen"} if CARRIED[feature].get("packed") else set()
-    also |= {"paged": {"used"}, "bias_grad": {"bias"}, "batch_invariant": {"deterministic"}}.get(feature, set())
+    more = {"paged": {"used"}, "fp8_pages": {"used", "paged"}, "bias_grad": {"bias"}, "batch_invariant": {"deterministic"}}
+    also |= more.get(feature, set())
     assert flags(found) - flags(Features.of_args(carrying())) == {feature} | also
 
 

@@ -15,11 +15,13 @@ from warploom.attention import (
     registry,  # noqa: F401  (it fills the dispatch list)
 )
 from warploom.attention.arguments import dense_args, varlen_args
+from warploom.attention.caches import cache_args
 from warploom.attention.ops import attention_op, stats_op
 from warploom.attention.plan import Plan, plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, checked_names, stats_args, stats_backend
 from warploom.bias import Bias
+from warploom.kernels.pages import PagedCache
 from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window
@@ -207,6 +209,36 @@ def attention(
 
 @overload
 def attention_varlen(
+    q: Tensor, k: PagedCache, v: None = ..., cu_seqlens_q: Tensor = ..., cu_seqlens_k: None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ...,
+    dropout_p: float = ..., dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ..., bias: Tensor | Bias | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: PagedCache, v: None = ..., cu_seqlens_q: Tensor = ..., cu_seqlens_k: None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ...,
+    dropout_p: float = ..., dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], backend: str | None = ..., bias: Tensor | Bias | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: PagedCache, v: None = ..., cu_seqlens_q: Tensor = ..., cu_seqlens_k: None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, mask: Mask | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ...,
+    dropout_p: float = ..., dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, backend: str | None = ..., bias: Tensor | Bias | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
     q: Tensor | Fp8Tensor, k: Tensor | Fp8Tensor, v: Tensor | Fp8Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *,
     seqused_k: Tensor | None = ..., block_table: Tensor | None = ..., mask: Mask | None = ..., causal: bool = ...,
@@ -285,9 +317,9 @@ def attention_varlen(
 
 def attention_varlen(
     q: Tensor | Fp8Tensor,
-    k: Tensor | Fp8Tensor,
-    v: Tensor | Fp8Tensor,
-    cu_seqlens_q: Tensor,
+    k: Tensor | Fp8Tensor | PagedCache,
+    v: Tensor | Fp8Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -315,7 +347,10 @@ def attention_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim).
-        k, v: (total_k, heads_kv, ·); with block_table the page pools (pages, page_size, heads_kv, ·).
+        k, v: (total_k, heads_kv, ·); with block_table the page pools (pages, page_size, heads_kv, ·). Or k is a `PagedKVCache`,
+            which holds the values, the table and the lengths: v, seqused_k and block_table are left out. It may be one of
+            float8_e4m3fn, whose scales and rotation are read as decode() reads them; q then has any float type, which out has
+            too, and nothing may require grad.
         cu_seqlens_q: int32 (batch + 1,), starts of the sequences in q, from 0. Tokens past the last entry get out 0,
             lse -inf and zero gradients.
         cu_seqlens_k: the same for k; default: cu_seqlens_q. Not with block_table.
@@ -333,10 +368,36 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
+    if isinstance(k, PagedCache):
+        checked_names(return_stats, k.block_table)
+        args = cache_args(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            mask=mask,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            deterministic=deterministic,
+            bias=bias,
+            descale=descale,
+            out_dtype=out_dtype,
+        )
+        return _results(args, backend, None, False, arguments.flag("return_lse", return_lse), (), None)
     names = () if return_stats == () else checked_names(return_stats, block_table)
     key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if block_table is None and not names and descale is None and out_dtype is None:
+    if block_table is None and cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
         longest = (max_seqlen_q, max_seqlen_k)
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
@@ -415,8 +476,8 @@ def scaled_dot_product_attention(
 
 def explain(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
     *packed: Any,
     attn_mask: Tensor | Mask | None = None,
     is_causal: bool = False,
@@ -428,13 +489,13 @@ def explain(
 ) -> Plan:
     """What a call would run and why, without running it; print the result.
 
-    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; those of
+    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache; those of
     scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device tensors to
     count tiles.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     arguments.flag("return_lse", return_lse)
-    names = checked_names(return_stats, keywords.get("block_table"))
+    names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
         reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
@@ -447,18 +508,24 @@ def explain(
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, *packed: Any, return_stats: Sequence[str] = (), backend: str | None = None, **keywords: Any
+    q: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
+    *packed: Any,
+    return_stats: Sequence[str] = (),
+    backend: str | None = None,
+    **keywords: Any,
 ) -> Plan:
     """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
 
     A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
-    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them. Contents do not matter: q, k and v may
-    be empty tensors of the right shape, dtype and device.
+    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache. Contents do not matter:
+    q, k and v may be empty tensors of the right shape, dtype and device.
 
     Raises:
         RuntimeError: the code can be neither loaded nor built here; the message says why.
     """
-    names = checked_names(return_stats, keywords.get("block_table"))
+    names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     args, plan, fp8 = _planned(q, k, v, packed, keywords, backend, names)
     if fp8 is None:
         dispatch.find(plan.implementation).warm(args)
@@ -471,6 +538,9 @@ def _planned(
     q: Any, k: Any, v: Any, packed: tuple[Any, ...], keywords: dict[str, Any], backend: str | None, names: tuple[str, ...]
 ) -> tuple[AttentionArgs, Plan, Fp8Call | None]:
     """A call of attention() or attention_varlen(), as it would run; of FP8 numbers where a kernel multiplies them."""
+    if isinstance(k, PagedCache):
+        args = cache_args(q, k, v, *packed, **keywords)
+        return args, plan_of(args, _problem(args), backend, names=names), None
     rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}
     starts = None
     if packed or "cu_seqlens_q" in rest:
@@ -594,7 +664,7 @@ def _key(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
         *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
         *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
         *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k, args.q_offset is None),
-        *(args.bias_kind, args.bias_grad, args.batch_invariant),
+        *(args.bias_kind, args.bias_grad, args.batch_invariant, args.k_scale is None),
     )
 
 

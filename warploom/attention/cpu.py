@@ -566,13 +566,14 @@ class Cpu(StatsBackend):
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+        q = args.q
         if args.cu_seqlens_q is None and args.batch_invariant:
             found = [_forward_dense(alone(entry), n) for n, entry in enumerate(entries(args))]
             return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
-        args = _readable(args)
+        # Keys of FP8 become fp32 as they leave their pages, and torch's kernel takes one dtype.
+        args = _readable(args) if args.k_scale is None else args._replace(q=q.float().contiguous())
         if args.cu_seqlens_q is None:
             return _forward_dense(args)
-        q = args.q
         out = q.new_zeros((*q.shape[:-1], args.v.shape[-1]))
         lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
         for n, sequence in enumerate(sequences(args)):

@@ -35,6 +35,7 @@ class Features(NamedTuple):
     bias: str = ""  # the kind of an additive bias
     bias_grad: bool = False  # which has a gradient
     batch_invariant: bool = False  # a sequence's bits depend on nothing but itself
+    fp8_pages: bool = False  # keys and values are e4m3 with scales
 
     @classmethod
     def of(cls, problem: AttentionProblem, dlse: bool = False) -> Features:
@@ -57,6 +58,7 @@ class Features(NamedTuple):
             bias=problem.bias,
             bias_grad=problem.bias_grad,
             batch_invariant=problem.batch_invariant,
+            fp8_pages=problem.fp8_pages,
         )
 
     @classmethod
@@ -82,6 +84,7 @@ class Features(NamedTuple):
             args.bias_kind,
             args.bias_grad,
             args.batch_invariant,
+            args.k_scale is not None,
         )
 
     @property

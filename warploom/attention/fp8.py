@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from warploom.attention.ops import fp8_op
 from warploom.attention.problem import AttentionArgs
 from warploom.bias import Bias
 from warploom.fp8 import BLOCK, Fp8Tensor, refuse_gradients
@@ -14,7 +15,7 @@ from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments, dispatch
 
 NAMES = ("q", "k", "v")
-KERNEL = "hopper"  # the implementation that has one
+KERNEL, DEVICE = "hopper", "cuda"  # the implementation that has a kernel, and what it runs on
 
 
 class Fp8Call(NamedTuple):
@@ -50,20 +51,18 @@ class Fp8Call(NamedTuple):
     def refusal(self, args: AttentionArgs, backend: str | None, stats: bool) -> str | None:
         """Why no kernel multiplies the numbers of a validated call, or None; ``stats``: whether it asks for any."""
         data = self.given[0].data
-        if data.device.type != "cuda" or backend not in (None, KERNEL):
+        if data.device.type != DEVICE or backend not in (None, KERNEL):
             return "no kernel multiplies it"
         if stats:
             return "stats are computed of other numbers"
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(data) is not Tensor:
-            return "a compiler or a mode is to see every operation"
+        if not torch.compiler.is_compiling() and type(data) is not Tensor:
+            return "a subclass of torch.Tensor is to see every operation"
         refused: str | None = dispatch.find(KERNEL).fp8_refusal(self.as_e4m3(args), self.out_dtype)  # type: ignore[attr-defined]
         return None if refused is None else f"{KERNEL} {refused}"
 
     def run(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out and lse of a validated call that is not refused."""
-        found: tuple[Tensor, Tensor] = dispatch.find(KERNEL).forward_fp8(  # type: ignore[attr-defined]
-            self.as_e4m3(args), self.scales, self.out_dtype
-        )
+        found: tuple[Tensor, Tensor] = fp8_op(*self.as_e4m3(args)._replace(backend=KERNEL), *self.scales, self.out_dtype)
         return found
 
     def warm(self, args: AttentionArgs) -> None:
@@ -107,7 +106,9 @@ def checked(
         out_dtype = arguments.float_dtype("out_dtype", out_dtype)
     given = _of_descale(q, k, v, descale, cu_seqlens) if descale is not None else _of_quantize(q, k, v, out_dtype)
     if paged:
-        raise ValueError("block_table with FP8 inputs is not supported: decode() reads FP8 pages; give packed k and v here")
+        raise ValueError(
+            "block_table with FP8 inputs is not supported: give the PagedKVCache of FP8 pages in place of k, and q in floats"
+        )
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if cu_seqlens is None else (3, "(total_tokens, heads, head_dim)")
     for name, t in zip(NAMES, given, strict=True):
         if t.data.ndim != rank:

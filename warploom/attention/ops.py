@@ -1,4 +1,4 @@
-"""The op of exact attention, with its backward pass, and that of its stats: shapes for tracers, results of empty calls."""
+"""The op of exact attention, with its backward pass, those of FP8 and of stats: shapes for tracers, results of empty calls."""
 
 from __future__ import annotations
 
@@ -70,6 +70,33 @@ class AttentionOp(DifferentiableOp):
     def flops_backward(self, *flat: Any) -> Any:
         args = AttentionArgs(*flat)
         return 2 * _scores(args) * (3 * args.q.shape[-1] + 2 * args.v.shape[-1])  # q kᵀ, ds k, dsᵀ q; do vᵀ, pᵀ do
+
+
+class Fp8Op(Op):
+    """out, lse = attention_fp8(*AttentionArgs, …) of q, k and v that are e4m3 as they are, besides their scales.
+
+    The scales are those of `warploom.fp8.Fp8Tensor`, and the backend is one with a kernel that takes the call.
+    """
+
+    name, public = "attention_fp8", "warploom.attention of FP8 tensors"
+    without = AttentionOp.without
+    signature = (
+        f"({schema(AttentionArgs)}, Tensor scale_q, Tensor scale_k, Tensor scale_v, ScalarType out_dtype) -> (Tensor, Tensor)"
+    )
+
+    def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
+        args, scales, out_dtype = AttentionArgs(*flat[:-4]), flat[-4:-1], flat[-1]
+        found: tuple[Tensor, Tensor] = dispatch.find(args.backend).forward_fp8(args, scales, out_dtype)  # type: ignore[attr-defined]
+        return found
+
+    def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
+        args, out_dtype = AttentionArgs(*flat[:-4]), flat[-1]
+        out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]), dtype=out_dtype)
+        return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
+
+    def flops(self, *flat: Any) -> Any:
+        args = AttentionArgs(*flat[:-4])
+        return 2 * _scores(args) * (args.q.shape[-1] + args.v.shape[-1])
 
 
 class StatsOp(Op):
@@ -159,4 +186,5 @@ def _only_sinks(args: AttentionArgs) -> Tensor:
 
 
 attention_op = AttentionOp()
+fp8_op = Fp8Op()
 stats_op = StatsOp()

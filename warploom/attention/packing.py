@@ -43,7 +43,7 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
             length = max(0, min(used[n], args.block_table.shape[1] * page_size))
             count = -(-length // page_size)
             pages = args.block_table[n, :count].clamp(0, args.k.shape[0] - 1).long()
-            k, v = (t[pages].flatten(0, 1)[:length] for t in (args.k, args.v))
+            k, v = _of_pages(args, pages, length)
             keys, columns = None, slice(0, length)
         else:
             start, stop = starts_k[n], starts_k[n + 1]
@@ -63,6 +63,8 @@ def sequences(args: AttentionArgs) -> Iterator[Sequence]:
             cu_seqlens_k=None,
             seqused_k=None,
             block_table=None,
+            k_scale=None,
+            v_scale=None,
             q_offset=None if args.q_offset is None else args.q_offset[n : n + 1],
             bias=None if args.bias is None else sequence_part(args.bias, args, n, queries.stop - queries.start, length),
             **vectors,
@@ -90,6 +92,18 @@ def alone(args: AttentionArgs) -> AttentionArgs:
     """
     q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (args.q, args.k, args.v))
     return args._replace(q=q, k=k, v=v)
+
+
+def _of_pages(args: AttentionArgs, pages: Tensor, length: int) -> list[Tensor]:
+    """The first ``length`` keys and values of some pages; of FP8 the numbers that they stand for, in float32."""
+    found = []
+    for t, scale in ((args.k, args.k_scale), (args.v, args.v_scale)):
+        own = t[pages].flatten(0, 1)[:length]
+        if scale is not None:
+            scale = scale if scale.ndim == 1 else scale[pages].flatten(0, 1)[:length]
+            own = own.float() * scale[..., None]
+        found.append(own)
+    return found
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,9 @@ class AttentionArgs(NamedTuple):
     With ``batch_invariant`` the bits of a sequence's out and lse depend on nothing but its own queries and keys, the model's
     shapes and the call's options: not on the batch, its other sequences, its longest lengths, nor on where its tokens lie.
     ``deterministic`` is true then.
+    ``k`` and ``v`` of a paged call may be float8_e4m3fn, with ``k_scale`` and ``v_scale``, float32 (1,), (heads_kv,) or a token
+    and head, (pages, page_size, heads_kv): what their numbers are multiplied by. q has another dtype then, is rotated as k is,
+    and nothing has a gradient.
     """
 
     q: Tensor
@@ -97,6 +100,8 @@ class AttentionArgs(NamedTuple):
     bias_origin: int = 0
     bias_grad: bool = False
     batch_invariant: bool = False
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def mask(self) -> ResolvedMask:
@@ -156,6 +161,7 @@ class AttentionProblem:
     bias: str = ""  # its kind: "tensor", "alibi", "distance"
     bias_grad: bool = False  # which has a gradient
     batch_invariant: bool = False
+    fp8_pages: bool = False  # k and v are e4m3 with scales
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -191,6 +197,7 @@ class AttentionProblem:
             bias=args.bias_kind,
             bias_grad=args.bias_grad,
             batch_invariant=args.batch_invariant,
+            fp8_pages=args.k_scale is not None,
         )
 
     def describe(self) -> str:
@@ -208,6 +215,9 @@ class AttentionProblem:
         if self.bias:
             kind = {"alibi": "ALiBi", "distance": "Relative"}.get(self.bias, self.bias)
             parts.append(f"bias ({kind}{', with a gradient' if self.bias_grad else ''})")
+            parts.append(f"bias ({self.bias}{', with a gradient' if self.bias_grad else ''})")
+        if self.fp8_pages:
+            parts.append("pages in FP8")
         if self.q_offset:
             parts.append("queries are chunks")
         if self.batch_invariant:

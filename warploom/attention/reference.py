@@ -38,7 +38,7 @@ def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         args = args._replace(sink=args.sink.to(accumulate))
     if args.bias is not None:
         args = args._replace(bias=args.bias.to(accumulate))
-    if args.block_table is not None:
+    if args.block_table is not None and args.k_scale is None:
         args = args._replace(k=args.k.to(accumulate), v=args.v.to(accumulate))
     outs, lses = [], []
     for index, sequence in enumerate(sequences(args)):
@@ -48,7 +48,8 @@ def _attend_packed(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         lses.append(lse[0])
     rest = q.shape[0] - sum(o.shape[0] for o in outs)
     # A sum of nothing ties the tokens of no sequence to every input: gradients are zeros even where there is no sequence.
-    tie = sum(t[:0].sum() for t in (q, args.k, args.v, args.sink, args.bias) if t is not None)
+    tied = (q, args.sink, args.bias) if args.k_scale is not None else (q, args.k, args.v, args.sink, args.bias)
+    tie = sum(t[:0].sum() for t in tied if t is not None)
     outs.append(q.new_zeros((rest, q.shape[1], args.v.shape[-1])) + tie)
     lses.append(q.new_full((q.shape[1], rest), float("-inf"), dtype=accumulate) + tie)
     return torch.cat(outs), torch.cat(lses, dim=1)

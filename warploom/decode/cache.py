@@ -16,6 +16,7 @@ from warploom.decode.prefix import SharedPrefix, shared_prefix
 from warploom.decode.problem import AppendArgs
 from warploom.decode.scales import Granularity, append_quantized, check_scales, scale_memory
 from warploom.kernels.e4m3 import E4M3
+from warploom.kernels.pages import PagedCache
 from warploom.runtime import arguments
 
 Cache = TypeVar("Cache", "KVCache", "PagedKVCache")
@@ -126,7 +127,7 @@ class KVCache:
 
 
 @dataclass(frozen=True, eq=False)
-class PagedKVCache:
+class PagedKVCache(PagedCache):
     """A cache in pages drawn from one pool; a page may serve several sequences (a shared prefix).
 
     Attributes:

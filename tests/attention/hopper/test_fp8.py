@@ -17,6 +17,7 @@ from tests.compiled import Built, machine_code
 from tests.plain import parameters
 from tests.sources import imported
 from warploom import attention
+from warploom.attention import fp8, hopper
 from warploom.attention.arguments import dense_args
 from warploom.attention.features import Features
 from warploom.attention.fp8 import checked
@@ -24,6 +25,7 @@ from warploom.attention.hopper import fp8_run
 from warploom.attention.hopper.fp8_config import FP8_SOURCES, Fp8ForwardConfig
 from warploom.attention.hopper.fp8_plan import fp8_config, fp8_set, problem_refusal
 from warploom.attention.problem import AttentionProblem
+from warploom.bias import ALiBi
 from warploom.fp8 import Fp8Tensor, quantize
 from warploom.runtime import module_spec, modules
 
@@ -225,3 +227,68 @@ def test_bands_that_hide_first_keys(options: dict[str, Any], hides: bool, monkey
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
     assert (fp8_run.refusal(args, BF16) is not None) == hides
     assert fp8_run.refusal(args, torch.float32) is not None
+
+
+# Under torch's machinery
+
+
+@pytest.fixture
+def multiplied(played: list[Fp8ForwardConfig], monkeypatch: pytest.MonkeyPatch) -> list[Fp8ForwardConfig]:
+    """Calls of attention() go to the stand-in, as on a GPU they go to the kernel."""
+    monkeypatch.setattr(fp8, "DEVICE", "cpu")
+    monkeypatch.setattr(hopper.BACKEND, "available", lambda: None)
+    monkeypatch.setattr(fp8_run.modules, "cannot_build", lambda: None)
+    return played
+
+
+def three(drawing: int, seqlen_k: int = 139) -> tuple[Tensor, Tensor, Tensor]:
+    return drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, seqlen_k, 2, 16), drawn(drawing + 2, 2, seqlen_k, 2, 32)
+
+
+def test_the_op_holds_its_contract(multiplied: list[Fp8ForwardConfig]) -> None:
+    """But for its schema, which is checked by arithmetic that e4m3 has not."""
+    call = checked(*quantize(*three(1)), None, None, None, {})
+    options: dict[str, Any] = {"window": (150, -20), "softcap": 3.0, "sink": drawn(1, 4)}
+    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))._replace(backend="hopper")
+    flat = (*args, *call.scales, torch.float16)
+    utils = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.warploom.attention_fp8.default, flat, test_utils=utils)
+    assert multiplied
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_run_the_kernel(multiplied: list[Fp8ForwardConfig], dynamic: bool) -> None:
+    """They were dequantised, as no compiler saw what the kernel did."""
+
+    def call(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor) -> tuple[Tensor, ...]:
+        scales = (q.scale, k.scale, v.scale)
+        given = attention(q.data, k.data, v.data, causal=True, descale=scales, out_dtype=torch.float16)
+        return (*attention(q, k, v, causal=True, return_lse=True, out_dtype=torch.bfloat16), given)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen_k in (139, 260):
+        given = quantize(*three(secrets.randbelow(2**31), seqlen_k))
+        multiplied.clear()
+        got = compiled(*given)
+        assert len(multiplied) == 2
+        for a, b in zip(got, call(*given), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_what_the_kernel_does_not_take_is_dequantised_under_a_compiler(multiplied: list[Fp8ForwardConfig]) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(*quantize(q, k, v), bias=ALiBi.standard(4))
+
+    torch._dynamo.reset()
+    given = three(secrets.randbelow(2**31))
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given)) and not multiplied
+
+
+def test_a_call_is_counted(multiplied: list[Fp8ForwardConfig]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = quantize(*three(1))
+    with FlopCounterMode(display=False) as counted:
+        attention(*x, out_dtype=torch.bfloat16)
+    assert counted.get_total_flops() == 2 * 2 * 4 * 150 * 139 * (16 + 32) and multiplied

@@ -506,20 +506,21 @@ def both(
     sink: Tensor | None,
     again: bool,
     bias: Tensor | None = None,
+    rounded: dict[str, Tensor] | None = None,
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Each result exactly and by models."""
+    """Each result exactly and by models, for which ``rounded`` replaces some of the arguments."""
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     options = {"scale": scale, "softcap": p.softcap, "backward": p.backward}
 
-    def cast(wide: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    def cast(arguments: Any, wide: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
         added = None if bias is None else biases.matrix(p, bias.to(wide))
         given = (("sink", sink), ("keep", keep), ("dlse", dlse), ("bias", added))
         return tuple({n: None if t is None else t.to(wide) for n, t in some} for some in (arguments.items(), given))
 
     dtype = DTYPES[p.dtype]
-    tensors, more = cast(torch.float64)
+    tensors, more = cast(arguments, torch.float64)
     true = exact.attend(oracle, **tensors, seen=seen, **more, **options)
-    tensors, more = cast(torch.promote_types(dtype, torch.float32))
+    tensors, more = cast(arguments | (rounded or {}), torch.promote_types(dtype, torch.float32))
     q, k = arguments["q"], arguments["k"]
     # Of few rows the model's error may be small by luck.
     rows = min(t.shape[0] * t.shape[1] * t.shape[2] for t in (q, k) if t is not None)

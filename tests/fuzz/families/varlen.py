@@ -21,9 +21,10 @@ from tests.fuzz.families.spread import spread
 from tests.fuzz.maskspec import MaskSpec
 from tests.fuzz.oracle import attention as exact
 from tests.fuzz.oracle import masks as dense_masks
+from tests.fuzz.oracle.decode import Decode
 from tests.fuzz.oracle.mutants import mutants
 from tests.fuzz.problem import DTYPES, Expected, spec
-from tests.fuzz.views import PLAIN, View
+from tests.fuzz.views import PLAIN, Placed, View, place
 
 NAME = "varlen"
 BACKENDS = ("cpu", "hopper", "triton", "reference")
@@ -37,6 +38,11 @@ EXCLUSIVE = [
     ({"paged", "own_key_lengths"}, "a paged call has no cu_seqlens_k"),
     ({"paged", "mask"}, _NO_COLUMNS),
     ({"paged", "mask_per_head"}, _NO_COLUMNS),
+    *(
+        ({fp8, other}, "FP8 keys lie in pages, and have no gradient")
+        for fp8 in ("fp8", "fp8_rotated")
+        for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head", "lse_gradient")
+    ),
 ]
 # Besides, on a GPU.
 EXCLUSIVE_ON_GPU = [({"paged", "lse_gradient"}, "pages have no gradients there")]
@@ -45,7 +51,10 @@ EXCLUSIVE_ON_GPU = [({"paged", "lse_gradient"}, "pages have no gradients there")
 @spec
 @dataclass(frozen=True)
 class Varlen:
-    """A call of attention_varlen(). With `page_size` keys lie in pages, and `used` holds their numbers."""
+    """A call of attention_varlen(). With `page_size` keys lie in pages, and `used` holds their numbers.
+
+    With `fp8` these are of e4m3, in a cache that the call is given: with a scale a "token", "head" or "tensor".
+    """
 
     seed: int
     dtype: str
@@ -62,6 +71,8 @@ class Varlen:
     page_size: int = 0
     pages: int = 0
     table: tuple[tuple[int, ...], ...] = ()
+    fp8: str = ""
+    rotation: int | None = None  # seed of the keys' and queries'
     q: View = PLAIN
     k: View = PLAIN
     v: View = PLAIN
@@ -192,6 +203,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
     found = replace(found, **shared.draw_views(d, found.shapes, None if free else v))
     if v.dtype == "float64":  # of large scores the oracle is no better than what it judges
         found = replace(found, style="normal", scale=None)
+    if found.page_size and not found.page_size & (found.page_size - 1) and d.chance(0.5):
+        found = _fp8(d, found)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
     return found
@@ -215,6 +228,13 @@ def _paged(d: Draw, p: Varlen, page_size: int, backend: str) -> Varlen:
     return replace(p, page_size=page_size, pages=pages, table=tuple(table), lengths_k=None, extra_k=0, backward=backward)
 
 
+def _fp8(d: Draw, p: Varlen) -> Varlen:
+    """The same over a cache of e4m3: for inference, and with rows that are as contiguous as a cache's."""
+    views = {n: replace(getattr(p, n), kind="contiguous") for n in "qkv" if getattr(p, n).kind == "last_dim_strided"}
+    found = replace(p, fp8=d.pick(("token", "head", "tensor"), (2, 1, 1)), backward=False, lse_gradient="", **views)
+    return replace(found, rotation=d.pick((None, 0, d.seed64()), (1, 1, 1)))
+
+
 def features(p: Varlen) -> frozenset[str]:
     found = {p.dtype, shared.reshape_heads(p.heads_q, p.heads_kv), "paged" if p.page_size else "packed"}
     found |= set(shared.dims_features(p.head_dim, p.head_dim_v))
@@ -229,6 +249,8 @@ def features(p: Varlen) -> frozenset[str]:
         "more_keys": any(a < b for a, b in pairs),
         "more_queries": any(a > b for a, b in pairs),
         "few_queries": any(0 < a <= 8 for a, _ in pairs),
+        "fp8": p.fp8,
+        "fp8_rotated": p.rotation is not None,
         "softcap": p.softcap,
         "sink": p.sink,
         "dropout": p.dropout_p,
@@ -315,13 +337,35 @@ def inputs(p: Varlen, device: torch.device) -> dict[str, Any]:
     hidden_k = ~shown_k[..., None].reshape(*p.shapes["k"][:-1], 1)
     hidden = {"q": ~shown_q[..., None], "k": hidden_k, "v": hidden_k}
     tensors, buffers = shared.laid(p.seed, p.dtype, p.style, p.views, p.shapes, hidden, p.hostile, device)
+    scales: dict[str, Tensor] = {}
+    if p.fp8:
+        for n, name in enumerate(p.shapes):
+            if name in ("k", "v"):
+                placed, scales[name] = _in_fp8(p, name, shown_k, device)
+                tensors[name], buffers[n] = placed.tensor, placed.buffer
+        buffers += scales.values()
     observed = set()
     if not bool(shown_q.all()):
         observed.add("row_sees_nothing")
     if not bool(shown_k.all()):
         observed.add("key_seen_by_none")
     more = dense.extras(p, (p.heads_q, p.total_q), device)
-    return {**tensors, **more, "buffers": buffers, "seen": seen, "at": at, "observed": observed}
+    return {**tensors, **more, "buffers": buffers, "seen": seen, "at": at, "observed": observed, "scales": scales}
+
+
+def _in_fp8(p: Varlen, name: str, shown: Tensor, device: torch.device) -> tuple[Placed, Tensor]:
+    """Pages of k or v in e4m3, and their scales; those that no query sees, and their scales, hold what is hostile."""
+    numbers, exact_fp8 = shared.values(p.seed, name, p.shapes[name], "float32", p.style), Decode()
+    if name == "k" and p.rotation is not None:
+        numbers = exact_fp8.rotated(numbers.double(), p.rotation).float()
+    heads = {"token": 0, "head": p.heads_kv, "tensor": 1}[p.fp8]
+    numbers, scale = exact_fp8.quantized(numbers, 0.003 + 0.02 * torch.arange(1, heads + 1) / heads if heads else None)
+    hidden = ~shown.reshape(*p.shapes[name][:-1], 1)
+    placed = place(numbers, p.views[name], hidden, "nan" if p.hostile else "", device)  # FP8 has no infinity
+    buffer, t = placed.buffer.to(torch.float8_e4m3fn), placed.tensor
+    if p.fp8 == "token" and p.hostile:
+        scale = scale.masked_fill(hidden[..., 0], float("nan"))
+    return Placed(buffer.as_strided(t.shape, t.stride(), t.storage_offset()), buffer), scale.to(device)
 
 
 def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
@@ -349,6 +393,16 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
         rows = max(p.lengths_q, default=0) if p.mask.kind == "columns" else p.total_q
         named["mask"] = masked.build(p.mask, rows, p.total_k, device)
     cu_q = starts(p.lengths_q)
+    if p.fp8:
+        lengths, scales = named.pop("seqused_k"), given["scales"]
+        pages = warploom.PagedKVCache(
+            given["k"], given["v"], named.pop("block_table"), lengths, scales["k"], scales["v"], p.rotation
+        )
+
+        def call_of_cache(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+            return warploom.attention_varlen(q, pages, None, cu_q, backend=backend, **{**named, **more})
+
+        return dense.differentiate(p, given, call_of_cache)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
         return warploom.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **{**named, **more})  # type: ignore[return-value]
@@ -370,7 +424,10 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
     if p.dropout_p:
         sizes = (len(p.lengths_q), p.heads_q, at.queries.shape[1], at.keys.shape[1])
         keep = oracle.kept(p.dropout_seed, p.dropout_p, *sizes, device).double() / (1.0 - p.dropout_p)
-    slots = {n: given[n].reshape(-1, *given[n].shape[-2:]) for n in "kv"}
+    pages = {n: given[n] for n in "kv"}
+    if p.fp8:
+        pages = {n: Decode().widened(pages[n], given["scales"][n]) for n in "kv"}
+    slots = {n: pages[n].reshape(-1, *pages[n].shape[-2:]) for n in "kv"}
     # A sequence's place holds another's token where it is too short: nothing there is seen.
     if 0 in (p.total_q, p.total_k):
         slots = {n: torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=device) if not len(t) else t for n, t in slots.items()}
@@ -389,7 +446,14 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
         "v": slots["v"][at.keys].transpose(1, 2),
         "dout": dout,
     }
-    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again)
+    rounded: dict[str, Tensor] = {}
+    if p.fp8:
+        # Kernels widen numbers in fp32, scale values no wider than queries, and rotate queries to their dtype.
+        rounded = {"k": arguments["k"].float(), "v": arguments["v"].to(DTYPES[p.dtype])}
+    if p.rotation is not None:
+        rounded["q"] = Decode().rotated(arguments["q"].float(), p.rotation).to(DTYPES[p.dtype])
+        arguments["q"] = Decode().rotated(arguments["q"].double(), p.rotation)
+    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, rounded=rounded)
     rows, keys = (at.queries, at.is_query, p.total_q), (at.keys, at.is_key, p.total_k)
     nothing = torch.zeros(p.total_q, dtype=torch.bool, device=device)
     nothing[sum(p.lengths_q) :] = True
@@ -478,6 +542,9 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
     for name, value in plain.items():
         if getattr(p, name) != value:
             yield replace(p, **{name: value})
+    if p.fp8:
+        yield replace(p, fp8="", rotation=None)
+        yield replace(p, rotation=None)
     yield from shared.simpler_views(p.views, p)
     if p.heads_q > p.heads_kv and (p.mask is None or p.mask.heads == 1):
         yield replace(p, heads_q=p.heads_kv)

@@ -55,7 +55,7 @@ def problem_refusal(problem: AttentionProblem) -> str | None:
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The smallest tile that holds both head dims."""
-    return min(dims for dims in TILINGS if dims[0] >= head_dim and dims[1] >= head_dim_v)
+    return next(dims for dims in sorted(TILINGS) if dims[0] >= head_dim and dims[1] >= head_dim_v)
 
 
 @cache

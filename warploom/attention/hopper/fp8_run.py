@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
-from warploom.attention.hopper.fp8_plan import OUT_DTYPES, fp8_config
+from warploom.attention.hopper.fp8_plan import OUT_DTYPES, fp8_config, tile_dims
 from warploom.attention.hopper.run import launch_on, numbers_of, parts_shape_of, processors
 from warploom.attention.hopper.schedule import heads_in_pairs, tiles_to_split
 from warploom.attention.problem import AttentionArgs
@@ -37,10 +38,28 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
     if first > 0:
         # Their values would be read beside others, and a NaN does not vanish against P = 0; TMA leaves out what is behind.
         return "has no FP8 kernel where a window hides the first keys from all queries"
-    variant = fp8_config(Features.of_args(args), out_dtype)
+    features = Features.of_args(args)
+    # What is not text is a flag. A tracer of symbolic numbers settles it by a branch, and a tile's dims by comparing.
+    flags = [each if isinstance(each, str) else _settled(each) for each in features[3:]]
+    return _module_refusal(out_dtype, features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags)
+
+
+def _settled(flag: bool) -> bool:
+    if flag:  # a branch, which bool() is not for a tracer
+        return True
+    return False
+
+
+def _module_refusal(out_dtype: torch.dtype, *fields: Any) -> str | None:
+    """Why the module can be neither loaded nor built here; ``fields`` are those of the call's Features."""
+    variant = fp8_config(Features(*fields), out_dtype)
     if variant.name in _ready or modules.cannot_build() is None:
         return None
     return modules.absence(variant.spec)
+
+
+# torch.compile runs it while it traces, as `warploom.attention.hopper` has it of the other modules.
+setattr(_module_refusal, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def forward(args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

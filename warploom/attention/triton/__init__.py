@@ -12,6 +12,7 @@ import torch
 
 from warploom.attention.bounds import BLOCK, with_bounds
 from warploom.attention.stats import StatsBackend
+from warploom.runtime.device import capability
 from warploom.runtime.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Triton(TritonBackend, StatsBackend):
         refused = self.tensors_refusal(problem.device, problem.dtype)
         if refused is not None:
             return refused
+        if problem.fp8_pages and capability(torch.device(problem.device)) < 89:
+            return "reads FP8 pages on GPUs of compute capability 8.9 and up"
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if not 16 <= dim <= 256 or dim % 8:
                 return f"takes {name} from 16 to 256 in steps of 8, not {dim}"

@@ -52,6 +52,7 @@ class Variant(NamedTuple):
     sink: torch.dtype | None
     device: int | None  # None: the interpreter
     bias: BiasVariant | None = None
+    token_scales: bool = False  # of FP8 pages: each token and head has one
 
 
 def read_bounds(args: AttentionArgs) -> Tensor | None:
@@ -79,6 +80,7 @@ class Call:
     lengths: tuple[int, ...]  # seqlen_q, seqlen_k, heads, group, mask_group
     mask: tuple[Any, ...]  # left, right, scale, softcap, threshold, keep_scale, chunks
     bias: tuple[int | None, ...] = (None,) * 7  # strides of batch, heads, rows and columns, rows, columns, origin
+    scales: tuple[int | None, ...] = (None,) * 6  # strides of page, token and head, of k's scales, then of v's
 
     @classmethod
     def of(cls, args: AttentionArgs, dout: Tensor | None = None, out: Tensor | None = None, dlse: bool = False) -> Call:
@@ -124,6 +126,7 @@ class Call:
         wide = is_wide(args, inputs, longest)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
         small = small and all([n is None or n < limit for n in bias_numbers])
+        small = small and all([t is None or t.stride(0) < limit for t in (args.k_scale, args.v_scale)])
         all_see = left is None or (left >= 0 and args.q_offset is None)
         if right is not None:
             first = seqlen_k - seqlen_q if args.q_offset is None else 0
@@ -142,6 +145,7 @@ class Call:
                 sink=None if args.sink is None else args.sink.dtype,
                 device=q.device.index,
                 bias=bias,
+                token_scales=args.k_scale is not None and args.k_scale.ndim > 1,
             ),
             config=tiling,
             packed=cu_q is not None,
@@ -169,6 +173,7 @@ class Call:
                 None if args.q_offset is None else args.q_chunks,
             ),
             bias=bias_numbers,
+            scales=(*_scale_strides(args.k_scale), *_scale_strides(args.v_scale)),
         )
 
     def tiles(self, seqlen: int, rows: int) -> tuple[int, int]:
@@ -243,6 +248,15 @@ def _bias(args: AttentionArgs, batches: int) -> tuple[BiasVariant | None, tuple[
     step = max(unit, 1)
     numbers = (batch // step, head // step, row // step if row else None, column or None, rows, columns // step, None)
     return BiasVariant(kind, bias.dtype, unit, row != 0, column != 0, gradient), numbers
+
+
+def _scale_strides(scale: Tensor | None) -> tuple[int | None, int | None, int | None]:
+    """Of page, token and head; None for what no kernel reads."""
+    if scale is None:
+        return None, None, None
+    if scale.ndim > 1:
+        return scale.stride(0), scale.stride(1), scale.stride(2)
+    return None, None, scale.stride(0) if scale.shape[0] > 1 else 0
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:

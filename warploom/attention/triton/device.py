@@ -55,6 +55,9 @@ class Heads(NamedTuple):
     stride_h: Any
     dims: Any
     live: Any
+    scale: Any = None  # pointer to what the e4m3 numbers of this head are multiplied by, or None
+    scale_page: Any = None  # strides of scales; None of one that all tokens share
+    scale_token: Any = None
 
 
 class Keys(NamedTuple):
@@ -66,6 +69,9 @@ class Keys(NamedTuple):
     page: Any  # elements between pages
     dims: Any
     live: Any
+    scale: Any = None  # as in Heads
+    scale_page: Any = None
+    scale_token: Any = None
 
 
 class Mask(NamedTuple):
@@ -293,6 +299,22 @@ def load_keys(keys, tile, n0, readable, EDGES: tl.constexpr, MASKED: tl.constexp
     else:
         pointers = key_pointers(keys, n0, tile.n, tile.pages, tile.lengths.k)
         return load_rows(pointers, readable, keys.live, MASKED)
+
+
+@triton.jit
+def load_scales(keys, tile, n0, readable):
+    """Scales of N keys or values from n0 on, (N,), zeros where they are not readable; one number where tokens share it."""
+    if keys.scale_token is None:
+        return tl.load(keys.scale)
+    else:
+        pages, rows = tile.pages, n0 + tile.n
+        if pages.scattered is None:
+            page = clamp(tl.load(pages.table + n0 // pages.size), 0, pages.count - 1).to(tl.int64)
+        else:
+            page = tl.load(pages.table + rows // pages.size, mask=rows < tile.lengths.k, other=0)
+            page = clamp(page, 0, pages.count - 1).to(tl.int64)
+        at = page * keys.scale_page + (rows % pages.size).to(tl.int64) * keys.scale_token
+        return tl.load(keys.scale + at, mask=readable, other=0.0)
 
 
 @triton.jit

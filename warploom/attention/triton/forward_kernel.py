@@ -24,6 +24,7 @@ from warploom.attention.triton.device import (
     kept,
     load_keys,
     load_rows,
+    load_scales,
     packed_query_tile,
     readable_columns,
     score_factor,
@@ -47,7 +48,14 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     # Only a column mask's edges are tiles of their own; a band's lie among the partial ones.
     MASKED: tl.constexpr = KIND == EDGE or ((KIND == PARTIAL or KIND == MIXED) and tile.has_columns is None)
     k = load_keys(tile.k, tile, n0, readable, KIND == EDGE, MASKED)
-    s, _ = scores(dot(tile.queries.q, tl.trans(k), None), tile.softmax)
+    if tile.k.scale is None:
+        products = dot(tile.queries.q, tl.trans(k), None)
+    else:
+        # e4m3 is exact in every type that q may have; scales join the fp32 products.
+        products = dot(tile.queries.q, tl.trans(k.to(tile.queries.q.dtype)), None)
+        found = load_scales(tile.k, tile, n0, readable)
+        products = products * (found if tile.k.scale_token is None else found[None, :])
+    s, _ = scores(products, tile.softmax)
     factor = score_factor(tile.softmax)
     if tile.bias.given is not None:
         queries, shift = tile.queries, shift_of(tile.lengths, tile.queries.offset)
@@ -72,6 +80,9 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         p = tl.where(keep, p, 0.0)
     acc = acc * shrink[:, None]
     v = load_keys(tile.v, tile, n0, readable, KIND == EDGE, MASKED)
+    if tile.v.scale is not None:
+        found = load_scales(tile.v, tile, n0, readable)
+        v = (v.to(tl.float32) * (found if tile.v.scale_token is None else found[:, None])).to(tile.queries.q.dtype)
     acc = dot(p.to(v.dtype), shown_only(v, s, tile), acc)
     return acc, total, new_top
 
@@ -83,7 +94,8 @@ _PLAIN = [
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_bb", "stride_bh",
     "stride_table", "batches", "tiles", "seqlen_q", "seqlen_k", "heads", "group", "mask_group", "pages", "page_size",
     "left", "right", "threshold", "chunks", "bias_ptr", "stride_ab", "stride_ah", "stride_aq", "stride_ak", "bias_rows",
-    "bias_columns", "bias_origin",
+    "bias_columns", "bias_origin", "k_scale_ptr", "v_scale_ptr", "stride_ksb", "stride_kss", "stride_ksh", "stride_vsb",
+    "stride_vss", "stride_vsh",
 ]  # fmt: skip
 
 
@@ -111,6 +123,8 @@ def forward_kernel(
     k_boxes,
     v_boxes,
     bias_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -153,6 +167,12 @@ def forward_kernel(
     bias_rows,
     bias_columns,
     bias_origin,
+    stride_ksb,
+    stride_kss,
+    stride_ksh,
+    stride_vsb,
+    stride_vss,
+    stride_vsh,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     D: tl.constexpr,
@@ -200,8 +220,12 @@ def forward_kernel(
     band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
     mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
     queries = Queries(q, None, None, None, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches))
-    k = Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live)
-    v = Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v)
+    if k_scale_ptr is not None:
+        head_kv = tl.cast(head // group, tl.int64)
+        k_scale_ptr += head_kv * stride_ksh
+        v_scale_ptr += head_kv * stride_vsh
+    k = Heads(k_ptr, k_boxes, stride_kb, stride_ks, stride_kh, dims, live, k_scale_ptr, stride_ksb, stride_kss)
+    v = Heads(v_ptr, v_boxes, stride_vb, stride_vs, stride_vh, dims_v, live_v, v_scale_ptr, stride_vsb, stride_vss)
     held = Pages(table_ptr, stride_table, pages, page_size, 1 if SCATTERED else None)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
     dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)

@@ -27,7 +27,8 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
     call = Call.of(args)
     mask = (*call.vectors, read_bounds(args))
-    return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args), args.bias)
+    scales = args.k_scale, args.v_scale
+    return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args), args.bias, scales)
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -59,17 +60,18 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
         (
             *(*call.strides, *contiguous_strides(shape), *lse_strides(lse_shape), *call.mask_strides, *call.bounds_strides),
             *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, *args.k.shape[:2], *call.mask),
-            *call.bias,
+            *(*call.bias, *call.scales),
         ),
     )
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Sequence[Tensor | None],
         sequences: Sequence[Tensor | None], seed: Tensor | None, bias: Tensor | None = None,
+        scales: Sequence[Tensor | None] = (None, None),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         with on_device(q):
-            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)), bias)
+            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)), bias, *scales)
         return out, lse
 
     return run

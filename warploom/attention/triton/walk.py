@@ -81,8 +81,12 @@ def attend(
         queries=queries,
         lengths=lengths,
         head_kv=queries.head // group,
-        k=Keys(k.boxes, k_first, k_stride, k.stride_b * UNIT, k.dims, k.live),
-        v=Keys(v.boxes, v_first, v_stride, v.stride_b * UNIT, v.dims, v.live),
+        k=Keys(
+            k.boxes, k_first, k_stride, k.stride_b * UNIT, k.dims, k.live, k.scale, k.scale_page, k.scale_token
+        ),
+        v=Keys(
+            v.boxes, v_first, v_stride, v.stride_b * UNIT, v.dims, v.live, v.scale, v.scale_page, v.scale_token
+        ),
         n=n.to(tl.int64) if WIDE else n,
         first=first,
         last=last,
