@@ -360,6 +360,30 @@ def test_calls_of_objects_refused() -> None:
         attention_varlen(*packed, starts, seqused_k=ints(3, 2), block_table=torch.zeros(2, 1).int())
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_fast_sums_are_those_of_two_levels_here(backend: str) -> None:
+    x = quantize(*inputs(secrets.randbelow(2**31)))
+    options: dict[str, Any] = {"causal": True, "backend": backend}
+    want = attention(*x, **options)
+    for accumulate in ("fast", "two-level"):
+        assert same(attention(*x, accumulate=accumulate, **options), want)  # type: ignore[call-overload]
+    starts = ints(0, 140, 280)
+    packed = quantize(*[t.flatten(0, 1) for t in inputs(1, 140)], cu_seqlens_q=starts)
+    assert same(attention_varlen(*packed, starts, accumulate="fast"), attention_varlen(*packed, starts))
+    words = "accumulate='fast' changes nothing, as no kernel sums in one level"
+    assert words in str(warploom.explain(*x, accumulate="fast")) and words not in str(warploom.explain(*x))
+
+
+def test_fast_sums_refused() -> None:
+    x = torch.zeros(1, 5, 2, 16)
+    with pytest.raises(TypeError, match="accumulate='fast' goes with FP8 inputs, and q has dtype torch.float32"):
+        attention(x, x, x, accumulate="fast")
+    with pytest.raises(ValueError, match="accumulate must be 'two-level' or 'fast', got 'slow'"):
+        attention(*quantize(x, x, x), accumulate="slow")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="accumulate='two-level' goes with FP8 inputs"):
+        attention_varlen(x[0], x[0], x[0], ints(0, 5), accumulate="two-level")
+
+
 def test_transforms_refused() -> None:
     x = drawn(1, 3, 1, 5, 2, 16)
     with pytest.raises(NotImplementedError, match=r"attention in FP8 under a torch\.func transform is not supported"):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from warploom.fp8 import Fp8Tensor
 
 Descale = tuple[Tensor, Tensor, Tensor]
+Accumulate = Literal["two-level", "fast"]
 _Some = tuple[str] | tuple[str, str]  # names of stats
 
 
@@ -43,7 +44,8 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[False] = ...,
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    accumulate: Accumulate | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor: ...
 
 
@@ -54,7 +56,8 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: Literal[True],
     backend: str | None = ..., bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    accumulate: Accumulate | None = ..., return_stats: tuple[()] = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -65,7 +68,8 @@ def attention(
     scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    accumulate: Accumulate | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -115,6 +119,7 @@ def attention(
     bias: Tensor | Bias | None = None,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate | None = None,
     return_stats: Sequence[str] = (),
 ) -> Any:
     """Exact softmax attention, softmax(scale · q kᵀ + bias, masked) v, differentiable in q, k, v, sink and bias.
@@ -148,6 +153,9 @@ def attention(
             may require grad.
         out_dtype: of out, with FP8 inputs: float16, bfloat16, float32 or float64; default: what q had before quantize(),
             bfloat16 with descale.
+        accumulate: how P V is summed, with FP8 inputs: "two-level", the default, adds sums of 128 keys in float32; "fast"
+            allows sums of one level, which on Hopper's tensor cores keep about 14 bits. No kernel has those yet: a CPU, the
+            reference and every kernel sum in float32 either way.
         return_stats: names of `warploom.AttentionStats` to compute and return last: "max_logits", the largest logits of each
             head, and "column_sums", the probabilities of each key summed over queries. Both are exact, float32, without a
             gradient, and ignore sink and dropout. Each costs one more pass over the scores, both together one; column sums of
@@ -161,7 +169,7 @@ def attention(
     """
     names = () if return_stats == () else checked_names(return_stats)
     key, launch, others, resolved, records = launcher.NOTHING
-    if not names and descale is None and out_dtype is None:
+    if not names and descale is None and out_dtype is None and accumulate is None:
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             bias=bias,
@@ -169,7 +177,7 @@ def attention(
         if launch is not None:
             out, lse = launch(q, k, v, sink, *others)
             return (out, lse) if return_lse else out
-    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, {"sink": sink, "bias": bias})
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, accumulate, backend, {"sink": sink, "bias": bias})
     args = dense_args(
         q,
         k,
@@ -231,7 +239,8 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    accumulate: Accumulate | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor: ...
 
 
@@ -244,7 +253,8 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: Literal[True], backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    accumulate: Accumulate | None = ..., return_stats: tuple[()] = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -257,7 +267,8 @@ def attention_varlen(
     softcap: float = ..., sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: Tensor | int | None = ...,
     deterministic: bool | None = ..., return_lse: bool, backend: str | None = ...,
     bias: Tensor | Bias | None = ...,
-    descale: Descale | None = ..., out_dtype: torch.dtype | None = ..., return_stats: tuple[()] = ...,
+    descale: Descale | None = ..., out_dtype: torch.dtype | None = ...,
+    accumulate: Accumulate | None = ..., return_stats: tuple[()] = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -319,6 +330,7 @@ def attention_varlen(
     bias: Tensor | Bias | None = None,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate | None = None,
     return_stats: Sequence[str] = (),
 ) -> Any:
     """attention() over sequences packed without padding; masks apply within each sequence.
@@ -370,12 +382,14 @@ def attention_varlen(
             bias=bias,
             descale=descale,
             out_dtype=out_dtype,
+            accumulate=accumulate,
         )
         return _results(args, backend, None, False, arguments.flag("return_lse", return_lse), (), None)
     names = () if return_stats == () else checked_names(return_stats, block_table)
     key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if block_table is None and cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
+    packed = block_table is None and cu_seqlens_q is not None
+    if packed and not names and descale is None and out_dtype is None and accumulate is None:
         longest = (max_seqlen_q, max_seqlen_k)
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
@@ -385,7 +399,7 @@ def attention_varlen(
         out, lse = launch(q, k, v, sink, *others)
         return (out, lse) if return_lse else out
     beside, starts = {"sink": sink, "bias": bias}, (cu_seqlens_q, cu_seqlens_k)
-    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, beside, starts, block_table is not None)
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, accumulate, backend, beside, starts, block_table is not None)
     args = varlen_args(
         q,
         k,
@@ -512,14 +526,14 @@ def _planned(
     if isinstance(k, PagedCache):
         args = cache_args(q, k, v, *packed, **keywords)
         return args, plan_of(args, _problem(args), backend, names=names), None
-    rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}
+    rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype", "accumulate")}
     starts = None
     if packed or "cu_seqlens_q" in rest:
         given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)) | rest
         starts = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     others = {name: rest.get(name) for name in ("sink", "bias")}
-    descale, out_dtype = keywords.get("descale"), keywords.get("out_dtype")
-    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, rest.get("block_table") is not None)
+    of_fp8 = [keywords.get(name) for name in ("descale", "out_dtype", "accumulate")]
+    q, k, v, fp8 = _of_fp8(q, k, v, *of_fp8, backend, others, starts, rest.get("block_table") is not None)
     make: Any = dense_args if starts is None else varlen_args
     args = make(q, k, v, *packed, **rest)
     refused = None
@@ -538,6 +552,7 @@ def _of_fp8(
     v: Any,
     descale: Any,
     out_dtype: Any,
+    accumulate: Any,
     backend: str | None,
     others: dict[str, Any],
     cu_seqlens: tuple[Any, Any] | None = None,
@@ -545,11 +560,11 @@ def _of_fp8(
 ) -> tuple[Tensor, Tensor, Tensor, Fp8Call | None]:
     """q, k and v, or what stands for them while a call of FP8 is checked, whose modules nobody else needs."""
     plain = all([isinstance(t, Tensor) and t.dtype != torch.float8_e4m3fn for t in (q, k, v)])
-    if plain and descale is None and out_dtype is None:
+    if plain and descale is None and out_dtype is None and accumulate is None:
         return q, k, v, None
     from warploom.attention.fp8 import checked
 
-    found = checked(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged)
+    found = checked(q, k, v, descale, out_dtype, backend, others, cu_seqlens, paged, accumulate)
     return *found.stand_ins(), found
 
 

@@ -16,7 +16,7 @@ from warploom.runtime import arguments
 
 # What a call of pages has besides k, and a cache has of its own.
 _OWN = ("v", "cu_seqlens_k", "seqused_k", "block_table")
-_FP8 = ("descale", "out_dtype")
+_FP8 = ("descale", "out_dtype", "accumulate")
 
 
 def cache_args(q: Any, cache: PagedCache, *packed: Any, **keywords: Any) -> AttentionArgs:

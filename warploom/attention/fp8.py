@@ -15,6 +15,7 @@ from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments, dispatch
 
 NAMES = ("q", "k", "v")
+ACCUMULATE = ("two-level", "fast")
 KERNEL, DEVICE = "hopper", "cuda"  # the implementation that has a kernel, and what it runs on
 
 
@@ -24,6 +25,7 @@ class Fp8Call(NamedTuple):
     given: tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
     out_dtype: torch.dtype
     wide: torch.dtype  # what numbers become where no kernel multiplies them
+    fast: bool = False  # whether sums of one level are allowed
 
     def stand_ins(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tensors of q's, k's and v's shapes that hold a head_dim each, for who looks at no numbers."""
@@ -75,6 +77,8 @@ class Fp8Call(NamedTuple):
         scale = scales[0] if len(set(scales)) == 1 else ", ".join(scales)
         seed = self.given[0].hadamard_seed
         rotated = "" if seed is None else f", q and k rotated by seed {seed}"
+        if self.fast:
+            rotated += "; accumulate='fast' changes nothing, as no kernel sums in one level"
         if refused is None:
             return f"FP8 as it is, each key tile's PV added in float32: scales by {scale}{rotated}"
         kind = str(self.wide).removeprefix("torch.")
@@ -91,6 +95,7 @@ def checked(
     others: dict[str, Any],
     cu_seqlens: tuple[Any, Any] | None = None,
     paged: bool = False,
+    accumulate: Any = None,
 ) -> Fp8Call:
     """The inputs of a call whose tensors are FP8 or that has a keyword of FP8.
 
@@ -101,10 +106,13 @@ def checked(
         others: the call's sink and bias, by name, which may not ask for a gradient.
         cu_seqlens: of a packed call, cu_seqlens_q and cu_seqlens_k.
         paged: whether k and v lie in pages.
+        accumulate: "two-level", as None is, or "fast".
     """
+    if accumulate is not None and (type(accumulate) is not str or accumulate not in ACCUMULATE):
+        raise ValueError(f"accumulate must be 'two-level' or 'fast', got {accumulate!r}")
     if out_dtype is not None:
         out_dtype = arguments.float_dtype("out_dtype", out_dtype)
-    given = _of_descale(q, k, v, descale, cu_seqlens) if descale is not None else _of_quantize(q, k, v, out_dtype)
+    given = _of_descale(q, k, v, descale, cu_seqlens) if descale is not None else _of_quantize(q, k, v, out_dtype, accumulate)
     if paged:
         raise ValueError(
             "block_table with FP8 inputs is not supported: give the PagedKVCache of FP8 pages in place of k, and q in floats"
@@ -130,7 +138,7 @@ def checked(
     refuse_gradients(**tensors)
 
     out = given[0].dtype if out_dtype is None else out_dtype
-    return Fp8Call(given, out, computed_in(given[0].data.device.type, backend, out))
+    return Fp8Call(given, out, computed_in(given[0].data.device.type, backend, out), accumulate == "fast")
 
 
 def computed_in(device: str, backend: Any, out: torch.dtype) -> torch.dtype:
@@ -142,7 +150,7 @@ def computed_in(device: str, backend: Any, out: torch.dtype) -> torch.dtype:
     return torch.float32 if wide else torch.bfloat16
 
 
-def _of_quantize(q: Any, k: Any, v: Any, out_dtype: Any) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:
+def _of_quantize(q: Any, k: Any, v: Any, out_dtype: Any, accumulate: Any) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:
     given = dict(zip(NAMES, (q, k, v), strict=True))
     if any(isinstance(t, Fp8Tensor) for t in given.values()):
         for name, t in given.items():
@@ -154,6 +162,8 @@ def _of_quantize(q: Any, k: Any, v: Any, out_dtype: Any) -> tuple[Fp8Tensor, Fp8
     for name, t in given.items():
         if arguments.strided(name, t).dtype == E4M3:
             raise TypeError(f"{name} has dtype {E4M3}: give descale=, the scales of q, k and v, or what quantize() returns")
+    if accumulate is not None:
+        raise TypeError(f"accumulate={accumulate!r} goes with FP8 inputs, and q has dtype {q.dtype}, whose sums are float32's")
     raise TypeError(f"out_dtype={out_dtype} goes with FP8 inputs, and q has dtype {q.dtype}: out has it too")
 
 
