@@ -376,7 +376,7 @@ def test_fast_sums_are_those_of_two_levels_here(backend: str) -> None:
 
 def test_fast_sums_refused() -> None:
     x = torch.zeros(1, 5, 2, 16)
-    with pytest.raises(TypeError, match="accumulate='fast' goes with FP8 inputs, and q has dtype torch.float32"):
+    with pytest.raises(TypeError, match="accumulate='fast' goes with FP8 inputs, and q has dtype"):
         attention(x, x, x, accumulate="fast")
     with pytest.raises(ValueError, match="accumulate must be 'two-level' or 'fast', got 'slow'"):
         attention(*quantize(x, x, x), accumulate="slow")  # type: ignore[call-overload]

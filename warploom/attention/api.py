@@ -484,6 +484,7 @@ def explain(
     names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
         reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
         if reason is not None:
             return torch_plan(reason)
@@ -532,8 +533,9 @@ def _planned(
         given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)) | rest
         starts = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     others = {name: rest.get(name) for name in ("sink", "bias")}
-    of_fp8 = [keywords.get(name) for name in ("descale", "out_dtype", "accumulate")]
-    q, k, v, fp8 = _of_fp8(q, k, v, *of_fp8, backend, others, starts, rest.get("block_table") is not None)
+    descale, out_dtype, accumulate = [keywords.get(name) for name in ("descale", "out_dtype", "accumulate")]
+    paged = rest.get("block_table") is not None
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, accumulate, backend, others, starts, paged)
     make: Any = dense_args if starts is None else varlen_args
     args = make(q, k, v, *packed, **rest)
     refused = None
