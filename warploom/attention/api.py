@@ -397,7 +397,8 @@ def attention_varlen(
     names = () if return_stats == () else checked_names(return_stats, block_table)
     key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if block_table is None and cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
+    packed = block_table is None and cu_seqlens_q is not None
+    if packed and not names and descale is None and out_dtype is None:
         longest = (max_seqlen_q, max_seqlen_k)
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
@@ -498,6 +499,7 @@ def explain(
     names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
         reason = _why_torch(q, k, v, attn_mask, keywords.get("dropout_p", 0.0))
         if reason is not None:
             _check_promised(reason)
@@ -547,8 +549,9 @@ def _planned(
         given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)) | rest
         starts = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     others = {name: rest.get(name) for name in ("sink", "bias")}
-    descale, out_dtype = keywords.get("descale"), keywords.get("out_dtype")
-    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, rest.get("block_table") is not None)
+    descale, out_dtype = [keywords.get(name) for name in ("descale", "out_dtype")]
+    paged = rest.get("block_table") is not None
+    q, k, v, fp8 = _of_fp8(q, k, v, descale, out_dtype, backend, others, starts, paged)
     make: Any = dense_args if starts is None else varlen_args
     args = make(q, k, v, *packed, **rest)
     refused = None

@@ -55,7 +55,7 @@ def varlen_args(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
+    cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -121,7 +121,7 @@ def _longest(name: str, length: Any) -> Any:
 def _lengths(
     q: Tensor,
     k: Tensor,
-    cu_seqlens_q: Tensor,
+    cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None,
     block_table: Tensor | None,

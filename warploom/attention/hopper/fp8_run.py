@@ -39,15 +39,17 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
         # Their values would be read beside others, and a NaN does not vanish against P = 0; TMA leaves out what is behind.
         return "has no FP8 kernel where a window hides the first keys from all queries"
     features = Features.of_args(args)
-    # What is not text is a flag. A tracer of symbolic numbers settles it by a branch, and a tile's dims by comparing.
+    # What is not text is a flag.
     flags = [each if isinstance(each, str) else _settled(each) for each in features[3:]]
     return _module_refusal(out_dtype, features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags)
 
 
 def _settled(flag: bool) -> bool:
-    if flag:  # a branch, which bool() is not for a tracer
-        return True
-    return False
+    """The flag as a number that a tracer has, by a branch, which bool() is not."""
+    settled = False
+    if flag:
+        settled = True
+    return settled
 
 
 def _module_refusal(out_dtype: torch.dtype, *fields: Any) -> str | None:
