@@ -13,6 +13,7 @@ from torch import Tensor
 from warploom import distributed, masks
 from warploom.attention import philox
 from warploom.attention.judge import judge, low_precision
+from warploom.distributed.plan import planned
 
 
 @dataclass
@@ -60,12 +61,15 @@ class Sharded:
             k, v = (t.masked_fill(~shown.transpose(1, 2)[..., None], float("nan")) for t in (k, v))
         parts = [plan.shard(t, 1).requires_grad_() for t in (q, k, v)]
         own_dout, own_dlse = plan.shard(dout, 1), plan.shard(dlse, 2)
-        leaf = None if sink is None else sink.clone().requires_grad_()
+        # In half precision each rank would round its part of the sink's gradient.
+        leaf = None if sink is None else sink.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
         given, upstream = parts, (own_dout, own_dlse)
         if self.cu_seqlens is not None:
             given, upstream = [t[0] for t in parts], (own_dout[0], own_dlse[0])
         out, lse = distributed.attention(*given, plan=plan, sink=leaf, return_lse=True, **self.keywords)
         assert lse.dtype == torch.float32 and out.dtype == self.dtype
+        if self.keywords.get("batch_invariant") and plan.method != "ring":
+            self.check_bits(plan, (q, k, v), sink, out, lse)
         leaves = parts if leaf is None else [*parts, leaf]
         gradients = torch.autograd.grad((out, lse), leaves, upstream)
         if self.cu_seqlens is not None:
@@ -90,6 +94,19 @@ class Sharded:
                 verdict = judge("dsink", dsink, want, model, self.dtype)
                 assert verdict.passed, f"{verdict}; {self}"
         return plan
+
+    def check_bits(
+        self, plan: distributed.ShardPlan, tensors: tuple[Tensor, ...], sink: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """Of out and lse, against one rank that has everything."""
+        alone = planned(self.seqlen_q, 1, 0, seqlen_k=self.seqlen_k, cu_seqlens=self.cu_seqlens)
+        given = [t if self.cu_seqlens is None else t[0] for t in tensors]
+        whole = distributed.attention(*given, plan=alone, sink=sink, return_lse=True, **self.keywords)
+        packed = self.cu_seqlens is not None
+        for name, part, t in (("out", out, whole[0]), ("lse", lse, whole[1])):
+            dim = (0 if packed else 1) if name == "out" else (1 if packed else 2)
+            same = torch.equal(plan.shard(t, dim).nan_to_num(7.0), part.detach().nan_to_num(7.0))
+            assert same, f"{name} has other bits than of one rank: {self}"
 
     def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor, Tensor]:
         """q, k, v and sink, then the gradients of out and lse; the same on every rank."""
