@@ -12,6 +12,7 @@ import secrets
 import sys
 import tempfile
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,11 +58,14 @@ def draw(seed: int, world: int) -> Sharded:
         keywords["batch_invariant"] = True
     if rng.random() < 0.2:
         call["plan_mask"] = rng.choice([{}, {"causal": True}, {"window": (5, 0)}])
+    dtypes = [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    if min(call["seqlen_q"], call.get("seqlen_k", 40)) < 40:
+        dtypes = dtypes[:3]  # of few roundings the norm says little
     return Sharded(
         seed,
         head_dim=rng.choice([8, 16]),
         head_dim_v=rng.choice([8, 16]),
-        dtype=rng.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+        dtype=rng.choice(dtypes),
         method=method,
         keywords=keywords,
         sink=rng.random() < 0.3,
@@ -116,7 +120,8 @@ def main() -> None:
                 failed = True
                 try:
                     torch.set_num_threads(1)
-                    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+                    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+                    dist.init_process_group("gloo", timeout=timedelta(minutes=2), **where)
                     failed = _run(rank, world, count, seed)
                 except BaseException:
                     traceback.print_exc()

@@ -19,6 +19,7 @@ from tests.distributed.registry import case
 from warploom import distributed, masks
 from warploom.distributed import groups
 from warploom.distributed.choice import METHODS
+from warploom.distributed.plan import planned
 
 
 def seeded(seed: int, *shape: int) -> Tensor:
@@ -135,6 +136,29 @@ def equal_bits(rank: int, world: int, seed: int) -> None:
             out = distributed.attention(part, part, part, plan=plan, mask=document)
             runs.append((out, *torch.autograd.grad(out.square().sum(), part)))
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@case("equal bits with any number of ranks")
+def bits_of_ranks(rank: int, world: int, seed: int) -> None:
+    """Under batch_invariant, by the keyword and by the switch; the calls of one rank that has everything are the measure."""
+    document = masks.Document([150, 90, 60])
+    whole = seeded(seed, 1, 300, 2, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        for band in ({"causal": True}, {"window": (20, 2)}, {"mask": document}):
+            outs = []
+            for plan in (planned(300, 1, 0), distributed.shard_plan(300, None, **band)):
+                part = plan.shard(whole.to(dtype), 1)
+                given = distributed.attention(part, part, part, plan=plan, batch_invariant=True, **band)
+                with warploom.batch_invariant():
+                    switched = distributed.attention(part, part, part, plan=plan, **band)
+                assert torch.equal(given, switched)
+                outs.append(plan.unshard(given, 1))
+            assert torch.equal(*outs)
+    plan = distributed.shard_plan(300, None, causal=True)
+    part = plan.shard(whole, 1)
+    choice = distributed.explain(part, part, part, plan=plan, causal=True, batch_invariant=True)
+    assert choice.method == "gather" and "number of ranks" in dict(choice.refused)["ring"]
+    assert {rows for rows, *_ in choice.calls} <= {128, 300 - 256}  # which are the same on every rank
 
 
 @case("a mask changed in place")

@@ -67,8 +67,8 @@ def attention(
         dropout_p: over 0 needs method gather or heads, and no cu_seqlens. Elements are those that one device drops.
         dropout_seed: the same on all ranks of the group; default: the first rank draws it by torch's generator and sends it.
         scale, softcap, sink, deterministic, return_lse, backend: as `warploom.attention` takes them.
-        batch_invariant: as `warploom.attention` takes it; with method gather or heads, which auto then chooses from, the bits of
-            out and lse do not depend on the number of ranks nor on who holds what either. With ring they depend on the plan.
+        batch_invariant: as `warploom.attention` takes it; with method gather, which auto then is, the bits of out and lse do not
+            depend on the number of ranks nor on who holds what either.
 
     Returns:
         out (batch, tokens of this rank, heads_q, head_dim_v) in q's dtype, or (out, lse) with lse float32
@@ -136,13 +136,14 @@ def explain(
     arguments.flag("return_lse", return_lse)
     args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant))
     sharded = _sharded(plan, _whole(plan, mask, causal, window), args.q.device)
-    choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0, args.batch_invariant)
+    dropout = args.dropout_p > 0.0
+    choice = choose(plan.method, sharded, args.q, args.k, args.v, dropout, args.batch_invariant)
     backward = torch.is_grad_enabled() and any([t.requires_grad for t in (q, k, v)])
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     else:
-        make = sharded.of_all if choice.method == "heads" else sharded.gathered
-        pieces = list(make(args.dropout_p > 0.0, _unit(args, sharded.whole, backend, backward)))
+        unit = _unit(args, sharded.whole, backend, backward)
+        pieces = list(sharded.gathered(dropout, unit) if choice.method == "gather" else sharded.of_all(dropout))
     calls = []
     for piece in pieces:
         (a, b), (c, d) = piece.rows if piece.among is None else (0, piece.among[1]), piece.keys

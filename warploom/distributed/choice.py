@@ -73,8 +73,9 @@ def choose(
             other = next(method for method in METHODS if why[method] is None)
             raise ValueError(f"method {asked!r} of the plan {words}; make the plan with method='auto' or {other!r}")
         return Choice(asked, f"the plan says method={asked!r}")
-    if batch_invariant and why["ring"] is None:
-        why["ring"] = "merges what each rank's keys give, so that bits depend on the plan"
+    if batch_invariant:
+        words = "has bits that depend on the number of ranks"
+        why = {method: why[method] or (None if method == "gather" else words) for method in METHODS}
     refused = tuple([(method, words) for method, words in why.items() if words is not None])
     if ranks == 1:
         return Choice("gather", "one rank, which has everything")

@@ -34,7 +34,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     tokens = (call.queries, call.keys, call.keys)
     all_q, all_k, all_v = _to_heads(call, (q, k, v), tokens)
     out, lse = call.blank(all_q, v.shape[-1], _mine(call, sink))
-    pieces = _pieces(call, q.shape[2], k.shape[2], call.unit)
+    pieces = _pieces(call, q.shape[2], k.shape[2])
     for rows, part_out, part_lse in local.forward(call.run, all_q, all_k, all_v, _mine(call, sink), pieces):
         out[:, rows], lse[:, :, rows] = part_out, part_lse
     lse[:, :, call.last :] = float("-inf")
@@ -66,10 +66,10 @@ def backward(
     return dq, dk, dv, dsink
 
 
-def _pieces(call: Call, heads_q: int, heads_kv: int, unit: int | None = None) -> tuple[Piece, ...]:
+def _pieces(call: Call, heads_q: int, heads_kv: int) -> tuple[Piece, ...]:
     at, ranks = call.rank, call.ranks
     kv, q = (at * heads_kv // ranks, (at + 1) * heads_kv // ranks), (at * heads_q // ranks, (at + 1) * heads_q // ranks)
-    return call.sharded.heads(call.sharded.of_all(call.dropout, unit), kv, q, heads_kv)
+    return call.sharded.heads(call.sharded.of_all(call.dropout), kv, q, heads_kv)
 
 
 def _mine(call: Call, sink: Tensor | None) -> Tensor | None:

@@ -201,18 +201,14 @@ class Sharded:
 
     def gathered(self, dropout: bool, unit: int | None = None) -> tuple[Piece, ...]:
         """This rank's queries against all keys in order; ``unit``: those of ``fixed_pieces``."""
-        make = self._against_all(dropout, unit)
+        make = offset_pieces if dropout else partial(pieces, keys=self._all)
+        make = make if unit is None else partial(fixed_pieces, unit=unit, dropout=dropout)
         return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
 
-    def of_all(self, dropout: bool, unit: int | None = None) -> tuple[Piece, ...]:
-        """All queries against all keys; ``unit``: those of ``fixed_pieces``."""
-        make = self._against_all(dropout, unit)
-        return self._placed(("all", dropout, unit), lambda: make(self.whole, whole_layout(self.whole.seqlen_q), 0))
-
-    def _against_all(self, dropout: bool, unit: int | None) -> Callable[[Whole, Layout, int], list[Piece]]:
-        if unit is not None:
-            return partial(fixed_pieces, unit=unit, dropout=dropout)
-        return offset_pieces if dropout else partial(pieces, keys=self._all)
+    def of_all(self, dropout: bool) -> tuple[Piece, ...]:
+        """All queries against all keys."""
+        make = offset_pieces if dropout else partial(pieces, keys=self._all)
+        return self._placed(("all", dropout), lambda: make(self.whole, whole_layout(self.whole.seqlen_q), 0))
 
     def against(self, source: int) -> tuple[Piece, ...]:
         """This rank's queries against what it needs of another's keys, or of its own."""
