@@ -110,6 +110,63 @@ def compiled(rank: int, world: int, seed: int) -> None:
     torch.testing.assert_close(*found)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, plan: distributed.ShardPlan, mask: masks.Mask) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return x + self.out(distributed.attention(q, k, v, plan=plan, mask=mask).flatten(2))
+
+
+@case("beside FSDP2", 4)
+def fully_sharded(rank: int, world: int, seed: int) -> None:
+    """Parameters are sharded over data and context together, or over context and held by each data rank; with checkpoints."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
+    mask, rows = masks.Document([13, 20, 7]), seeded(seed, world // 2, 1, 40, 16)
+    plan, alone = distributed.shard_plan(40, mesh["context"], mask=mask), planned(40, 1, 0)
+
+    def stack() -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(Layer(), Layer())
+
+    def run(model: torch.nn.Sequential, x: Tensor, plan: distributed.ShardPlan, saves: bool) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, plan, mask, use_reentrant=False) if saves else layer(x, plan, mask)
+        return x.square().sum() / rows.numel()
+
+    whole = stack()
+    sum(run(whole, x, alone, False) for x in rows).backward()
+    for over in (mesh._flatten("all"), mesh):
+        model = stack()
+        for part in (*model, model):
+            fully_shard(part, mesh=over)
+        part = plan.shard(rows[mesh["data"].get_local_rank()], 1)
+        (run(model, part, plan, over is mesh) * world).backward()  # FSDP averages over all
+        for found, want in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), want.grad)
+
+
+@case("DTensors", 2)
+def foreign_parts(rank: int, world: int, seed: int) -> None:
+    """Which tensor parallelism may give: the words say what to do."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    heads = DTensor.from_local(torch.randn(1, 20, 2, 8), init_device_mesh("cpu", (world,)), [Shard(2)])
+    plan, beta = planned(20, 1, 0), torch.ones(1, 20, 4)
+    for call in (
+        lambda: distributed.attention(heads, heads, heads, plan=plan),
+        lambda: warploom.attention(heads, heads, heads),
+        lambda: warploom.linear_attention(heads, heads, heads),
+        lambda: warploom.gated_delta_rule(heads, heads, heads, beta),
+    ):
+        with pytest.raises(TypeError, match=r"q is a DTensor; give what this process holds .* q\.to_local\(\)"):
+            call()
+
+
 @case("a seed that nobody gave")
 def drawn_seed(rank: int, world: int, seed: int) -> None:
     """Ranks draw together whatever their generators hold, and anew at every call."""

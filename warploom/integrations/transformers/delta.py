@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from importlib.util import find_spec
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
