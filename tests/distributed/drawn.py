@@ -1,7 +1,7 @@
 """Random calls against one device's: any method, mask, packing, dtype and option; some of their bits against those of one rank.
 
-CI draws a few. `python -m tests.distributed.drawn WORLD COUNT [SEED]` draws as many as asked in processes of its own, and prints
-those that fail with the seed that repeats each.
+CI draws a few. `python -m tests.distributed.drawn WORLD COUNT [SEED]` draws as many as asked in processes of its own, and
+prints those that fail with the seed that repeats each.
 """
 
 from __future__ import annotations

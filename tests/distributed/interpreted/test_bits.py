@@ -1,4 +1,4 @@
-"""The Triton kernels in the interpreter under batch_invariant: a row has the bits that attention() gives it, whoever holds it."""
+"""The Triton kernels in the interpreter, batch-invariant: a row has the bits that attention() gives it, whoever holds it."""
 
 from __future__ import annotations
 
