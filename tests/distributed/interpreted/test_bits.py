@@ -21,6 +21,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "a window": {"window": (40, 3)},
     "documents": {"mask": masks.Document([20, 87, 0, 40])},
     "no mask": {},
+    "causal, dropout": {"causal": True, "dropout_p": 0.3},
 }
 
 
@@ -29,20 +30,21 @@ def test_any_number_of_ranks(name: str) -> None:
     seed = secrets.randbelow(2**31)
     print(f"seed {seed}")
     torch.manual_seed(seed)
-    band = CALLS[name]
+    band = dict(CALLS[name])
+    dropout: dict[str, Any] = {"dropout_p": band.pop("dropout_p", 0.0), "dropout_seed": seed}
     q, k, v = torch.randn(3, 1, SEQLEN, 2, 16).unbind()
     sink = torch.randn(2)
     options: dict[str, Any] = {"backend": "triton", "batch_invariant": True, "return_lse": True}
-    want, want_lse = warploom.attention(q, k, v, **band, sink=sink, **options)
+    want, want_lse = warploom.attention(q, k, v, **band, **dropout, sink=sink, **options)
     for ranks in (1, 3):
         for rank in range(ranks):
             plan = planned(SEQLEN, ranks, rank, chunk=17, **band)
             rows = plan.shard(q, 1)
             whole = _whole(plan, band.get("mask"), band.get("causal", False), band.get("window"))
-            args = dense_args(rows, rows, rows, batch_invariant=True)
+            args = dense_args(rows, rows, rows, **dropout, batch_invariant=True)
             unit = _unit(args, whole, "triton", False)
             assert unit == 0
-            pieces = _sharded(plan, whole, q.device).gathered(False, unit)
+            pieces = _sharded(plan, whole, q.device).gathered(args.dropout_p > 0.0, unit)
             assert len(pieces) == len(plan.queries.runs[rank])
             for some, part, part_lse in local.forward(local.Run(args, "triton", False), rows, k, v, sink, pieces):
                 assert torch.equal(part, plan.shard(want, 1)[:, some])
