@@ -21,6 +21,7 @@ from warploom.distributed.local import Run
 from warploom.distributed.pieces import Sharded
 from warploom.distributed.plan import ShardPlan
 from warploom.distributed.whole import Whole, resolved
+from warploom.distributed.work import digest
 from warploom.masks import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime import arguments, dispatch
@@ -171,7 +172,7 @@ def _prepared(
         args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, seed, deterministic, batch_invariant))
         arguments.flag("return_lse", return_lse)
         whole_mask = resolved(mask, causal, window, plan.seqlen_q, plan.seqlen_k, plan.starts is not None)
-        vectors = tuple([None if t is None else (id(t), t._version) for t in whole_mask.vectors])
+        vectors = tuple([None if t is None else _identity(t) for t in whole_mask.vectors])
         kind = (
             *(args.q.shape[0], args.q.shape[2:], args.k.shape[2:], args.v.shape[3], args.q.dtype, args.q.device),
             *(args.scale, args.softcap, args.sink is None, args.dropout_p, args.deterministic, args.batch_invariant, backend),
@@ -255,6 +256,11 @@ def _whole(plan: ShardPlan, mask: Any, causal: Any, window: Any) -> Whole:
 
 def _sharded(plan: ShardPlan, whole: Whole, device: torch.device) -> Sharded:
     return Sharded(whole, plan.queries, plan.keys, plan.rank, plan.chunk, device)
+
+
+def _identity(t: Tensor) -> Any:
+    """What is another where a mask's vector is another, or was changed; of an inference tensor only what it holds tells."""
+    return digest("", [t.cpu()]) if t.is_inference() else (id(t), t._version)
 
 
 def _on(mask: ResolvedMask, device: torch.device) -> ResolvedMask:
