@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -66,12 +66,12 @@ def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list
     if not keys:
         return []
     if whole.starts is None and len(layout.runs[rank]) * len(keys) <= _FEW:
-        runs = _by_runs(whole, layout, rank, keys)
+        runs = list(islice(_by_runs(whole, layout, rank, keys), MOST_RUNS + 1))
         if len(runs) <= MOST_RUNS:
             return runs
     mask = whole.of_rows(layout, rank)
     if mask is None:
-        return _by_runs(whole, layout, rank, keys)
+        return list(_by_runs(whole, layout, rank, keys))
     count = layout.counts[rank]
     columns = torch.cat([torch.arange(a, b) for a, b in keys])
     vectors = [None if t is None else t[..., columns].contiguous() for t in mask.vectors]
@@ -138,9 +138,9 @@ def _fixed_mask(whole: Whole, rows: Run, keys: Run, dropout: bool) -> tuple[Reso
     return finish(ResolvedMask(*band, *cut)), high
 
 
-def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list[Piece]:
+def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> Iterator[Piece]:
     """Each run of queries with each run of keys, cut where packed sequences begin; without those that show nothing."""
-    found, row = [], 0
+    row = 0
     sequences: Sequence[Run | None] = [None]
     if whole.starts is not None:
         sequences = list(pairwise(whole.starts))
@@ -155,10 +155,9 @@ def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> li
                 low, high = _within_band(whole, (first, end), (low, high))
                 mask = _cut(whole, (first, end), (low, high)) if low < high else None
                 if mask is not None:
-                    found.append(Piece((row + first - a, row + end - a), (at + low - c, at + high - c), mask))
+                    yield Piece((row + first - a, row + end - a), (at + low - c, at + high - c), mask)
                 at += d - c
         row += b - a
-    return found
 
 
 def _within_band(whole: Whole, rows: Run, keys: Run) -> Run:
