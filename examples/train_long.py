@@ -159,8 +159,9 @@ def main() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     context = dist.get_world_size() if args.context is None else args.context
     losses = train(context, args.steps, args.seqlen, args.rows, args.seed, args.device, args.save, args.resume)
-    if dist.get_rank() == 0 and losses:
-        print(f"loss went from {losses[0]:.3f} to {losses[-1]:.3f}")
+    if dist.get_rank() == 0:
+        done = f"{args.resume} has {args.steps} steps or more"
+        print(f"loss went from {losses[0]:.3f} to {losses[-1]:.3f}" if losses else done)
     dist.destroy_process_group()
 
 

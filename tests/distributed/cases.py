@@ -52,16 +52,18 @@ def drawn(make: Any, method: str, rank: int, world: int, seed: int) -> None:
     Sharded(seed, method=method, **call).check()
 
 
-def _lengths(rng: random.Random, total: int) -> list[int]:
+def lengths_of(rng: random.Random, total: int) -> list[int]:
+    """Of documents, some without a token, that fill a row."""
     lengths: list[int] = []
     while sum(lengths) < total:
         lengths.append(min(rng.choice([0, 1, rng.randint(1, 30)]), total - sum(lengths)))
     return lengths
 
 
-def _starts(rng: random.Random, total: int) -> list[int]:
+def starts_of(rng: random.Random, total: int) -> list[int]:
+    """Of packed sequences; a few tokens may be in none."""
     starts = [0]
-    for n in _lengths(rng, total - rng.choice([0, 7])):
+    for n in lengths_of(rng, total - rng.choice([0, 7])):
         starts.append(starts[-1] + n)
     return starts
 
@@ -72,7 +74,7 @@ CALLS: dict[str, Any] = {
     "causal, chunks of 3": lambda rng, world: {"keywords": {"causal": True}, "chunk": 3},
     "window": lambda rng, world: {"keywords": {"window": (rng.randint(3, 20), rng.choice([0, 4]))}, "seqlen_q": 101},
     "window in documents": lambda rng, world: {
-        "keywords": {"mask": masks.Document(_lengths(rng, 77)), "window": (9, 2)},
+        "keywords": {"mask": masks.Document(lengths_of(rng, 77)), "window": (9, 2)},
         "seqlen_q": 77,
         "batch": 2,
     },
@@ -100,21 +102,21 @@ CALLS: dict[str, Any] = {
         "heads_q": 3 * world,
         "heads_kv": world,
     },
-    "packed, causal": lambda rng, world: {"cu_seqlens": _starts(rng, 80), "seqlen_q": 80, "keywords": {"causal": True}},
-    "packed": lambda rng, world: {"cu_seqlens": _starts(rng, 80), "seqlen_q": 80},
+    "packed, causal": lambda rng, world: {"cu_seqlens": starts_of(rng, 80), "seqlen_q": 80, "keywords": {"causal": True}},
+    "packed": lambda rng, world: {"cu_seqlens": starts_of(rng, 80), "seqlen_q": 80},
     "packed, window, sink": lambda rng, world: {
-        "cu_seqlens": _starts(rng, 80),
+        "cu_seqlens": starts_of(rng, 80),
         "seqlen_q": 80,
         "keywords": {"window": (5, 1)},
         "sink": True,
     },
     "packed, columns": lambda rng, world: {
-        "cu_seqlens": _starts(rng, 60),
+        "cu_seqlens": starts_of(rng, 60),
         "seqlen_q": 60,
         "keywords": {"mask": columns(rng, 20, 60, (1, 1), "lts ute")},
     },
     "packed, four vectors": lambda rng, world: {
-        "cu_seqlens": _starts(rng, 60),
+        "cu_seqlens": starts_of(rng, 60),
         "seqlen_q": 60,
         "keywords": {"mask": columns(rng, 20, 60, (1, 1), "lts lte uts ute")},
     },
@@ -123,7 +125,7 @@ CALLS: dict[str, Any] = {
     "bfloat16": lambda rng, world: {
         "dtype": torch.bfloat16,
         "seqlen_q": 150,
-        "keywords": {"mask": masks.Document(_lengths(rng, 150))},
+        "keywords": {"mask": masks.Document(lengths_of(rng, 150))},
         "batch": 2,
     },
     "float16, window": lambda rng, world: {"dtype": torch.float16, "seqlen_q": 150, "keywords": {"window": (40, 0)}},

@@ -49,6 +49,7 @@ CALLS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "softcap": (lambda rank: {"softcap": float(rank)}, "softcap differs"),
     "mask": (lambda rank: {"mask": masks.Document([12 + rank, 12 - rank])}, "mask, causal and window differs"),
     "deterministic": (lambda rank: {"deterministic": rank == 0}, "deterministic differs"),
+    "batch_invariant": (lambda rank: {"batch_invariant": rank == 0, "deterministic": True}, "batch_invariant differs"),
     "backend": (lambda rank: {"backend": "cpu" if rank else "reference"}, "backend differs"),
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from warploom import distributed, masks
 from warploom.attention import philox
 from warploom.attention.judge import judge, low_precision
+from warploom.distributed.plan import planned
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Sharded:
     cu_seqlens: list[int] | None = None
     sink: bool = False
     chunk: int = 512
-    seen: Tensor | None = None
+    seen: Tensor | None = field(default=None, repr=False)
     group: Any = None
     plan_mask: dict[str, Any] | None = None  # the plan's, where it is another than the call's
     poison: bool = True  # NaN in keys that nobody sees
@@ -60,7 +61,8 @@ class Sharded:
             k, v = (t.masked_fill(~shown.transpose(1, 2)[..., None], float("nan")) for t in (k, v))
         parts = [plan.shard(t, 1).requires_grad_() for t in (q, k, v)]
         own_dout, own_dlse = plan.shard(dout, 1), plan.shard(dlse, 2)
-        leaf = None if sink is None else sink.clone().requires_grad_()
+        # In half precision each rank would round its part of the sink's gradient.
+        leaf = None if sink is None else sink.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
         given, upstream = parts, (own_dout, own_dlse)
         if self.cu_seqlens is not None:
             given, upstream = [t[0] for t in parts], (own_dout[0], own_dlse[0])
@@ -89,7 +91,21 @@ class Sharded:
             if self.cu_seqlens is None:  # tokens of no sequence have no sink here
                 verdict = judge("dsink", dsink, want, model, self.dtype)
                 assert verdict.passed, f"{verdict}; {self}"
+        if self.keywords.get("batch_invariant") and plan.method in ("gather", "auto"):
+            self.check_bits(plan, (q, k, v), sink, found["out"], found["lse"])
         return plan
+
+    def check_bits(
+        self, plan: distributed.ShardPlan, tensors: tuple[Tensor, ...], sink: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """Of out and lse, against one rank that has everything."""
+        alone = planned(self.seqlen_q, 1, 0, seqlen_k=self.seqlen_k, cu_seqlens=self.cu_seqlens)
+        given = [t if self.cu_seqlens is None else t[0] for t in tensors]
+        whole = distributed.attention(*given, plan=alone, sink=sink, return_lse=True, **self.keywords)
+        packed = self.cu_seqlens is not None
+        assert not any(t.isnan().any() for t in whole)
+        for name, part, t in (("out", out, whole[0]), ("lse", lse, whole[1])):
+            assert torch.equal(part[0] if packed else part, t), f"{name} has other bits than of one rank: {self}"
 
     def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor, Tensor]:
         """q, k, v and sink, then the gradients of out and lse; the same on every rank."""

@@ -6,5 +6,6 @@ from tests.interpreter import run_interpreted
 
 
 def test_under_the_interpreter() -> None:
-    output = run_interpreted(Path(__file__).parent / "interpreted" / "test_pieces.py")
+    folder = Path(__file__).parent / "interpreted"
+    output = run_interpreted(folder / "test_pieces.py", folder / "test_bits.py")
     assert " passed" in output and "skipped" not in output

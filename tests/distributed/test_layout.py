@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,9 @@ def test_plans_are_drawn(tmp_path: Path) -> None:
     for suffix in ("svg", "png"):
         plan.draw(tmp_path / f"plan.{suffix}")
         assert (tmp_path / f"plan.{suffix}").stat().st_size > 4000
+    planned(300, 16, 0, causal=True).draw(tmp_path / "many.svg")
+    fills = set(re.findall(r"fill: (#[0-9a-f]{6})", (tmp_path / "many.svg").read_text()))
+    assert len(fills - {"#ffffff"}) >= 16  # a colour of its own for each bar
     with pytest.raises(ValueError, match=r"path takes a name ending in .svg or .png"):
         plan.draw(tmp_path / "plan.txt")
     with pytest.raises(ValueError, match=r"path .*absent/plan\.svg cannot be written: there is no folder .*absent$"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import cases, faults, usage  # noqa: F401  (they fill CASES)
+from tests.distributed import cases, drawn, faults, usage  # noqa: F401  (they fill CASES)
 from tests.distributed.registry import of_world
 
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ from tests.distributed.registry import case
 from warploom import distributed, masks
 from warploom.distributed import groups
 from warploom.distributed.choice import METHODS
+from warploom.distributed.plan import planned
 
 
 def seeded(seed: int, *shape: int) -> Tensor:
@@ -109,6 +110,63 @@ def compiled(rank: int, world: int, seed: int) -> None:
     torch.testing.assert_close(*found)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, plan: distributed.ShardPlan, mask: masks.Mask) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return x + self.out(distributed.attention(q, k, v, plan=plan, mask=mask).flatten(2))
+
+
+@case("beside FSDP2", 4)
+def fully_sharded(rank: int, world: int, seed: int) -> None:
+    """Parameters are sharded over data and context together, or over context and held by each data rank; with checkpoints."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
+    mask, rows = masks.Document([13, 20, 7]), seeded(seed, world // 2, 1, 40, 16)
+    plan, alone = distributed.shard_plan(40, mesh["context"], mask=mask), planned(40, 1, 0)
+
+    def stack() -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(Layer(), Layer())
+
+    def run(model: torch.nn.Sequential, x: Tensor, plan: distributed.ShardPlan, saves: bool) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, plan, mask, use_reentrant=False) if saves else layer(x, plan, mask)
+        return x.square().sum() / rows.numel()
+
+    whole = stack()
+    sum(run(whole, x, alone, False) for x in rows).backward()
+    for over in (mesh._flatten("all"), mesh):
+        model = stack()
+        for part in (*model, model):
+            fully_shard(part, mesh=over)
+        part = plan.shard(rows[mesh["data"].get_local_rank()], 1)
+        (run(model, part, plan, over is mesh) * world).backward()  # FSDP averages over all
+        for found, want in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), want.grad)
+
+
+@case("DTensors", 2)
+def foreign_parts(rank: int, world: int, seed: int) -> None:
+    """Which tensor parallelism may give: the words say what to do."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    heads = DTensor.from_local(torch.randn(1, 20, 2, 8), init_device_mesh("cpu", (world,)), [Shard(2)])
+    plan, beta = planned(20, 1, 0), torch.ones(1, 20, 4)
+    for call in (
+        lambda: distributed.attention(heads, heads, heads, plan=plan),
+        lambda: warploom.attention(heads, heads, heads),
+        lambda: warploom.linear_attention(heads, heads, heads),
+        lambda: warploom.gated_delta_rule(heads, heads, heads, beta),
+    ):
+        with pytest.raises(TypeError, match=r"q is a DTensor; give what this process holds .* q\.to_local\(\)"):
+            call()
+
+
 @case("a seed that nobody gave")
 def drawn_seed(rank: int, world: int, seed: int) -> None:
     """Ranks draw together whatever their generators hold, and anew at every call."""
@@ -137,17 +195,43 @@ def equal_bits(rank: int, world: int, seed: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@case("equal bits with any number of ranks")
+def bits_of_ranks(rank: int, world: int, seed: int) -> None:
+    """Under batch_invariant, by the keyword and by the switch; the calls of one rank that has everything are the measure."""
+    document = masks.Document([150, 90, 60])
+    whole = seeded(seed, 1, 300, 2, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        for band in ({"causal": True}, {"window": (20, 2)}, {"mask": document}):
+            outs = []
+            for plan in (planned(300, 1, 0), distributed.shard_plan(300, None, **band)):
+                part = plan.shard(whole.to(dtype), 1)
+                given = distributed.attention(part, part, part, plan=plan, batch_invariant=True, **band)
+                with warploom.batch_invariant():
+                    switched = distributed.attention(part, part, part, plan=plan, **band)
+                assert torch.equal(given, switched)
+                outs.append(plan.unshard(given, 1))
+            assert torch.equal(*outs)
+    plan = distributed.shard_plan(300, None, causal=True)
+    part = plan.shard(whole, 1)
+    choice = distributed.explain(part, part, part, plan=plan, causal=True, batch_invariant=True)
+    assert choice.method == "gather" and "number of ranks" in dict(choice.refused)["ring"]
+    assert {rows for rows, *_ in choice.calls} <= {128, 300 - 256}  # which are the same on every rank
+
+
 @case("a mask changed in place")
 def changed_mask(rank: int, world: int, seed: int) -> None:
-    """The next call sees the new values, as on one device."""
+    """The next call sees the new values, as on one device; without gradients too, where tensors have no version."""
     plan = distributed.shard_plan(40, None)
-    vector = torch.full((1, 1, 40), 30, dtype=torch.int32)
-    mask, whole = masks.ColumnMask(vector), seeded(seed, 1, 40, 2, 8)
+    whole = seeded(seed, 1, 40, 2, 8)
     part = plan.shard(whole, 1)
-    for end in (30, 10):
-        vector.fill_(end)
-        out = plan.unshard(distributed.attention(part, part, part, plan=plan, mask=mask), 1)
-        torch.testing.assert_close(out, warploom.attention(whole, whole, whole, mask=mask))
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            vector = torch.full((1, 1, 40), 30, dtype=torch.int32)
+            mask = masks.ColumnMask(vector)
+            for end in (30, 10):
+                vector.fill_(end)
+                out = plan.unshard(distributed.attention(part, part, part, plan=plan, mask=mask), 1)
+                torch.testing.assert_close(out, warploom.attention(whole, whole, whole, mask=mask))
 
 
 @case("explain")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.distributed import cases, faults, usage  # noqa: F401  (they fill CASES)
+from tests.distributed import cases, drawn, faults, usage  # noqa: F401  (they fill CASES)
 from tests.distributed.registry import of_world
 
 

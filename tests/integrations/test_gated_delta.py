@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -156,6 +157,53 @@ def test_packed_sequences_are_kept_apart() -> None:
     alone, _ = chunk_gated_delta_rule(q[:, 4:], q[:, 4:], v[:, 4:], -beta[:, 4:], beta[:, 4:], use_qk_l2norm_in_kernel=True)
     torch.testing.assert_close(out[:, 4:], alone)
     assert last is None
+
+
+def test_packed_rows_of_a_model(model: nn.Module) -> None:
+    """The convolution reads no other sequence either; a cache, which training may have, changes nothing."""
+    ids, _ = batch(0)
+    use_gated_delta_rule(model)
+    ends, weights = [0, 2, 33, 70], torch.randn(1, 70, 97)
+    starts = torch.tensor(ends, dtype=torch.int32)
+    places = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
+    lengths = {"max_length_q": 37, "max_length_k": 37, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+
+    def gradients(run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+        model.zero_grad()
+        logits = run()
+        (logits * weights).sum().backward()
+        return logits.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+    def alone() -> Tensor:
+        return torch.cat([model(ids[:1, a:b], use_cache=False).logits for a, b in pairwise(ends)], 1)
+
+    expected, own = gradients(alone)
+    found, packed = gradients(lambda: model(ids[:1], position_ids=places, use_cache=False, **lengths).logits)
+    close(found, expected, "logits")
+    close_gradients(packed, own)
+
+
+def test_packed_rows_of_a_convolution() -> None:
+    """As a cache gives them to it: with zeros in front where there are few, with the last inputs where it has some."""
+    from warploom.integrations.transformers.delta import _convolution
+
+    def never(*args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError
+
+    x, weight, bias = torch.randn(1, 6, 9), torch.randn(6, 4), torch.randn(6)
+
+    def plain(t: Tensor) -> Tensor:
+        return nn.functional.silu(nn.functional.conv1d(nn.functional.pad(t, (3, 0)), weight[:, None], bias, groups=6))
+
+    run = _convolution(never)
+    for starts, front in (([0, 4, 9], 0), ([0, 1, 1, 5], 4)):
+        at = torch.tensor(starts, dtype=torch.int32)
+        found = run(x, weight, bias=bias, activation="silu", cu_seq_lens_q=at, cu_seq_lens_k=at)
+        bounds = [0, *(n + front for n in starts[1:])]
+        torch.testing.assert_close(found, torch.cat([plain(x[..., a:b]) for a, b in pairwise(bounds) if a < b], 2))
+    given: list[Any] = []
+    assert _convolution(lambda *args, **kwargs: given.append((args, kwargs)) or x)(x, weight, None, activation="silu") is x
+    assert given[0][1]["activation"] == "silu"
 
 
 def test_models_without_such_layers_and_wrong_arguments() -> None:

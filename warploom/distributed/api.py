@@ -16,10 +16,12 @@ from warploom.distributed import groups
 from warploom.distributed.call import Call
 from warploom.distributed.choice import Choice, choose
 from warploom.distributed.function import Sharded as Function
+from warploom.distributed.layout import TILE
 from warploom.distributed.local import Run
 from warploom.distributed.pieces import Sharded
 from warploom.distributed.plan import ShardPlan
 from warploom.distributed.whole import Whole, resolved
+from warploom.distributed.work import digest
 from warploom.masks import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.runtime import arguments, dispatch
@@ -46,6 +48,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    batch_invariant: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.attention` over a sequence of which each rank holds the part that a plan gives it.
 
@@ -65,6 +68,8 @@ def attention(
         dropout_p: over 0 needs method gather or heads, and no cu_seqlens. Elements are those that one device drops.
         dropout_seed: the same on all ranks of the group; default: the first rank draws it by torch's generator and sends it.
         scale, softcap, sink, deterministic, return_lse, backend: as `warploom.attention` takes them.
+        batch_invariant: as `warploom.attention` takes it; with method gather, which auto then is, the bits of out and lse do
+            not depend on the number of ranks nor on who holds what either.
 
     Returns:
         out (batch, tokens of this rank, heads_q, head_dim_v) in q's dtype, or (out, lse) with lse float32
@@ -78,7 +83,7 @@ def attention(
     """
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be what shard_plan() returns, got {arguments.describe(plan)}")
-    options = (scale, softcap, sink, dropout_p, dropout_seed, deterministic, return_lse, backend)
+    options = (scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant, return_lse, backend)
     run: Any = _attention
     if "torch._dynamo" in sys.modules:  # nothing compiles without it, and its import costs a second
         run = torch.compiler.disable(_attention)
@@ -93,7 +98,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, mask: Any, causal: Any, window: Any, options: tuple[Any, ...]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call out of the compiler's sight."""
-    dropout_seed, return_lse = options[4], options[6]
+    dropout_seed, return_lse = options[4], options[7]
     call, choice, args = _prepared(q, k, v, plan, mask, causal, window, options)
     if args.dropout_p and dropout_seed is None and plan.group is not None:
         assert args.dropout_seed is not None
@@ -121,6 +126,7 @@ def explain(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    batch_invariant: bool | None = None,
 ) -> Choice:
     """The method that a call would take on this rank and why, without running it; print the result. No collective.
 
@@ -129,17 +135,19 @@ def explain(
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be what shard_plan() returns, got {arguments.describe(plan)}")
     arguments.flag("return_lse", return_lse)
-    args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, dropout_seed, deterministic))
+    args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant))
     sharded = _sharded(plan, _whole(plan, mask, causal, window), args.q.device)
-    choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0)
+    dropout = args.dropout_p > 0.0
+    choice = choose(plan.method, sharded, args.q, args.k, args.v, dropout, args.batch_invariant)
+    backward = torch.is_grad_enabled() and any([t.requires_grad for t in (q, k, v)])
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     else:
-        pieces = list((sharded.of_all if choice.method == "heads" else sharded.gathered)(args.dropout_p > 0.0))
-    backward = torch.is_grad_enabled() and any([t.requires_grad for t in (q, k, v)])
+        unit = _unit(args, sharded.whole, backend, backward)
+        pieces = list(sharded.gathered(dropout, unit) if choice.method == "gather" else sharded.of_all(dropout))
     calls = []
     for piece in pieces:
-        (a, b), (c, d) = piece.rows, piece.keys
+        (a, b), (c, d) = piece.rows if piece.among is None else (0, piece.among[1]), piece.keys
         some = args._replace(q=args.q[:, :1].expand(-1, b - a, -1, -1), **piece.mask._asdict())
         k_, v_ = (t[:, :1].expand(-1, d - c, -1, -1) for t in (args.k, args.v))
         problem = AttentionProblem.from_args(some._replace(k=k_, v=v_), backward)
@@ -157,17 +165,17 @@ def _prepared(
     error: Exception | None = None
     kind: Any = None
     sharded = choice = args = whole_mask = None
-    scale, softcap, sink, dropout_p, seed, deterministic, return_lse, backend = options
+    scale, softcap, sink, dropout_p, seed, deterministic, batch_invariant, return_lse, backend = options
     try:
         if plan.group is not None and seed is None and dropout_p:
             seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=getattr(q, "device", None))
-        args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, seed, deterministic))
+        args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, seed, deterministic, batch_invariant))
         arguments.flag("return_lse", return_lse)
         whole_mask = resolved(mask, causal, window, plan.seqlen_q, plan.seqlen_k, plan.starts is not None)
-        vectors = tuple([None if t is None else (id(t), t._version) for t in whole_mask.vectors])
+        vectors = tuple([None if t is None else _identity(t) for t in whole_mask.vectors])
         kind = (
             *(args.q.shape[0], args.q.shape[2:], args.k.shape[2:], args.v.shape[3], args.q.dtype, args.q.device),
-            *(args.scale, args.softcap, args.sink is None, args.dropout_p, args.deterministic, backend),
+            *(args.scale, args.softcap, args.sink is None, args.dropout_p, args.deterministic, args.batch_invariant, backend),
             *(whole_mask.left, whole_mask.right, vectors),
         )
         found = plan.kept.get(kind)
@@ -176,7 +184,7 @@ def _prepared(
             check_columns(here, args.q.shape[0], *heads, plan.seqlen_k, args.q)
             whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
             sharded = _sharded(plan, whole, args.q.device)
-            choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0)
+            choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0, args.batch_invariant)
         else:
             sharded, choice, _, _, _ = found
     except (TypeError, ValueError) as raised:
@@ -198,13 +206,26 @@ def _prepared(
     run = Run(args._replace(sink=None), backend, backward)
     last = plan.seqlen_q if plan.starts is None else plan.starts[-1]
     tail = sum(max(0, b - max(a, last)) for a, b in plan.queries.runs[plan.rank])
-    return Call(run, sharded, plan.group, plan.rank, key_places, query_places, tail, last), choice, args
+    unit = _unit(args, sharded.whole, backend, backward)
+    return Call(run, sharded, plan.group, plan.rank, key_places, query_places, tail, last, unit), choice, args
 
 
-def _keywords(scale: Any, softcap: Any, sink: Any, dropout_p: Any, seed: Any, deterministic: Any) -> dict[str, Any]:
+def _keywords(
+    scale: Any, softcap: Any, sink: Any, dropout_p: Any, seed: Any, deterministic: Any, batch_invariant: Any
+) -> dict[str, Any]:
     """What the local call is given beside its tensors and mask."""
     numbers = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
-    return {**numbers, "sink": sink, "dropout_seed": seed, "deterministic": deterministic}
+    flags = {"deterministic": deterministic, "batch_invariant": batch_invariant}
+    return {**numbers, "sink": sink, "dropout_seed": seed, **flags}
+
+
+def _unit(args: AttentionArgs, whole: Whole, backend: str | None, backward: bool) -> int | None:
+    """`Call.unit`: by the implementation that would take the whole, the same on every rank."""
+    if not args.batch_invariant:
+        return None
+    problem = AttentionProblem.from_args(args._replace(**whole.mask._asdict()), backward)
+    problem = replace(problem, seqlen_q=whole.seqlen_q, seqlen_k=whole.seqlen_k, q_offset=args.dropout_p > 0.0)
+    return 0 if dispatch.find(dispatch.choose(problem, backend)).rows_apart(problem) else TILE
 
 
 def _args(q: Any, k: Any, v: Any, plan: ShardPlan, keywords: dict[str, Any]) -> AttentionArgs:
@@ -237,6 +258,11 @@ def _sharded(plan: ShardPlan, whole: Whole, device: torch.device) -> Sharded:
     return Sharded(whole, plan.queries, plan.keys, plan.rank, plan.chunk, device)
 
 
+def _identity(t: Tensor) -> Any:
+    """What is another where a mask's vector is another, or was changed; of an inference tensor only what it holds tells."""
+    return digest("", [t.cpu()]) if t.is_inference() else (id(t), t._version)
+
+
 def _on(mask: ResolvedMask, device: torch.device) -> ResolvedMask:
     """The mask where vectors that lie on the host count as lying with q: they are copied there."""
     vectors = [None if t is None else t.to(device) if t.device.type == "cpu" else t for t in mask.vectors]
@@ -259,6 +285,7 @@ def _facts(args: AttentionArgs | None, sharded: Sharded | None, backend: str | N
         "sink": "none" if args.sink is None else "one",
         "dropout_p": args.dropout_p,
         "deterministic": args.deterministic,
+        "batch_invariant": args.batch_invariant,
         "backend": backend,
         "mask, causal and window": sharded.whole.digest(),
     }

@@ -25,6 +25,7 @@ class Call:
         places: of keys and of queries, `Layout.places` on the tensors' device.
         tail: rows at the end of this rank's that are in no packed sequence.
         last: the whole's position that the tail begins at.
+        unit: of a batch-invariant call, as `pieces.fixed_pieces` has it for gather's forward pass; None of others.
     """
 
     run: local.Run
@@ -35,6 +36,7 @@ class Call:
     query_places: Tensor
     tail: int
     last: int
+    unit: int | None = None
 
     @property
     def queries(self) -> Layout:

@@ -49,7 +49,9 @@ def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool)
     return None
 
 
-def choose(asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropout: bool) -> Choice:
+def choose(
+    asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropout: bool, batch_invariant: bool = False
+) -> Choice:
     """The method of a call: as the plan says, or the one that leaves least to wait for.
 
     The cost is a model, in bytes that a rank receives and no kernel hides: gather waits for its first group of heads, heads for
@@ -71,6 +73,9 @@ def choose(asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropou
             other = next(method for method in METHODS if why[method] is None)
             raise ValueError(f"method {asked!r} of the plan {words}; make the plan with method='auto' or {other!r}")
         return Choice(asked, f"the plan says method={asked!r}")
+    if batch_invariant:
+        words = "has bits that depend on the number of ranks"
+        why = {method: why[method] or (None if method == "gather" else words) for method in METHODS}
     refused = tuple([(method, words) for method, words in why.items() if words is not None])
     if ranks == 1:
         return Choice("gather", "one rank, which has everything")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,14 +42,14 @@ def draw(path: str | os.PathLike[str], whole: Whole, queries: Layout, chunk: int
     holders = torch.empty(seqlen_q, dtype=torch.int64)
     for rank in range(ranks):
         holders[queries.positions(rank)] = rank
-    colors = [to_rgb(_COLORS[rank % len(_COLORS)]) for rank in range(ranks)]
+    colors = [_color(rank, to_rgb) for rank in range(ranks)]
     hidden = torch.tensor(to_rgb(_HIDDEN))
     held = torch.tensor(colors)[holders[rows[:-1]]][:, None]
     # A block of which little shows is pale, not hidden.
     strength = torch.where(shown > 0, 0.25 + 0.75 * shown, 0.0)[..., None]
     picture = hidden + strength * (held - hidden)
 
-    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+    figure = Figure(figsize=(8.4, max(5.2, 0.24 * ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(2.1, 1.0))
     left.imshow(picture.numpy(), extent=(0, seqlen_k, seqlen_q, 0), interpolation="nearest", aspect="auto")
@@ -59,12 +60,20 @@ def draw(path: str | os.PathLike[str], whole: Whole, queries: Layout, chunk: int
     shares = [work / total for work in work]
     right.barh(names, shares, color=colors)
     right.axvline(1 / ranks, color="#37474f", linewidth=1, linestyle="--")
+    between = "\n " if ranks <= len(_COLORS) else ", "  # bars of more are as high as one line
     for at, (share, count) in enumerate(zip(shares, queries.counts, strict=True)):
-        right.annotate(f" {share:.1%}\n {count} tokens", (0, at), va="center", fontsize=8, color="white")
+        color = "white" if 2 * share > max(shares) else "#37474f"  # beside a short bar
+        right.annotate(f" {share:.1%}{between}{count} tokens", (0, at), va="center", fontsize=8, color=color)
     right.invert_yaxis()
     right.set_xlabel("share of the visible work")
     right.set_title(f"imbalance {max(shares) * ranks - 1:.2%}", fontsize=9)
     figure.savefig(path, format=path.suffix[1:], dpi=150)
+
+
+def _color(rank: int, to_rgb: Callable[[str], tuple[float, float, float]]) -> tuple[float, ...]:
+    """Of a rank: darker at every turn through the colours that there are."""
+    shade = 0.75 ** (rank // len(_COLORS))
+    return tuple([shade * part for part in to_rgb(_COLORS[rank % len(_COLORS)])])
 
 
 def _edges(length: int, chunk: int) -> Tensor:

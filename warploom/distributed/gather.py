@@ -29,7 +29,7 @@ def head_groups(heads_kv: int) -> int:
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries."""
     out, lse = call.blank(q, v.shape[-1], sink)
-    for heads, _, pieces, keys, values in _groups(call, q, k, v):
+    for heads, _, pieces, keys, values in _groups(call, q, k, v, call.unit):
         some = None if sink is None else sink[heads]
         for rows, part_out, part_lse in local.forward(call.run, q[:, :, heads], keys, values, some, pieces):
             out[:, rows, heads], lse[:, heads, rows] = part_out, part_lse
@@ -61,7 +61,9 @@ def backward(
     return dq, dk, dv
 
 
-def _groups(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, tuple[Piece, ...], Tensor, Tensor]]:
+def _groups(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, unit: int | None = None
+) -> Iterator[tuple[slice, slice, tuple[Piece, ...], Tensor, Tensor]]:
     """Heads of q and of k, the pieces and all keys and values of each group; the next one's are on their way by then."""
     heads_q, heads_kv = q.shape[2], k.shape[2]
     count = head_groups(heads_kv)
@@ -80,7 +82,7 @@ def _groups(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice
         else:
             keys, values = coming.result()
         coming = begin(n + 1) if n + 1 < count else None
-        pieces = call.sharded.gathered(call.dropout)
+        pieces = call.sharded.gathered(call.dropout, unit)
         if count > 1:
             pieces = call.sharded.heads(pieces, kv, of_q, heads_kv)
         yield slice(*of_q), slice(*kv), pieces, keys, values

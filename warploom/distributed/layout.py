@@ -112,6 +112,9 @@ def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, i
     while True:
         size = chunk_size(seqlen, ranks, chunk)
         costs: list[int] = work.of_chunks(size).tolist()
+        if size > SMALLEST and max(costs, default=0) * ranks > (1.0 + GOOD) * sum(costs):  # more than a rank's share in one
+            chunk = size // 2
+            continue
         held, imbalance = _dealt(seqlen, ranks, costs, size)
         if best is None or imbalance < best[0]:
             best = imbalance, held, size, costs

@@ -34,6 +34,9 @@ def forward(
     """Rows of q, their out in q's dtype and their lse against the keys of each piece."""
     for piece in pieces:
         out, lse = attention_op.forward(*_call(run, q, k, v, sink, piece))
+        if piece.among is not None:
+            own = slice(piece.among[0], piece.among[0] + piece.rows[1] - piece.rows[0])
+            out, lse = out[:, own], lse[:, :, own]
         yield slice(*piece.rows), out, lse
 
 
@@ -67,7 +70,11 @@ def _call(run: Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, piece:
     if piece.offset is not None:
         offset = torch.full((q.shape[0],), piece.offset, dtype=torch.int32, device=q.device)
         seed = None if seed is None else torch.cat([seed.reshape(1), seed.new_full((1,), piece.head)])
-    args = run.args._replace(q=q[:, rows], k=k[:, keys], v=v[:, keys], sink=sink, **piece.mask._asdict())
+    some = q[:, rows]
+    if piece.among is not None:
+        first, count = piece.among
+        some = torch.nn.functional.pad(some, (0, 0, 0, 0, first, count - first - some.shape[1]))
+    args = run.args._replace(q=some, k=k[:, keys], v=v[:, keys], sink=sink, **piece.mask._asdict())
     args = args._replace(q_offset=offset, dropout_seed=seed, bounds=None)
     chosen = dispatch.choose(AttentionProblem.from_args(args, run.backward), run.backend)
     return dispatch.find(chosen).prepare(args)._replace(backend=chosen)

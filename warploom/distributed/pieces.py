@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Piece:
 
     ``offset``, if there is one, is the number of the first row in the whole; rows of the mask count from the whole's first
     then, and so do the elements of dropout (`AttentionArgs.q_offset`). ``head`` is the number of the first query head in the
-    whole.
+    whole. With ``among``, (first, count), the call has count rows: these from the first on, and others that nobody reads.
     """
 
     rows: Run
@@ -34,6 +34,7 @@ class Piece:
     mask: ResolvedMask
     offset: int | None = None
     head: int = 0
+    among: Run | None = None
 
     def heads(self, kv: Run, q: Run, heads_kv: int) -> Piece:
         """Of some heads: of vectors that tell them apart theirs."""
@@ -65,12 +66,12 @@ def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list
     if not keys:
         return []
     if whole.starts is None and len(layout.runs[rank]) * len(keys) <= _FEW:
-        runs = _by_runs(whole, layout, rank, keys)
+        runs = list(islice(_by_runs(whole, layout, rank, keys), MOST_RUNS + 1))
         if len(runs) <= MOST_RUNS:
             return runs
     mask = whole.of_rows(layout, rank)
     if mask is None:
-        return _by_runs(whole, layout, rank, keys)
+        return list(_by_runs(whole, layout, rank, keys))
     count = layout.counts[rank]
     columns = torch.cat([torch.arange(a, b) for a, b in keys])
     vectors = [None if t is None else t[..., columns].contiguous() for t in mask.vectors]
@@ -92,9 +93,54 @@ def offset_pieces(whole: Whole, layout: Layout, rank: int) -> list[Piece]:
     return found
 
 
-def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list[Piece]:
-    """Each run of queries with each run of keys, cut where packed sequences begin; without those that show nothing."""
+def fixed_pieces(whole: Whole, layout: Layout, rank: int, unit: int, dropout: bool) -> list[Piece]:
+    """Of a rank's queries against all keys: calls in which a row's bits do not depend on who holds which other rows.
+
+    Keys begin at the first of all, or of the packed sequence, and every call has the whole's kind of mask, whether or not its
+    rows meet all of it.
+
+    Args:
+        unit: 0 for kernels in which a row's bits depend on no other row: a run of queries is a call. Otherwise calls are the
+            same whoever makes them: of so many rows, counted from the sequence's first, with zeros for those of other ranks.
+        dropout: rows are numbered as the whole's.
+    """
     found, row = [], 0
+    sequences = [((0, whole.seqlen_q), (0, whole.seqlen_k))]
+    if whole.starts is not None:
+        sequences = [(sequence, sequence) for sequence in pairwise(whole.starts)]
+    for a, b in layout.runs[rank]:
+        for (start, last), keys in sequences:
+            first, end = max(a, start), min(b, last)
+            if first >= end or keys[0] == keys[1]:
+                continue
+            for at in range(first - (first - start) % unit, end, unit) if unit else (first,):
+                rows = (at, min(at + unit, last)) if unit else (first, end)
+                own = max(first, rows[0]), min(end, rows[1])
+                among = (own[0] - rows[0], rows[1] - rows[0]) if unit else None
+                mask, high = _fixed_mask(whole, rows, keys, dropout)
+                place = row + own[0] - a, row + own[1] - a
+                found.append(Piece(place, (keys[0], high), mask, rows[0] if dropout else None, among=among))
+        row += b - a
+    return found
+
+
+def _fixed_mask(whole: Whole, rows: Run, keys: Run, dropout: bool) -> tuple[ResolvedMask, int]:
+    """The mask of rows and of keys up to the last one that the band shows them, and where these end."""
+    (a, b), (low, high), shift = rows, keys, whole.seqlen_k - whole.seqlen_q
+    left, right, *vectors = whole.mask
+    if right is not None:
+        high = max(min(high, b + shift + right), low + 1)  # a kernel says what rows have that see nothing
+    off = shift if dropout else b + shift - high
+    cut = [None if t is None else t[..., low:high] for t in vectors]
+    if not dropout:
+        cut = [None if t is None else t.clamp(a, b) - a for t in cut]
+    band = None if left is None else left - off, None if right is None else right + off
+    return finish(ResolvedMask(*band, *cut)), high
+
+
+def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> Iterator[Piece]:
+    """Each run of queries with each run of keys, cut where packed sequences begin; without those that show nothing."""
+    row = 0
     sequences: Sequence[Run | None] = [None]
     if whole.starts is not None:
         sequences = list(pairwise(whole.starts))
@@ -109,10 +155,9 @@ def _by_runs(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> li
                 low, high = _within_band(whole, (first, end), (low, high))
                 mask = _cut(whole, (first, end), (low, high)) if low < high else None
                 if mask is not None:
-                    found.append(Piece((row + first - a, row + end - a), (at + low - c, at + high - c), mask))
+                    yield Piece((row + first - a, row + end - a), (at + low - c, at + high - c), mask)
                 at += d - c
         row += b - a
-    return found
 
 
 def _within_band(whole: Whole, rows: Run, keys: Run) -> Run:
@@ -153,10 +198,11 @@ class Sharded:
         self._seen: dict[int, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
 
-    def gathered(self, dropout: bool) -> tuple[Piece, ...]:
-        """This rank's queries against all keys in order."""
+    def gathered(self, dropout: bool, unit: int | None = None) -> tuple[Piece, ...]:
+        """This rank's queries against all keys in order; ``unit``: those of ``fixed_pieces``."""
         make = offset_pieces if dropout else partial(pieces, keys=self._all)
-        return self._placed(("gathered", dropout), lambda: make(self.whole, self.queries, self.rank))
+        make = make if unit is None else partial(fixed_pieces, unit=unit, dropout=dropout)
+        return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
 
     def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""

@@ -188,7 +188,7 @@ def float_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def strided(name: str, value: Any) -> Tensor:
-    """A tensor of elements that lie in memory by strides: not nested, not sparse."""
+    """A tensor of elements that lie in memory by strides: not nested, not sparse, not spread over processes."""
     if not isinstance(value, Tensor):
         fx = sys.modules.get("torch.fx")
         if fx is not None and isinstance(value, fx.Proxy):
@@ -201,6 +201,11 @@ def strided(name: str, value: Any) -> Tensor:
         raise TypeError(f"{name} is a nested tensor; pack its sequences and give cu_seqlens, or pad them")
     if value.layout != torch.strided:
         raise TypeError(f"{name} has layout {value.layout}; only strided tensors are taken, as {name}.to_dense() gives")
+    if type(value) is not Tensor and hasattr(value, "to_local"):
+        raise TypeError(
+            f"{name} is a DTensor; give what this process holds of it, such as its heads: {name}.to_local(), or "
+            "use_local_output=True where a plan of tensor parallelism makes it"
+        )
     return value
 
 

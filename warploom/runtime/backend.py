@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Queries × keys of the tiles from which each gradient is summed, by its name, for explain(); {}: nothing to say."""
         return {}
 
+    def rows_apart(self, problem: Any) -> bool:
+        """Whether a row's bits in a batch-invariant problem depend neither on the others nor on which of them the call has."""
+        return False
+
     def prepare(self, args: Any) -> Any:
         """The arguments that the op is given: with what is computed once for many calls."""
         return args

@@ -153,6 +153,10 @@ class Hopper(Backend):
             long = True
         return _absence(long, False, Features.of(problem))
 
+    def rows_apart(self, problem: AttentionProblem) -> bool:
+        """Of a window tiles of keys are counted from the first key that some row sees."""
+        return problem.left is None
+
     def prepare(self, args: AttentionArgs) -> AttentionArgs:
         """The call with the bounds of its column mask, computed once for all layers that share the mask's tensors.
 

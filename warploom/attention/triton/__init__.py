@@ -50,6 +50,10 @@ class Triton(TritonBackend, StatsBackend):
             return ""
         return "batch-invariant: the tiles of packed calls, keys first to last, so that a row's bits depend on no other row"
 
+    def rows_apart(self, problem: AttentionProblem) -> bool:
+        """Tiles of keys are counted from the first key, and what is hidden adds exact zeros."""
+        return True
+
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         """Queries × keys of the forward tiles that this very call takes, and how many keys are skipped at once, for explain().
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import warploom
+from warploom.delta.convolution import convolve
 from warploom.runtime import arguments
 
 _CHUNK, _STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 # Older releases keep the functions in attributes of each layer instead of its module's globals.
 _ATTRIBUTES = {"chunk_gated_delta_rule": _CHUNK, "recurrent_gated_delta_rule": _STEP}
+# Before the rule; the torch function that transformers falls back to convolves over the bounds of packed sequences.
+_CONVOLUTION = "causal_conv1d_fn"
 _KEPT = "_warploom_kept"  # where a module or a layer keeps what it had
 
 
@@ -25,7 +29,8 @@ def use_gated_delta_rule(model: nn.Module, enabled: bool = True) -> int:
 
     For every model of transformers that is built on Qwen3-Next's layer (Qwen3-Next, Qwen3.5 and its MoE, Olmo Hybrid, and
     others), before or after it is trained, moved or compiled. Where the installed release looks the function up in the model's
-    module, which newer ones do, the switch is that of all models of the architecture in this process.
+    module, which newer ones do, the switch is that of all models of the architecture in this process. There packed sequences,
+    whose starts come as ``cu_seq_lens_q``, are kept apart by the rule and by the convolution before it.
 
     Args:
         model: what `from_pretrained` returned, or any module that holds such layers.
@@ -51,8 +56,8 @@ def use_gated_delta_rule(model: nn.Module, enabled: bool = True) -> int:
         kept = vars(owner).setdefault(_KEPT, {})
         for name, function in names.items():
             if enabled:
-                kept.setdefault(name, getattr(owner, name))
-                setattr(owner, name, _OURS[function])
+                own = kept.setdefault(name, getattr(owner, name))
+                setattr(owner, name, _convolution(own) if function == _CONVOLUTION else _OURS[function])
             elif name in kept:
                 setattr(owner, name, kept.pop(name))
     return len({id(layer) for layer, _, _ in found})
@@ -69,6 +74,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType | nn.Modul
         called = _called(type(layer).forward)
         names = {name: name for name in (_CHUNK, _STEP) if name in called and hasattr(home, name)}
         if home is not None and names:
+            if _CONVOLUTION in called and hasattr(home, _CONVOLUTION):
+                names[_CONVOLUTION] = _CONVOLUTION
             yield layer, home, names
 
 
@@ -116,6 +123,36 @@ def recurrent_gated_delta_rule(
 
 
 _OURS = {_CHUNK: chunk_gated_delta_rule, _STEP: recurrent_gated_delta_rule}
+
+
+def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What transformers' causal_conv1d_fn returns, which ``own`` is; packed sequences are kept apart."""
+
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if cu_seq_lens_q is None or (seq_idx is not None and find_spec("causal_conv1d") is not None):
+            return own(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx, **kwargs)
+        tokens, taps = hidden_states.shape[-1], weight.shape[-1]
+        # A cache puts the inputs before the first token, or zeros, in front: those are the first sequence's.
+        before = tokens - cu_seq_lens_q[-1:]
+        starts = cu_seq_lens_q + torch.where(before <= taps, before, 0)
+        starts = torch.cat([torch.zeros_like(starts[:1]), starts[1:]])
+        out, _ = convolve(hidden_states.mT.to(weight.dtype), weight, None, None, starts)
+        out = out if bias is None else out + bias
+        if activation is not None:
+            from transformers.activations import ACT2FN
+
+            out = ACT2FN[activation](out)
+        return out.mT.to(hidden_states.dtype)
+
+    return causal_conv1d_fn
 
 
 def _rule(

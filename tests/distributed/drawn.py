@@ -1,0 +1,153 @@
+"""Random calls against one device's: any method, mask, packing, dtype and option; some of their bits against those of one rank.
+
+CI draws a few. `python -m tests.distributed.drawn WORLD COUNT [SEED]` draws as many as asked in processes of its own, and
+prints those that fail with the seed that repeats each.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.cases import columns, lengths_of, starts_of
+from tests.distributed.harness import Sharded
+from tests.distributed.registry import case
+from tests.masks import samples
+from warploom import masks
+from warploom.distributed.choice import METHODS
+
+
+def draw(seed: int, world: int) -> Sharded:
+    """A problem; the same of every rank that gives the same seed."""
+    rng = random.Random(seed)
+    method = rng.choice([*METHODS, "auto"])
+    heads_kv = world * rng.randint(1, 2) if method == "heads" or rng.random() < 0.2 else rng.choice([1, 2, 3, 4, 5])
+    call: dict[str, Any] = {"heads_kv": heads_kv, "heads_q": heads_kv * rng.choice([1, 1, 2, 3, 7])}
+    call["batch"] = rng.choice([1, 1, 2, 3])
+    keywords: dict[str, Any] = {}
+    if rng.random() < 0.35:
+        call |= _sampled(rng, method, keywords, call)
+    elif rng.random() < 0.3:
+        total = rng.randint(1, 150)
+        call |= {"batch": 1, "seqlen_q": total, "cu_seqlens": starts_of(rng, total)}
+        _band(rng, keywords)
+        if rng.random() < 0.4:
+            keywords["mask"] = columns(rng, 25, total, (1, 1), rng.choice(["lts", "ute", "lts ute", "lts lte uts ute"]))
+    else:
+        call |= {"seqlen_q": rng.randint(1, 150)}
+        call |= {} if rng.random() < 0.7 else {"seqlen_k": rng.randint(1, 150)}
+        _band(rng, keywords)
+        if rng.random() < 0.6:
+            keywords["mask"] = _mask(rng, call)
+    if rng.random() < 0.3:
+        keywords["softcap"] = rng.choice([0.7, 5.0])
+    if rng.random() < 0.2:
+        keywords["scale"] = rng.choice([-0.4, 1.0])
+    if rng.random() < 0.2 and method != "ring" and "cu_seqlens" not in call:
+        keywords |= {"dropout_p": 0.3, "dropout_seed": seed}
+    if rng.random() < 0.35:
+        keywords["batch_invariant"] = True
+    if rng.random() < 0.2:
+        call["plan_mask"] = rng.choice([{}, {"causal": True}, {"window": (5, 0)}])
+    dtypes = [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    if min(call["seqlen_q"], call.get("seqlen_k", 40)) < 40:
+        dtypes = dtypes[:3]  # of few roundings the norm says little
+    return Sharded(
+        seed,
+        head_dim=rng.choice([8, 16]),
+        head_dim_v=rng.choice([8, 16]),
+        dtype=rng.choice(dtypes),
+        method=method,
+        keywords=keywords,
+        sink=rng.random() < 0.3,
+        chunk=rng.choice([512, 512, rng.randint(1, 40)]),
+        **call,
+    )
+
+
+def _sampled(rng: random.Random, method: str, keywords: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
+    """A builder's mask with the lengths, batch and heads that it drew, by its predicate."""
+    make = rng.choice(list(samples.SAMPLERS.values()))
+    sample = make(rng)
+    while not (sample.seqlen_q and sample.seqlen_k) or (method == "heads" and sample.heads > 1):
+        sample = make(rng)
+    keywords["mask"] = sample.mask
+    found: dict[str, Any] = {"seqlen_q": sample.seqlen_q, "seqlen_k": sample.seqlen_k, "seen": sample.dense()}
+    found["batch"] = max(sample.batch, call["batch"] if sample.batch == 1 else 1)
+    return found if sample.heads == 1 else found | {"heads_kv": sample.heads, "heads_q": 2 * sample.heads}
+
+
+def _band(rng: random.Random, keywords: dict[str, Any]) -> None:
+    if rng.random() < 0.5:
+        keywords["causal"] = True
+    if rng.random() < 0.4:
+        keywords["window"] = rng.choice([None, 0, 3, 20]), rng.choice([None, 0, 4, -2])
+
+
+def _mask(rng: random.Random, call: dict[str, Any]) -> masks.Mask:
+    rows = call["seqlen_q"]
+    keys = call.get("seqlen_k", rows)
+    if rows == keys and rng.random() < 0.4:
+        return masks.Document(lengths_of(rng, rows), causal=rng.random() < 0.5)
+    shape = rng.choice([1, call["batch"]]), rng.choice([1, call["heads_kv"], call["heads_q"]])
+    return columns(rng, rows, keys, shape, rng.choice(["lts", "ute", "lts lte", "lts ute", "uts ute", "lts lte uts ute"]))
+
+
+@case("drawn calls")
+def drawn(rank: int, world: int, seed: int) -> None:
+    for number in range(8):
+        draw(seed * 8 + number, world).check()
+
+
+def main() -> None:
+    world, count = int(sys.argv[1]), int(sys.argv[2])
+    seed = int(sys.argv[3]) if len(sys.argv) > 3 else secrets.randbelow(2**31)
+    print(f"{count} calls in {world} processes from seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(world):
+            children.append(os.fork())
+            if children[-1] == 0:
+                failed = True
+                try:
+                    torch.set_num_threads(1)
+                    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+                    dist.init_process_group("gloo", timeout=timedelta(minutes=2), **where)
+                    failed = _run(rank, world, count, seed)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(failed)
+        sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+
+
+def _run(rank: int, world: int, count: int, seed: int) -> bool:
+    failures = 0
+    for number in range(seed, seed + count):
+        words = None
+        try:
+            draw(number, world).check()
+        except AssertionError:
+            words = traceback.format_exc(limit=-2)
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, words)  # the criterion may fail on one rank alone
+        first = next((each for each in told if each is not None), None)
+        if first is not None:
+            failures += 1
+            if rank == 0:
+                print(f"seed {number}: {first}", flush=True)
+    if rank == 0:
+        print(f"{count - failures} of {count} agree", flush=True)
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    main()
