@@ -11,7 +11,7 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention.plan import Plan
+from warploom.runtime.plan import Plan
 from warploom.bench import mask_bars, report
 from warploom.bench.mask_bars import DENSE, NEW, PLAIN, UNMASKED, VECTORS, Share, share, verdict
 from warploom.commands.bench import describe

@@ -13,7 +13,7 @@ from torch import Tensor
 import warploom
 from warploom.attention import philox
 from warploom.attention.judge import low_precision
-from warploom.attention.plan import Plan
+from warploom.runtime.plan import Plan
 from warploom.masks import Causal, ColumnMask, Document, Full, Mask, SlidingWindow
 
 BATCH = 2

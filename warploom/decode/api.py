@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.chunk import as_chunk
 from warploom.decode.ops import decode_op, is_empty
+from warploom.decode.plan import plan_of
 from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.op import plain, recorded
+from warploom.runtime.plan import Describer, Plan, offer
 
 MOST_READY = 64  # short ways that a cache keeps, by shapes of queries and numbers
 
@@ -125,7 +127,7 @@ def decode(
     args = decode_args(q, cache, scale, softcap, window, sink, tree, bias, prefix)
     return_lse = arguments.flag("return_lse", return_lse)
     if invariance.enabled and not is_empty(args):
-        results = as_chunk(args, backend)
+        results = as_chunk(args, bias, backend)
         if results is not None:
             return results if return_lse else results[0]
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
@@ -138,6 +140,16 @@ def decode(
                 cache.ready.clear()
             cache.ready[key] = run
     return (out, lse) if return_lse else out
+
+
+def _prepare(q: Tensor, cache: KVCache | PagedKVCache, **keywords: Any) -> Plan:
+    """The plan of a call, which runs: that compiles or loads what it takes, and changes nothing."""
+    plan = plan_of(q, cache, **keywords)
+    decode(q, cache, **keywords)
+    return plan
+
+
+offer(Describer(plan_of, _prepare), KVCache, PagedKVCache)
 
 
 def _whole(window: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention.plan import Plan
+from warploom.runtime.plan import Plan
 from warploom.attention.triton import call, run
 from warploom.attention.triton.config import Tiling
 from warploom.cli import main, make_parser
