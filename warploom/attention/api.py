@@ -204,7 +204,7 @@ def attention(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not _are((q, k, v), (args.q, args.k, args.v)):
+    if not _are((q, k, v, sink), (args.q, args.k, args.v, args.sink)):
         key = None
     return _results(args, backend, key, records, return_lse, names, fp8)
 
@@ -439,7 +439,8 @@ def attention_varlen(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
+    read = (args.q, args.k, args.v, args.sink, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
+    if not _are((q, k, v, sink, *sequences), read):
         key = None
     return _results(args, backend, key, records, return_lse, names, fp8)
 

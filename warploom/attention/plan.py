@@ -11,6 +11,7 @@ from warploom.masks.tiles import TileClasses
 from warploom.runtime import dispatch
 from warploom.runtime.plan import Plan, choice
 
+
 def plan_of(
     args: AttentionArgs,
     problem: AttentionProblem,

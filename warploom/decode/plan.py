@@ -26,8 +26,8 @@ def plan_of(q: Tensor, cache: KVCache | PagedKVCache, *, backend: str | None = N
     for name in keywords:
         if name not in _DEFAULTS:
             raise TypeError(
-                f"{name} is no argument of decode(), which a call over a cache is; with cu_seqlens_q a PagedKVCache makes one of "
-                "attention_varlen()"
+                f"{name} is no argument of decode(), which a call over a cache is; with cu_seqlens_q a PagedKVCache makes one "
+                "of attention_varlen()"
             )
     args = decode_args(q, cache, *(_DEFAULTS | keywords).values())
     problem = DecodeProblem.from_args(args)

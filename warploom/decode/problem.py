@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 _BIASES = {"alibi": "ALiBi", "distance": "Relative", "key": "Key"}
 
 
@@ -143,8 +142,8 @@ class DecodeProblem:
         where = "a contiguous cache" if self.page_size is None else f"pages of {self.page_size}"
         parts = [
             f"decode {str(self.dtype).removeprefix('torch.')} on {self.device}",
-            f"batch {self.batch}, {self.queries} {'query' if self.queries == 1 else 'queries'} over {self.capacity} keys, heads {self.heads_q}/{self.heads_kv}, "
-            f"head_dim {dims}",
+            f"batch {self.batch}, {self.queries} {'query' if self.queries == 1 else 'queries'} over {self.capacity} keys, "
+            f"heads {self.heads_q}/{self.heads_kv}, head_dim {dims}",
             f"{where}{' in FP8' if self.fp8 else ''}{', latent' if self.latent else ''}",
         ]
         if self.left is not None or self.right:
