@@ -15,7 +15,6 @@ from warploom.attention import (
     registry,  # noqa: F401  (it fills the dispatch list)
 )
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.caches import cache_args
 from warploom.attention.ops import attention_op, stats_op
 from warploom.attention.plan import plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
@@ -374,6 +373,8 @@ def attention_varlen(
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
     if isinstance(k, PagedCache):
+        from warploom.attention.caches import cache_args
+
         checked_names(return_stats, k.block_table)
         args = cache_args(
             q,
@@ -566,6 +567,8 @@ def _planned(
 ) -> tuple[AttentionArgs, Plan, Fp8Call | None]:
     """A call of attention() or attention_varlen(), as it would run; of FP8 numbers where a kernel multiplies them."""
     if isinstance(k, PagedCache):
+        from warploom.attention.caches import cache_args
+
         args = cache_args(q, k, v, *packed, **keywords)
         return args, plan_of(args, _problem(args), backend, names=names), None
     rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}

@@ -22,6 +22,11 @@ class SharedPrefix:
 
     keys: Tensor
 
+    def __post_init__(self) -> None:
+        keys = arguments.strided("keys", self.keys)
+        if keys.dtype != torch.int32 or keys.ndim != 1 or not keys.numel():
+            raise TypeError(f"keys must be an int32 tensor of shape (batch + 1,), got {arguments.describe(keys)}")
+
 
 def shared_prefix(block_table: Tensor, page_size: int) -> SharedPrefix:
     """What the equal leading columns of neighbouring rows of a table say; in torch ops, none of which waits for a device."""
