@@ -372,10 +372,24 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
+    key, launch, others, resolved, records = launcher.NOTHING
+    longest = (max_seqlen_q, max_seqlen_k)
+    sequences: tuple[Tensor | None, ...]
     if isinstance(k, PagedCache):
+        checked_names(return_stats, k.block_table)
+        pages = k.k_pages, k.v_pages
+        sequences = (cu_seqlens_q, None, k.lengths, k.block_table)
+        given_twice = v is not None or cu_seqlens_k is not None or seqused_k is not None or block_table is not None
+        if not given_twice and cu_seqlens_q is not None and k.k_scale is None and descale is None and out_dtype is None:
+            key, launch, others, _, records = launcher.find(
+                q, *pages, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend,
+                return_lse, sequences, longest, bias, batch_invariant,
+            )
+        if launch is not None:
+            out, lse = launch(q, *pages, sink, *others)
+            return (out, lse) if return_lse else out
         from warploom.attention.caches import cache_args
 
-        checked_names(return_stats, k.block_table)
         args = cache_args(
             q,
             k,
@@ -400,13 +414,14 @@ def attention_varlen(
             out_dtype=out_dtype,
             batch_invariant=batch_invariant,
         )
-        return _results(args, backend, None, False, arguments.flag("return_lse", return_lse), (), None)
+        if not _are((q, *pages, sink, *sequences), (args.q, args.k, args.v, args.sink, *_sequences(args))):
+            key = None
+        return _results(args, backend, key, records, arguments.flag("return_lse", return_lse), (), None)
     names = () if return_stats == () else checked_names(return_stats, block_table)
-    key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    packed = block_table is None and cu_seqlens_q is not None
-    if packed and not names and descale is None and out_dtype is None:
-        longest = (max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        sequences = (*sequences, block_table)
+    if cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest, bias, batch_invariant,
@@ -440,8 +455,7 @@ def attention_varlen(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    read = (args.q, args.k, args.v, args.sink, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
-    if not _are((q, k, v, sink, *sequences), read):
+    if not _are((q, k, v, sink, *sequences), (args.q, args.k, args.v, args.sink, *_sequences(args))):
         key = None
     return _results(args, backend, key, records, return_lse, names, fp8)
 
@@ -676,6 +690,12 @@ def _stats(args: AttentionArgs, lse: Tensor, measuring: str, names: tuple[str, .
     args = implementation.prepare(stats_args(args))._replace(backend=measuring)
     largest, sums = stats_op(*args, given, max_logits, column_sums)
     return AttentionStats(largest if max_logits else None, sums if column_sums else None)
+
+
+def _sequences(args: AttentionArgs) -> tuple[Tensor | None, ...]:
+    """What says where the sequences of a packed call are."""
+    found = args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    return found if args.block_table is None else (*found, args.block_table)
 
 
 def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:

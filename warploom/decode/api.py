@@ -107,7 +107,7 @@ def decode(
         not invariance.enabled
         and tree is None
         and bias is None
-        and prefix is None
+        and (prefix is None or type(prefix) is int or (type(prefix) is SharedPrefix and type(prefix.keys) is Tensor))
         and (scale is None or type(scale) is float or type(scale) is int)
         and (type(softcap) is float or type(softcap) is int)
         and (window is None or _whole(window))
@@ -119,9 +119,13 @@ def decode(
     if short:
         sink_key = None if sink is None else (sink.dtype, sink.shape)
         key = (q.shape, q.stride(), q.dtype, q.device, scale, softcap, window, sink_key, backend)
+        found = None
+        if prefix is not None:
+            found = prefix if type(prefix) is int else prefix.keys
+            key += (found,) if type(found) is int else (found.shape, found.stride(), found.device)
         run = cache.ready.get(key)
         if run is not None:
-            results = run(q, sink, return_lse)
+            results = run(q, sink, return_lse, found) if type(found) is Tensor else run(q, sink, return_lse)
             if results is not None:
                 return results if return_lse else results[0]
     args = decode_args(q, cache, scale, softcap, window, sink, tree, bias, prefix)
@@ -133,7 +137,7 @@ def decode(
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
     out, lse = decode_op(*args)
-    if short and args.q is q and not is_empty(args):
+    if short and args.q is q and (args.prefix is None or args.prefix is found) and not is_empty(args):
         run = dispatch.find(chosen, "decode").bind(args)
         if run is not None:
             if len(cache.ready) >= MOST_READY:

@@ -86,6 +86,7 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     sink: str = ""  # its dtype; "same" is the inputs'
+    sink_step: int = 1  # elements from one logit to the next; 0: one for all heads
     dropout_p: float = 0.0
     dropout_seed: int = 0
     seed_tensor: bool = False  # the dropout's seed is given as a tensor
@@ -200,7 +201,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
     if asked and found.batch and not found.offsets:
         found = replace(found, invariant=d.pick(("alone", "packed")))
-    return found
+    return replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
 
 
 def _chunked(d: Draw, p: Attention, v: Variant, free: bool) -> Attention:
@@ -301,6 +302,7 @@ def features(p: Attention) -> frozenset[str]:
     flags = {
         "softcap": p.softcap,
         "sink": p.sink,
+        "sink_a_view": p.sink and p.sink_step != 1,
         "dropout": p.dropout_p,
         "lse_gradient": p.lse_gradient and p.backward,
         "deterministic": p.deterministic,
@@ -385,6 +387,12 @@ def extras(p: Any, lse_shape: tuple[int, ...], device: torch.device) -> dict[str
     if p.sink:
         dtype = p.dtype if p.sink == "same" else p.sink
         sink = shared.values(p.seed, "sink", (p.heads_q,), dtype, "normal").to(device)
+        if p.sink_step == 0:
+            sink = sink[:1].expand(p.heads_q)
+        elif p.sink_step > 1:
+            apart = torch.full((p.heads_q, p.sink_step), float("nan"), dtype=sink.dtype, device=device)
+            apart[:, 0] = sink
+            sink = apart[:, 0]
     dlse = None
     if p.lse_gradient:
         if p.dlse_view == "expanded":
@@ -624,6 +632,7 @@ def shrink(p: Attention) -> Iterator[Attention]:
     plain = {
         "dropout_p": 0.0,
         "softcap": 0.0,
+        "sink_step": 1,
         "sink": "",
         "lse_gradient": "",
         "scale": None,

@@ -85,6 +85,7 @@ class Varlen:
     scale: float | None = None
     softcap: float = 0.0
     sink: str = ""
+    sink_step: int = 1  # elements from one logit to the next; 0: one for all heads
     dropout_p: float = 0.0
     dropout_seed: int = 0
     seed_tensor: bool = False
@@ -214,7 +215,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
     if asked and found.lengths_q:
         found = replace(found, invariant=d.pick(("alone", "dense")))
-    return found
+    return replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
 
 
 def _paged(d: Draw, p: Varlen, page_size: int, backend: str) -> Varlen:
@@ -260,6 +261,7 @@ def features(p: Varlen) -> frozenset[str]:
         "fp8_rotated": p.rotation is not None,
         "softcap": p.softcap,
         "sink": p.sink,
+        "sink_a_view": p.sink and p.sink_step != 1,
         "dropout": p.dropout_p,
         "lse_gradient": p.lse_gradient and p.backward,
         "deterministic": p.deterministic,
@@ -541,6 +543,7 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
         "mask": None,
         "dropout_p": 0.0,
         "softcap": 0.0,
+        "sink_step": 1,
         "sink": "",
         "lse_gradient": "",
         "scale": None,
