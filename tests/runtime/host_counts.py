@@ -48,7 +48,7 @@ MOST_CALLS = {
     "linear step, decay": 72,  # (271)
     "decode": 29,
     "decode, a prefix": 34,  # (149)
-    "decode, a number of keys": 30,  # (149)
+    "decode, a number of keys": 31,  # (149)
     "append": 86,
 }
 BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]
