@@ -698,7 +698,7 @@ def _sequences(args: AttentionArgs) -> tuple[Tensor | None, ...]:
     return found if args.block_table is None else (*found, args.block_table)
 
 
-def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:
+def _are(given: tuple[object, ...], read: tuple[Tensor | None, ...]) -> bool:
     """Whether a call runs on the caller's own tensors. A launcher takes them as they are: of copies, none is kept."""
     return all([t is found for t, found in zip(given, read, strict=True)])
 
