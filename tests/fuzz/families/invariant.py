@@ -10,12 +10,13 @@ from torch import Tensor
 
 import warploom
 from tests.attention.biased import KINDS
+from tests.fuzz.families import biases
 from warploom.masks import ColumnMask, Mask, SlidingWindow
 
 TAKE_INVARIANT = ("cpu", "triton", "reference")
 # Of that many Triton variants one, and of so many freely drawn problems, is batch-invariant.
 EVERY = 8
-BATCHED = ("full", "of batches", "keys", "keys of all heads", "alibi of batches")  # biases of which each entry has its own
+
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
@@ -44,11 +45,6 @@ def columns_of(mask: Any, keys: slice) -> Mask:
     return ColumnMask(*vectors, causal=mask.causal)
 
 
-def bias_of(kind: str, leaf: Tensor, entry: int) -> Any:
-    """The bias of one batch entry."""
-    return KINDS[kind].build(leaf[entry : entry + 1] if kind in BATCHED else leaf)
-
-
 def of_dense(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[str, Any], backend: str) -> Tensor:
     """Of attention(): alone, or packed behind nobody. ``named``: the call's keywords, the mask among them."""
     b = 0 if p.dropout_p else p.seed % p.batch  # elements are dropped by a sequence's number
@@ -56,7 +52,7 @@ def of_dense(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[s
     if "mask" in named:
         named = {**named, "mask": mask_of(named["mask"], b, p.seqlen_q, p.seqlen_k, q.device)}
     if p.bias:
-        named = {**named, "bias": bias_of(p.bias, given["bias"], b)}
+        named = {**named, "bias": _bias(p, given["bias"], b, p.seqlen_q, p.seqlen_k)}
     packs = p.invariant == "packed" and ("mask" not in named or isinstance(named["mask"], (ColumnMask, SlidingWindow)))
     if packs:
         starts = (torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (p.seqlen_q, p.seqlen_k))
@@ -65,6 +61,10 @@ def of_dense(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[s
     else:
         out, lse = (t[0] for t in warploom.attention(q, k, v, backend=backend, **named))
     return either([(out, found["out"][b]), (lse, found["lse"][b])])
+
+
+def _bias(p: Any, leaf: Tensor, at: int, rows: int, keys: int) -> Any:
+    return KINDS[p.bias].build(biases.entry(p.bias, leaf, at, rows, keys))
 
 
 def of_packed(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[str, Any], backend: str) -> Tensor:
@@ -77,6 +77,9 @@ def of_packed(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     used = p.keys[b] if p.used is None else p.used[b]
+    if p.bias:
+        whole = p.bias_sizes[2:] if p.invariant == "alone" or p.fp8 else (length, used)
+        named = {**named, "bias": _bias(p, given["bias"], b, *whole)}
     first = sum(p.keys[:b])
     if p.page_size:
         table = torch.tensor(p.table[b : b + 1], dtype=torch.int32, device=device).reshape(1, p.width)

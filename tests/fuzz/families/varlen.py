@@ -14,7 +14,7 @@ import warploom
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
-from tests.fuzz.families import invariant, masked
+from tests.fuzz.families import biases, invariant, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -95,6 +95,19 @@ class Varlen:
     dlse_view: str = ""
     wants: tuple[str, ...] = ("q", "k", "v", "sink")
     invariant: str = ""  # batch_invariant=True, and the form in which one sequence has to have the same bits: "alone", "dense"
+    bias: str = ""  # its kind; it has no gradient
+    bias_dtype: str = "float32"
+    bias_hides: bool = False  # some of it is -inf
+    bias_gradient: bool = False
+
+    @property
+    def bias_sizes(self) -> tuple[int, int, int, int]:
+        """Of a tensor that is a bias: sequences, heads, and more rows and keys than any call of these says that it may have."""
+        rows, keys = self.total_q, self.width * self.page_size if self.page_size else self.total_k
+        if self.longest:
+            rows = max(self.lengths_q, default=0) + 17
+            keys = max(max(self.keys, default=0) + 17, keys if self.page_size else 0)
+        return len(self.lengths_q), self.heads_q, max(rows, 1), max(keys, 1)
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -215,7 +228,10 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
     if asked and found.lengths_q:
         found = replace(found, invariant=d.pick(("alone", "dense")))
-    return replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
+    found = replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
+    if free and backend in biases.TAKE_BIASES and d.chance(1 / dense.BIASES_EVERY) and min(found.total_q, found.total_k):
+        found = biases.with_packed_bias(d, found) if found.lengths_q else found
+    return found
 
 
 def _paged(d: Draw, p: Varlen, page_size: int, backend: str) -> Varlen:
@@ -271,6 +287,7 @@ def features(p: Varlen) -> frozenset[str]:
         "forward_only": not p.backward,
         "style_large": p.style == "large",
         "batch_invariant": p.invariant,
+        "bias": p.bias,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -328,6 +345,8 @@ def visible(p: Varlen, oracle: SimpleNamespace, at: Padded) -> Tensor:
         seen = seen & oracle.over_heads(dense_masks.by_vectors(oracle, mine, p.mask.causal, g), p.heads_q)
     elif p.mask is not None:
         seen = seen & dense_masks.visible(oracle, p.mask, g)
+    if p.bias_hides:
+        seen = seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf"))
     return seen & at.is_query[:, None, :, None] & at.is_key[:, None, None, :]
 
 
@@ -360,6 +379,7 @@ def inputs(p: Varlen, device: torch.device) -> dict[str, Any]:
     if not bool(shown_k.all()):
         observed.add("key_seen_by_none")
     more = dense.extras(p, (p.heads_q, p.total_q), device)
+    more["bias"] = biases.leaf_of(p, device) if p.bias else None
     return {**tensors, **more, "buffers": buffers, "seen": seen, "at": at, "observed": observed, "scales": scales}
 
 
@@ -472,7 +492,7 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
     if p.rotation is not None:
         rounded["q"] = Decode().rotated(arguments["q"].float(), p.rotation).to(DTYPES[p.dtype])
         arguments["q"] = Decode().rotated(arguments["q"].double(), p.rotation)
-    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, rounded=rounded)
+    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, given["bias"], rounded)
     rows, keys = (at.queries, at.is_query, p.total_q), (at.keys, at.is_key, p.total_k)
     nothing = torch.zeros(p.total_q, dtype=torch.bool, device=device)
     nothing[sum(p.lengths_q) :] = True
@@ -564,6 +584,9 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
             yield replace(p, **{name: value})
     if p.invariant:
         yield replace(p, invariant="")
+    if p.bias:
+        yield replace(p, bias="", bias_dtype="float32", bias_hides=False)
+        yield replace(p, bias_hides=False)
     if p.fp8:
         yield replace(p, fp8="", rotation=None)
         yield replace(p, rotation=None)
