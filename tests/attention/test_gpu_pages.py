@@ -111,6 +111,19 @@ def test_sinks_with_gaps_and_expanded(backend: str) -> None:
             assert all(same(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_tables_with_gaps_between_columns() -> None:
+    """They were read as if they had none."""
+    chunks = Chunks(0)
+    pools, table, used = (chunks.cache.k_pages, chunks.cache.v_pages), chunks.cache.block_table, chunks.cache.lengths
+    wide = torch.full((BATCH, 2 * WIDTH), -1, dtype=torch.int32, device="cuda")
+    wide[:, ::2] = table
+    want, _ = chunks.run(False)
+    for given in (wide[:, ::2], table.t().contiguous().t()):
+        for _ in range(4):
+            options = {"seqused_k": used, "causal": True, "max_seqlen_q": 300, "backend": "triton"}
+            assert same(warploom.attention_varlen(chunks.q, *pools, chunks.starts, block_table=given, **options), want)
+
+
 def test_decode_with_a_prefix_by_the_short_way() -> None:
     cache = warploom.PagedKVCache.allocate(4, 2048, 2, 64, device="cuda")
     for seed in range(5):

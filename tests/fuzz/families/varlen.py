@@ -38,6 +38,8 @@ EXCLUSIVE = [
     ({"paged", "own_key_lengths"}, "a paged call has no cu_seqlens_k"),
     ({"paged", "mask"}, _NO_COLUMNS),
     ({"paged", "mask_per_head"}, _NO_COLUMNS),
+    *(({"table_a_view", other}, "of pages") for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head")),
+    *(({"table_a_view", fp8}, "a cache takes no such table") for fp8 in ("fp8", "fp8_rotated")),
     *(
         ({fp8, other}, "FP8 keys lie in pages, and have no gradient")
         for fp8 in ("fp8", "fp8_rotated")
@@ -71,6 +73,7 @@ class Varlen:
     page_size: int = 0
     pages: int = 0
     table: tuple[tuple[int, ...], ...] = ()
+    table_step: int = 1  # elements from one page of a sequence to the next
     fp8: str = ""
     rotation: int | None = None  # seed of the keys' and queries'
     q: View = PLAIN
@@ -229,6 +232,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
     if asked and found.lengths_q:
         found = replace(found, invariant=d.pick(("alone", "dense")))
     found = replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
+    if found.page_size and not found.fp8:  # a cache takes no such table
+        found = replace(found, table_step=d.pick((1, 1, 2, 3)))
     if free and backend in biases.TAKE_BIASES and d.chance(1 / dense.BIASES_EVERY) and min(found.total_q, found.total_k):
         found = biases.with_packed_bias(d, found) if found.lengths_q else found
     return found
@@ -288,6 +293,7 @@ def features(p: Varlen) -> frozenset[str]:
         "style_large": p.style == "large",
         "batch_invariant": p.invariant,
         "bias": p.bias,
+        "table_a_view": p.table_step > 1,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -422,7 +428,9 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
     if p.used is not None:
         named["seqused_k"] = numbers(p.used)
     if p.page_size:
-        named["block_table"] = numbers(p.table).reshape(len(p.table), p.width)
+        apart = numbers(-1).repeat(len(p.table), p.width, p.table_step)
+        apart[:, :, 0] = numbers(p.table).reshape(len(p.table), p.width)
+        named["block_table"] = apart.flatten(1)[:, :: p.table_step]
     cu_q = starts(p.lengths_q)
     if p.fp8:
         lengths, scales = named.pop("seqused_k"), given["scales"]
@@ -587,6 +595,8 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
     if p.bias:
         yield replace(p, bias="", bias_dtype="float32", bias_hides=False)
         yield replace(p, bias_hides=False)
+    if p.table_step > 1:
+        yield replace(p, table_step=1)
     if p.fp8:
         yield replace(p, fp8="", rotation=None)
         yield replace(p, rotation=None)
