@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import warploom
 from tests.attention.invariance import LAYOUTS, check, differs, same
@@ -96,3 +97,39 @@ def test_gradients_are_deterministic(backend: str) -> None:
         for _ in range(3)
     ]
     assert all(same(a, b) for again in found[1:] for a, b in zip(again, found[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "alibi", "relative", "key"])
+def test_a_token_over_fp8_pages_or_with_a_bias_is_a_row_of_its_prompt(kind: str, dtype: torch.dtype) -> None:
+    """And of the prompt's chunks over the same pages."""
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton reads FP8 pages on GPUs of compute capability 8.9 and up")
+    torch.manual_seed(secrets.randbelow(2**31))
+    length, device = 1500, torch.device("cuda")
+    values = torch.randn(1, 8, 1504, device=device)
+    bias = {
+        "alibi": warploom.bias.ALiBi(torch.rand(8, device=device)),
+        "relative": warploom.bias.Relative(torch.randn(8, 401, device=device)),
+        "key": warploom.bias.Key(values.masked_fill(torch.rand_like(values) < 0.3, float("-inf"))),
+    }.get(kind)
+    pages = torch.float8_e4m3fn if kind == "fp8" else dtype
+    cache = warploom.PagedKVCache.allocate(1, 1504, 2, 128, dtype=pages, device=device)
+    q, k, v = (torch.randn(1, length, heads, 128, device=device).to(dtype) for heads in (8, 2, 2))
+    options: dict[str, Any] = {"bias": bias, "return_lse": True, "backend": "triton"}
+    cache.append(k, v)
+
+    def chunk(first: int, end: int) -> tuple[Tensor, Tensor]:
+        cache.lengths.fill_(end)
+        starts = torch.tensor([0, end - first], dtype=torch.int32, device=device)
+        return warploom.attention_varlen(q[0, first:end], cache, cu_seqlens_q=starts, causal=True, **options)
+
+    with warploom.batch_invariant():
+        out, lse = chunk(0, length)
+        for first, end in ((0, 512), (512, 1401)):
+            part = chunk(first, end)
+            assert same(part[0], out[first:end]) and same(part[1], lse[:, first:end])
+        for end in (1, 77, 1401, length):
+            cache.lengths.fill_(end)
+            token = warploom.decode(q[:, end - 1 : end], cache, **options)
+            assert same(token[0][0], out[end - 1 : end]) and same(token[1][0], lse[:, end - 1 : end])

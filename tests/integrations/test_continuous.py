@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+import warploom
 from tests.integrations.tiny_models import DECODER, build, close
 from warploom.integrations.transformers import continuous
 
@@ -96,6 +97,15 @@ def test_requests_share_the_blocks_of_a_common_beginning(calls):
     prompts = [first, first + second, first]
     results = served(ours, prompts, max_requests_per_batch=1)
     assert [tokens for tokens, _ in results] == [generated(eager, prompt)[0] for prompt in prompts], seed
+
+
+def test_batch_invariant_attention_is_served_too(calls):
+    seed = secrets.randbelow(2**31)
+    eager, ours = build("gpt_oss", seed)
+    prompts = drawn_prompts(seed)[1:3]
+    with warploom.batch_invariant():
+        assert [tokens for tokens, _ in served(ours, prompts)] == [generated(eager, prompt)[0] for prompt in prompts], seed
+    assert calls
 
 
 def test_other_implementations_go_their_own_way(calls):

@@ -16,7 +16,7 @@ from warploom.attention import (
 )
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.ops import attention_op, stats_op
-from warploom.attention.plan import Plan, plan_of, torch_plan
+from warploom.attention.plan import plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, checked_names, stats_args, stats_backend
 from warploom.bias import Bias
@@ -25,6 +25,8 @@ from warploom.masks import Mask, Padding
 from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window
 from warploom.runtime.backend import Backend
+from warploom.runtime.plan import Describer, Plan
+from warploom.runtime.plan import describer as describer_of
 from warploom.runtime.qkv import scalars
 
 if TYPE_CHECKING:
@@ -201,7 +203,7 @@ def attention(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not _are((q, k, v), (args.q, args.k, args.v)):
+    if not _are((q, k, v, sink), (args.q, args.k, args.v, args.sink)):
         key = None
     return _results(args, backend, key, records, return_lse, names, fp8)
 
@@ -213,6 +215,7 @@ def attention_varlen(
     window: Window | None = ..., scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ...,
     dropout_p: float = ..., dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ...,
     return_lse: Literal[False] = ..., backend: str | None = ..., bias: Tensor | Bias | None = ...,
+    batch_invariant: bool | None = ...,
 ) -> Tensor: ...
 
 
@@ -223,6 +226,7 @@ def attention_varlen(
     window: Window | None = ..., scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ...,
     dropout_p: float = ..., dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ...,
     return_lse: Literal[True], backend: str | None = ..., bias: Tensor | Bias | None = ...,
+    batch_invariant: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -233,6 +237,7 @@ def attention_varlen(
     window: Window | None = ..., scale: float | None = ..., softcap: float = ..., sink: Tensor | None = ...,
     dropout_p: float = ..., dropout_seed: Tensor | int | None = ..., deterministic: bool | None = ...,
     return_lse: bool, backend: str | None = ..., bias: Tensor | Bias | None = ...,
+    batch_invariant: bool | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -367,10 +372,24 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
+    key, launch, others, resolved, records = launcher.NOTHING
+    longest = (max_seqlen_q, max_seqlen_k)
+    sequences: tuple[Tensor | None, ...]
     if isinstance(k, PagedCache):
+        checked_names(return_stats, k.block_table)
+        pages = k.k_pages, k.v_pages
+        sequences = (cu_seqlens_q, None, k.lengths, k.block_table)
+        given_twice = v is not None or cu_seqlens_k is not None or seqused_k is not None or block_table is not None
+        if not given_twice and cu_seqlens_q is not None and k.k_scale is None and descale is None and out_dtype is None:
+            key, launch, others, _, records = launcher.find(
+                q, *pages, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend,
+                return_lse, sequences, longest, bias, batch_invariant,
+            )
+        if launch is not None:
+            out, lse = launch(q, *pages, sink, *others)
+            return (out, lse) if return_lse else out
         from warploom.attention.caches import cache_args
 
-        checked_names(return_stats, k.block_table)
         args = cache_args(
             q,
             k,
@@ -395,13 +414,14 @@ def attention_varlen(
             out_dtype=out_dtype,
             batch_invariant=batch_invariant,
         )
-        return _results(args, backend, None, False, arguments.flag("return_lse", return_lse), (), None)
+        if not _are((q, *pages, sink, *sequences), (args.q, args.k, args.v, args.sink, *_sequences(args))):
+            key = None
+        return _results(args, backend, key, records, arguments.flag("return_lse", return_lse), (), None)
     names = () if return_stats == () else checked_names(return_stats, block_table)
-    key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    packed = block_table is None and cu_seqlens_q is not None
-    if packed and not names and descale is None and out_dtype is None:
-        longest = (max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        sequences = (*sequences, block_table)
+    if cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest, bias, batch_invariant,
@@ -435,12 +455,9 @@ def attention_varlen(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not _are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
+    if not _are((q, k, v, sink, *sequences), (args.q, args.k, args.v, args.sink, *_sequences(args))):
         key = None
     return _results(args, backend, key, records, return_lse, names, fp8)
-
-
-invariance.offer(attention_varlen)
 
 
 def scaled_dot_product_attention(
@@ -492,12 +509,16 @@ def explain(
 ) -> Plan:
     """What a call would run and why, without running it; print the result.
 
-    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache; those of
-    scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device tensors to
-    count tiles.
+    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; decode()'s when k is a cache and it
+    is not; those of scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device
+    tensors to count tiles.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     arguments.flag("return_lse", return_lse)
+    describer = _describer(k, packed, keywords)
+    if describer is not None:
+        others = _given(v, return_stats, attn_mask=attn_mask, is_causal=is_causal or None, enable_gqa=enable_gqa or None)
+        return describer.explain(q, k, backend=backend, **others, **keywords)
     names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     if attn_mask is not None or is_causal or enable_gqa:
         _check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
@@ -523,12 +544,15 @@ def prepare(
     """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
 
     A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
-    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache. Contents do not matter:
-    q, k and v may be empty tensors of the right shape, dtype and device.
+    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; decode()'s when k is a cache and it is
+    not. Contents do not matter: q, k and v may be empty tensors of the right shape, dtype and device.
 
     Raises:
         RuntimeError: the code can be neither loaded nor built here; the message says why.
     """
+    describer = _describer(k, packed, keywords)
+    if describer is not None:
+        return describer.prepare(q, k, backend=backend, **_given(v, return_stats), **keywords)
     names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     args, plan, fp8 = _planned(q, k, v, packed, keywords, backend, names)
     if fp8 is None:
@@ -536,6 +560,20 @@ def prepare(
     else:
         fp8.warm(args)
     return plan
+
+
+invariance.offer(attention_varlen, explain)
+
+
+def _describer(k: Any, packed: tuple[Any, ...], keywords: dict[str, Any]) -> Describer | None:
+    """Who describes a call over a cache that is none of attention_varlen()."""
+    return None if packed or keywords.get("cu_seqlens_q") is not None else describer_of(k)
+
+
+def _given(v: Any, return_stats: Any, **others: Any) -> dict[str, Any]:
+    """What the caller gave that a call of a cache does not take, and says so."""
+    named = {"v": v, "return_stats": return_stats or None, **others}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _planned(
@@ -654,7 +692,13 @@ def _stats(args: AttentionArgs, lse: Tensor, measuring: str, names: tuple[str, .
     return AttentionStats(largest if max_logits else None, sums if column_sums else None)
 
 
-def _are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:
+def _sequences(args: AttentionArgs) -> tuple[Tensor | None, ...]:
+    """What says where the sequences of a packed call are."""
+    found = args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    return found if args.block_table is None else (*found, args.block_table)
+
+
+def _are(given: tuple[object, ...], read: tuple[Tensor | None, ...]) -> bool:
     """Whether a call runs on the caller's own tensors. A launcher takes them as they are: of copies, none is kept."""
     return all([t is found for t, found in zip(given, read, strict=True)])
 

@@ -133,6 +133,8 @@ def _lengths(
     cu_seqlens_k = arguments.int32("cu_seqlens_k", cu_seqlens_k, 1, q)
     seqused_k = arguments.int32("seqused_k", seqused_k, 1, q)
     block_table = arguments.int32("block_table", block_table, 2, q)
+    if block_table is not None and block_table.stride(1) != 1 and block_table.shape[1] > 1:
+        block_table = block_table.contiguous()  # kernels read a sequence's pages side by side
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q must have batch + 1 entries, got none")
     batch = cu_seqlens_q.shape[0] - 1
@@ -163,6 +165,8 @@ def _assemble(
 ) -> AttentionArgs:
     scale, softcap, dropout_p = scalars(scale, softcap, dropout_p, q.shape[-1])
     check_sink(sink, q)
+    if sink is not None and sink.stride(0) != 1:
+        sink = sink.contiguous()  # kernels read a head's logit next to the one before
     q, k, v = (last_contiguous(t) for t in (q, k, v))
     deterministic = arguments.flag("deterministic", deterministic, optional=True)
     if deterministic is None:

@@ -266,3 +266,51 @@ def test_an_empty_window_narrower_than_a_tile_reads_no_key(hostile: float) -> No
     out, lse, *grads = gradients([q, k, v, dout], causal=True, window=(-14, 5))
     assert (lse == float("-inf")).all()
     assert all((t == 0).all() for t in (out, *grads))
+
+
+SINKS = {
+    "every third": lambda t: t[::3],
+    "a column": lambda t: t[:12].view(4, 3)[:, 1],
+    "one for all": lambda t: t[:1].expand(4),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", list(SINKS))
+def test_a_sink_with_gaps_was_read_as_if_it_had_none(kind: str, packed: bool) -> None:
+    """And one that is expanded past its end."""
+    numbers = torch.cat([torch.randn(12), torch.full((20,), NAN)])
+    q, k, v = (torch.randn(1, 20, heads, 16) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 20], dtype=torch.int32)
+    found = {}
+    for backend in ("triton", "reference"):
+        leaf = numbers[:12].clone().requires_grad_()
+        options = {"sink": SINKS[kind](leaf), "return_lse": True, "backend": backend}
+        if packed:
+            out, lse = warploom.attention_varlen(q[0], k[0], v[0], starts, **options)
+        else:
+            out, lse = warploom.attention(q, k, v, **options)
+        (gradient,) = torch.autograd.grad(out.square().sum() + lse.sum(), leaf)
+        found[backend] = out, lse, gradient
+    for got, want in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["every second column", "transposed", "rows apart", "one for all"])
+def test_a_table_with_gaps_between_columns_was_read_as_if_it_had_none(kind: str) -> None:
+    q, k, v = torch.randn(20, 4, 16), *(torch.randn(12, 8, 2, 16) for _ in range(2))
+    table = torch.randperm(12)[:8].view(2, 4).int()
+    wide = torch.full((2, 8), -1, dtype=torch.int32)
+    wide[:, ::2] = table
+    given = {
+        "every second column": wide[:, ::2],
+        "transposed": table.t().contiguous().t(),
+        "rows apart": torch.cat([table, wide], 1)[:, :4],
+        "one for all": table[:1].expand(2, -1),
+    }[kind]
+    starts, used = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 10, 20], [30, 25]))
+    options: dict[str, Any] = {"seqused_k": used, "causal": True, "backend": "triton"}
+    found = warploom.attention_varlen(q, k, v, starts, block_table=given, **options)
+    assert torch.equal(found, warploom.attention_varlen(q, k, v, starts, block_table=given.contiguous(), **options))
+    exact = warploom.attention_varlen(q, k, v, starts, block_table=given, **options | {"backend": "reference"})
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)

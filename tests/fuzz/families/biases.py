@@ -14,6 +14,8 @@ from tests.fuzz.families import softmax as shared
 from tests.fuzz.problem import DTYPES, Expected
 
 TAKE_BIASES = ("cpu", "triton", "reference")
+PACKED = ("full", "keys", "keys of all heads", "alibi", "alibi of batches", "relative", "relative, one side")
+BATCHED = ("full", "of batches", "keys", "keys of all heads", "alibi of batches")  # of which each batch entry has its own
 DRAWN = tuple(kind for kind in KINDS if not kind.startswith("t5"))  # whose buckets are counted one by one
 DENSE = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")  # which may hold -inf
 # Whose every element sums few enough terms for the model's own error to say what is expected.
@@ -34,23 +36,52 @@ def with_bias(d: Draw, p: Any) -> Any:
 
 def leaf_of(p: Any, device: torch.device) -> Tensor:
     """What the bias is made of."""
-    shape = KINDS[p.bias].shape((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
+    sizes = p.bias_sizes if hasattr(p, "lengths_q") else (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    shape = KINDS[p.bias].shape(sizes)
     leaf = shared.values(p.seed, "bias", shape, "float32", "normal")
     if p.bias.startswith("alibi"):
         leaf = leaf.abs() * 0.1
     if p.bias_hides:
         leaf = leaf.masked_fill(shared.values(p.seed, "hides", shape, "float32", "normal") > 1, float("-inf"))
-        leaf[..., p.seqlen_k // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
+        leaf[..., sizes[-1] // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
     return leaf.to(device, DTYPES[p.bias_dtype])
 
 
 def matrix(p: Any, leaf: Tensor) -> Tensor:
     """What is added, in the leaf's dtype: (batch|1, heads_q|1, rows|1, seqlen_k|1), of chunks (batch, heads_q|1, rows, …)."""
+    if hasattr(p, "lengths_q"):
+        return _packed_matrix(p, leaf)
     whole = KINDS[p.bias].matrix(leaf, distances(p.seqlen_q, p.seqlen_k).to(leaf.device))
     if not p.offsets:
         return whole
     whole = whole.expand(p.batch, whole.shape[1], p.seqlen_q, whole.shape[3])
     return torch.stack([whole[b, :, first : first + p.rows] for b, first in enumerate(p.offsets)])
+
+
+def entry(kind: str, leaf: Tensor, at: int, rows: int, keys: int) -> Tensor:
+    """What the bias of one batch entry of so many rows and keys is made of."""
+    own = leaf[at : at + 1] if kind in BATCHED else leaf
+    if kind == "full":
+        return own[..., :rows, :keys]
+    return own[..., :keys] if kind.startswith("keys") else own
+
+
+def _packed_matrix(p: Any, leaf: Tensor) -> Tensor:
+    """(sequences, heads_q|1, longest q, longest k): rows and keys are each sequence's own, keys those that are used."""
+    rows, keys = max(p.lengths_q), max(p.keys)
+    used = p.keys if p.used is None else p.used
+    found = []
+    for b, (n, m) in enumerate(zip(p.lengths_q, used, strict=True)):
+        distance = distances(rows, keys, m - n).to(leaf.device)
+        found.append(KINDS[p.bias].matrix(entry(p.bias, leaf, b, rows, keys), distance).expand(1, -1, rows, keys))
+    return torch.cat(found)
+
+
+def with_packed_bias(d: Draw, p: Any) -> Any:
+    """A packed problem with a bias, which has no gradient."""
+    kind = d.pick(PACKED if p.longest else PACKED[1:])
+    dtype = d.pick(("float32", "float16", "bfloat16", "float64"), (5, 2, 2, 1))
+    return replace(p, bias=kind, bias_dtype=dtype, bias_hides=kind in DENSE and d.chance(0.3))
 
 
 def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expected:

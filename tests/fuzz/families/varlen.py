@@ -14,7 +14,7 @@ import warploom
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
-from tests.fuzz.families import masked
+from tests.fuzz.families import biases, invariant, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -38,6 +38,8 @@ EXCLUSIVE = [
     ({"paged", "own_key_lengths"}, "a paged call has no cu_seqlens_k"),
     ({"paged", "mask"}, _NO_COLUMNS),
     ({"paged", "mask_per_head"}, _NO_COLUMNS),
+    *(({"table_a_view", other}, "of pages") for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head")),
+    *(({"table_a_view", fp8}, "a cache takes no such table") for fp8 in ("fp8", "fp8_rotated")),
     *(
         ({fp8, other}, "FP8 keys lie in pages, and have no gradient")
         for fp8 in ("fp8", "fp8_rotated")
@@ -71,6 +73,7 @@ class Varlen:
     page_size: int = 0
     pages: int = 0
     table: tuple[tuple[int, ...], ...] = ()
+    table_step: int = 1  # elements from one page of a sequence to the next
     fp8: str = ""
     rotation: int | None = None  # seed of the keys' and queries'
     q: View = PLAIN
@@ -85,6 +88,7 @@ class Varlen:
     scale: float | None = None
     softcap: float = 0.0
     sink: str = ""
+    sink_step: int = 1  # elements from one logit to the next; 0: one for all heads
     dropout_p: float = 0.0
     dropout_seed: int = 0
     seed_tensor: bool = False
@@ -93,6 +97,20 @@ class Varlen:
     lse_gradient: str = ""
     dlse_view: str = ""
     wants: tuple[str, ...] = ("q", "k", "v", "sink")
+    invariant: str = ""  # batch_invariant=True, and the form in which one sequence has to have the same bits: "alone", "dense"
+    bias: str = ""  # its kind; it has no gradient
+    bias_dtype: str = "float32"
+    bias_hides: bool = False  # some of it is -inf
+    bias_gradient: bool = False
+
+    @property
+    def bias_sizes(self) -> tuple[int, int, int, int]:
+        """Of a tensor that is a bias: sequences, heads, and more rows and keys than any call of these says that it may have."""
+        rows, keys = self.total_q, self.width * self.page_size if self.page_size else self.total_k
+        if self.longest:
+            rows = max(self.lengths_q, default=0) + 17
+            keys = max(max(self.keys, default=0) + 17, keys if self.page_size else 0)
+        return len(self.lengths_q), self.heads_q, max(rows, 1), max(keys, 1)
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -135,7 +153,10 @@ class Varlen:
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     layouts = ("varlen", "varlen", "varlen", "paged") if backend != "hopper" else ("varlen",)
-    return spread(lambda: shared.draw_variant(d, backend, layouts), count)
+    found = spread(lambda: shared.draw_variant(d, backend, layouts), count)
+    if backend != "triton":
+        return found
+    return [replace(v, invariant=True) if n % invariant.EVERY == 4 else v for n, v in enumerate(found, 1)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
@@ -207,6 +228,14 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         found = _fp8(d, found)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
+    asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
+    if asked and found.lengths_q:
+        found = replace(found, invariant=d.pick(("alone", "dense")))
+    found = replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
+    if found.page_size and not found.fp8:  # a cache takes no such table
+        found = replace(found, table_step=d.pick((1, 1, 2, 3)))
+    if free and backend in biases.TAKE_BIASES and d.chance(1 / dense.BIASES_EVERY) and min(found.total_q, found.total_k):
+        found = biases.with_packed_bias(d, found) if found.lengths_q else found
     return found
 
 
@@ -253,6 +282,7 @@ def features(p: Varlen) -> frozenset[str]:
         "fp8_rotated": p.rotation is not None,
         "softcap": p.softcap,
         "sink": p.sink,
+        "sink_a_view": p.sink and p.sink_step != 1,
         "dropout": p.dropout_p,
         "lse_gradient": p.lse_gradient and p.backward,
         "deterministic": p.deterministic,
@@ -261,6 +291,9 @@ def features(p: Varlen) -> frozenset[str]:
         "hostile_inf": p.hostile in ("inf", "-inf", "mixed"),
         "forward_only": not p.backward,
         "style_large": p.style == "large",
+        "batch_invariant": p.invariant,
+        "bias": p.bias,
+        "table_a_view": p.table_step > 1,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -318,6 +351,8 @@ def visible(p: Varlen, oracle: SimpleNamespace, at: Padded) -> Tensor:
         seen = seen & oracle.over_heads(dense_masks.by_vectors(oracle, mine, p.mask.causal, g), p.heads_q)
     elif p.mask is not None:
         seen = seen & dense_masks.visible(oracle, p.mask, g)
+    if p.bias_hides:
+        seen = seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf"))
     return seen & at.is_query[:, None, :, None] & at.is_key[:, None, None, :]
 
 
@@ -350,6 +385,7 @@ def inputs(p: Varlen, device: torch.device) -> dict[str, Any]:
     if not bool(shown_k.all()):
         observed.add("key_seen_by_none")
     more = dense.extras(p, (p.heads_q, p.total_q), device)
+    more["bias"] = biases.leaf_of(p, device) if p.bias else None
     return {**tensors, **more, "buffers": buffers, "seen": seen, "at": at, "observed": observed, "scales": scales}
 
 
@@ -371,6 +407,10 @@ def _in_fp8(p: Varlen, name: str, shown: Tensor, device: torch.device) -> tuple[
 def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
     device = given["q"].device
     named = dense.keywords(p, given, device)
+    if p.mask is not None:
+        rows = max(p.lengths_q, default=0) if p.mask.kind == "columns" else p.total_q
+        named["mask"] = masked.build(p.mask, rows, p.total_k, device)
+    alone = dict(named)
 
     def numbers(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -388,10 +428,9 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
     if p.used is not None:
         named["seqused_k"] = numbers(p.used)
     if p.page_size:
-        named["block_table"] = numbers(p.table).reshape(len(p.table), p.width)
-    if p.mask is not None:
-        rows = max(p.lengths_q, default=0) if p.mask.kind == "columns" else p.total_q
-        named["mask"] = masked.build(p.mask, rows, p.total_k, device)
+        apart = numbers(-1).repeat(len(p.table), p.width, p.table_step)
+        apart[:, :, 0] = numbers(p.table).reshape(len(p.table), p.width)
+        named["block_table"] = apart.flatten(1)[:, :: p.table_step]
     cu_q = starts(p.lengths_q)
     if p.fp8:
         lengths, scales = named.pop("seqused_k"), given["scales"]
@@ -402,12 +441,20 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
         def call_of_cache(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
             return warploom.attention_varlen(q, pages, None, cu_q, backend=backend, **{**named, **more})
 
-        return dense.differentiate(p, given, call_of_cache)
+        return _with_bits(p, given, dense.differentiate(p, given, call_of_cache), alone, backend)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
         return warploom.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **{**named, **more})  # type: ignore[return-value]
 
-    return dense.differentiate(p, given, call)
+    return _with_bits(p, given, dense.differentiate(p, given, call), alone, backend)
+
+
+def _with_bits(
+    p: Varlen, given: dict[str, Any], found: dict[str, Tensor | None], named: dict[str, Any], backend: str
+) -> dict[str, Tensor | None]:
+    if p.invariant:
+        found["one_set_of_bits"] = invariant.of_packed(p, given, named, found, backend)
+    return found
 
 
 def oracle() -> SimpleNamespace:
@@ -449,11 +496,11 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
     rounded: dict[str, Tensor] = {}
     if p.fp8:
         # Kernels widen numbers in fp32, scale values no wider than queries, and rotate queries to their dtype.
-        rounded = {"k": arguments["k"].float(), "v": arguments["v"].to(DTYPES[p.dtype])}
+        rounded = {"k": arguments["k"].float(), "v": arguments["v"].float().to(DTYPES[p.dtype])}
     if p.rotation is not None:
         rounded["q"] = Decode().rotated(arguments["q"].float(), p.rotation).to(DTYPES[p.dtype])
         arguments["q"] = Decode().rotated(arguments["q"].double(), p.rotation)
-    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, rounded=rounded)
+    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, given["bias"], rounded)
     rows, keys = (at.queries, at.is_query, p.total_q), (at.keys, at.is_key, p.total_k)
     nothing = torch.zeros(p.total_q, dtype=torch.bool, device=device)
     nothing[sum(p.lengths_q) :] = True
@@ -473,7 +520,7 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
                 named[f"d{name}"] = true, *(low.to(DTYPES[p.dtype]) for low in lows)
         if given["sink"] is not None and "sink" in p.wants:
             named["dsink"] = found["dsink"]
-    return dense.typed(p, named, given)
+    return {**dense.typed(p, named, given), **dense.one_set(p, device)}
 
 
 def _placed(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -524,6 +571,7 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
         "mask": None,
         "dropout_p": 0.0,
         "softcap": 0.0,
+        "sink_step": 1,
         "sink": "",
         "lse_gradient": "",
         "scale": None,
@@ -542,6 +590,13 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
     for name, value in plain.items():
         if getattr(p, name) != value:
             yield replace(p, **{name: value})
+    if p.invariant:
+        yield replace(p, invariant="")
+    if p.bias:
+        yield replace(p, bias="", bias_dtype="float32", bias_hides=False)
+        yield replace(p, bias_hides=False)
+    if p.table_step > 1:
+        yield replace(p, table_step=1)
     if p.fp8:
         yield replace(p, fp8="", rotation=None)
         yield replace(p, rotation=None)
