@@ -11,8 +11,8 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention import api
 from warploom.attention.arguments import dense_args
+from warploom.attention.calls import key_of, problem_of
 from warploom.runtime import dispatch
 from warploom.runtime.backend import Backend
 
@@ -129,10 +129,9 @@ def test_the_key_of_a_call_tells_problems_apart() -> None:
         {"dropout_p": 0.5}, {"deterministic": True}, {"q": q.half(), "k": k.half(), "v": k.half()},
         {"q": q.clone().requires_grad_()}, {"mask": masks.ColumnMask(torch.full((1, 1, 30), 20, dtype=torch.int32))},
     ]  # fmt: skip
-    calls = [dense_args(**{**base, **change}) for change in changes]
-    keys = [api._key(args, None) for args in calls]
-    problems = [api._problem(args) for args in calls]
-    assert len(set(keys)) == len(set(problems)) == len(changes) and len({*keys, api._key(calls[0], "cpu")}) == len(changes) + 1
+    made = [dense_args(**{**base, **change}) for change in changes]
+    keys, problems = [key_of(args, None) for args in made], [problem_of(args) for args in made]
+    assert len(set(keys)) == len(set(problems)) == len(changes) and len({*keys, key_of(made[0], "cpu")}) == len(changes) + 1
 
 
 def test_a_backend_without_supports_or_forward_is_none() -> None:

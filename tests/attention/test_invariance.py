@@ -96,6 +96,24 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not call()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_calls_over_a_cache_did_not_heed_the_keyword(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    found, q, starts = seen(monkeypatch), torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
+    cache = warploom.PagedKVCache.allocate(1, 16, 2, 16, dtype=dtype)
+    cache.append(torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16))
+
+    def call(**options: Any) -> bool:
+        warploom.attention_varlen(q, cache, cu_seqlens_q=starts, **options)
+        assert warploom.explain(q, cache, cu_seqlens_q=starts, **options).batch_invariant == found[-1]
+        return found[-1]
+
+    assert call(batch_invariant=True) and not call()
+    with warploom.batch_invariant():
+        assert call() and not call(batch_invariant=False)
+    with pytest.raises(TypeError, match="batch_invariant must be True, False or None"):
+        call(batch_invariant="yes")
+
+
 @pytest.mark.parametrize("value", [1, "yes", 0.0])
 def test_it_is_a_flag(value: object) -> None:
     t = torch.randn(1, 5, 1, 16)
