@@ -72,6 +72,7 @@ BAD: dict[str, Callable[[Any], list[Any]]] = {
     "size or none": lambda good: [*NOT_INTS, -1, 2**70],
     "count": lambda good: [None, *NOT_INTS, -1],
     "count or none": lambda good: [*NOT_INTS, -1],
+    "prefix": lambda good: [*NOT_INTS, -1, 2**70, (good,), good.keys],
     "window": lambda good: [
         *[5, "ab", (1,), (1, 2, 3), (1.5, 0), (0, "1"), (True, 0), ints(1, 2), {1: 2, 3: 4}],
         *[(-1, -1), [-1, -1], (np.int64(-1), -1)],
@@ -104,7 +105,7 @@ SCALARS = {"scale": "number or none", "softcap": "number"}
 RULES = {"causal": "flag", "window": "window", **SCALARS, "sink": "tensor or none"}
 CALL = {
     **{"q": "tensor", "k": "tensor", "v": "tensor", "mask": "mask", **RULES},
-    **{"dropout_p": "number", "dropout_seed": "seed", "deterministic": "flag or none"},
+    **{"dropout_p": "number", "dropout_seed": "seed", "deterministic": "flag or none", "batch_invariant": "flag or none"},
 }
 RETURNS = {"return_lse": "flag", "return_stats": "stats"}
 
@@ -212,6 +213,12 @@ ENTRIES: dict[str, Entry] = {
     ),
     "explain": (warploom.explain, dense, {**CALL, **RETURNS, "backend": "backend", "is_causal": "flag"}),
     "prepare": (warploom.prepare, dense, {**CALL, "return_stats": "stats", "backend": "backend"}),
+    "attention_varlen of a cache": (
+        warploom.attention_varlen,
+        lambda: {"q": normal(8, 4, 16), "k": PagedKVCache(**pool()), "cu_seqlens_q": ints(0, 3, 8)},
+        {"q": "tensor", **RULES, "cu_seqlens_q": "index", "batch_invariant": "flag or none", "return_lse": "flag"},
+    ),
+    "batch_invariant": (warploom.batch_invariant, lambda: {"enabled": False}, {"enabled": "flag"}),
     "strict": (warploom.strict, lambda: {"enabled": False}, {"enabled": "flag"}),
     "decode": (
         warploom.decode,
@@ -221,6 +228,12 @@ ENTRIES: dict[str, Entry] = {
             **{"return_lse": "flag", "backend": "backend"},
         },
     ),
+    "decode with a SharedPrefix": (
+        lambda **given: warploom.decode(normal(2, 1, 4, 16), PagedKVCache(**pool()), **given),
+        lambda: {"prefix": PagedKVCache(**pool()).shared_prefix()},
+        {"prefix": "prefix"},
+    ),
+    "SharedPrefix": (warploom.SharedPrefix, lambda: {"keys": ints(0, 0, 0)}, {"keys": "index"}),
     "KVCache": (
         KVCache,
         lambda: {"k": torch.zeros(2, 32, 2, 16), "v": torch.zeros(2, 32, 2, 16), "lengths": ints(5, 9)},
@@ -479,6 +492,7 @@ WORDS = {"mask_2d_or_lengths": "Padding"}
 # Values of a kind that this argument gives a meaning of its own.
 MEANT: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("padding_bounds", "attention_mask"): lambda bad: isinstance(bad, Tensor) and bad.dtype == torch.int64,
+    ("SharedPrefix", "keys"): lambda bad: isinstance(bad, Tensor) and bad.device.type == "meta" and bad.dtype == torch.int32,
     ("position_ids_bounds", "position_ids"): lambda bad: isinstance(bad, Tensor) and bad.dtype == torch.int64,
 }
 

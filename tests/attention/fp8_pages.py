@@ -63,6 +63,32 @@ class Fp8Pages(Packed):
         return {"out": out, "lse": lse}
 
 
+def same_bits(backend: str, dtype: torch.dtype, keys: int, chunks: bool) -> None:
+    """Under batch_invariant: a sequence has the bits that it has alone, and a row those that any chunk gives it."""
+    torch.manual_seed(keys)
+    k, v, q = torch.randn(2, keys, 1, 16), torch.randn(2, keys, 1, 16), torch.randn(2, keys, 2, 16).to(dtype)
+    cache = PagedKVCache.allocate(2, keys, 1, 16, page_size=8, dtype=E4M3, hadamard_seed=SEED)
+    cache.append(k, v)
+
+    def rows(begin: int, *ends: int) -> Tensor:
+        """Out of the first sequence's queries from begin on; of each sequence those up to its end, and as many keys."""
+        lengths = torch.tensor([0, *(end - begin for end in ends)], dtype=torch.int32)
+        held = cache.block_table[: len(ends)], torch.tensor(ends, dtype=torch.int32)
+        pages = PagedKVCache(cache.k_pages, cache.v_pages, *held, cache.k_scale, cache.v_scale, SEED)
+        given = torch.cat([q[n, begin:end] for n, end in enumerate(ends)])
+        starts = lengths.cumsum(0, dtype=torch.int32)
+        out = warploom.attention_varlen(
+            given, pages, cu_seqlens_q=starts, causal=True, batch_invariant=True, backend=backend
+        )  # fmt: skip
+        return out[: ends[0] - begin]
+
+    alone, middle = rows(0, keys), keys // 2 + 3
+    assert torch.equal(rows(0, keys, keys - 20), alone)
+    if chunks:
+        assert torch.equal(rows(middle, keys, keys - 20), alone[middle:])
+        assert torch.equal(rows(0, middle, middle - 5), alone[:middle])
+
+
 # Pages smaller than a tile of keys, as large, and larger; the last of no power of two.
 CASES: dict[str, dict[str, Any]] = {
     "token, pages of 8": {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.fp8_pages import CASES, Fp8Pages
+from tests.attention.fp8_pages import CASES, Fp8Pages, same_bits
 from tests.decode.test_fp8 import drawn, filled, plain, with_outliers
 from warploom import PagedKVCache, attention, attention_varlen, decode, explain
 from warploom.bias import ALiBi
@@ -59,6 +59,20 @@ def test_a_cache_is_its_pages(dtype: torch.dtype) -> None:
         q, cache.k_pages, cache.v_pages, starts, seqused_k=cache.lengths, block_table=cache.block_table, causal=True
     )
     assert torch.equal(attention_varlen(q, cache, cu_seqlens_q=starts, causal=True), want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_one_set_of_bits(backend: str) -> None:
+    same_bits(backend, torch.float32, 300, chunks=False)
+
+
+def test_the_switch_and_the_keyword_reach_a_cache() -> None:
+    cache = filled(drawn(1, 1, 20, 2, 16), drawn(2, 1, 20, 2, 16), "token", None, 8)
+    call: tuple[Any, ...] = (drawn(3, 5, 4, 16), cache)
+    for keywords, wanted in (({}, False), ({"batch_invariant": True}, True)):
+        assert explain(*call, cu_seqlens_q=ints(0, 5), **keywords).batch_invariant is wanted
+    with pytest.raises(TypeError, match="batch_invariant"):
+        attention_varlen(*call, cu_seqlens_q=ints(0, 5), batch_invariant=1)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

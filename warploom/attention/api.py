@@ -10,7 +10,6 @@ from torch import Tensor
 
 from warploom.attention import launcher
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.caches import cache_args
 from warploom.attention.calls import are, of_fp8, results
 from warploom.attention.stats import AttentionStats, checked_names
 from warploom.bias import Bias
@@ -336,6 +335,8 @@ def attention_varlen(
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
     if isinstance(k, PagedCache):
+        from warploom.attention.caches import cache_args
+
         checked_names(return_stats, k.block_table)
         args = cache_args(
             q,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from warploom.attention.api import attention, attention_varlen
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.caches import cache_args
 from warploom.attention.calls import of_fp8, problem_of
 from warploom.attention.plan import Plan, plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs
@@ -94,6 +93,8 @@ def _planned(
     _check_keywords(is_packed, keywords)
     arguments.flag("return_lse", keywords.pop("return_lse", False))
     if isinstance(k, PagedCache):
+        from warploom.attention.caches import cache_args
+
         args = cache_args(q, k, v, *packed, **keywords)
         return args, plan_of(args, problem_of(args), backend, names=names), None
     rest = {name: value for name, value in keywords.items() if name not in ("descale", "out_dtype")}

@@ -22,6 +22,11 @@ class SharedPrefix:
 
     keys: Tensor
 
+    def __post_init__(self) -> None:
+        keys = arguments.strided("keys", self.keys)
+        if keys.dtype != torch.int32 or keys.ndim != 1 or not keys.numel():
+            raise TypeError(f"keys must be an int32 tensor of shape (batch + 1,), got {arguments.describe(keys)}")
+
 
 def shared_prefix(block_table: Tensor, page_size: int) -> SharedPrefix:
     """What the equal leading columns of neighbouring rows of a table say; in torch ops, none of which waits for a device."""
@@ -47,13 +52,11 @@ def prefix_of(
         keys = prefix.keys
         if block_table is None:
             raise TypeError("prefix is a SharedPrefix, which is of pages; of a KVCache give the number of keys")
-        if isinstance(keys, Tensor) and keys.device != k.device:
-            raise ValueError(f"prefix is on {keys.device} but the cache is on {k.device}; move them to one device")
-        if keys is None:
-            raise TypeError("prefix.keys must be an int32 tensor, got None")
-        keys = arguments.int32("prefix.keys", keys, 1, k, "the cache")
-        if keys.shape[0] != batch + 1:
+        if keys.shape != (batch + 1,):
             raise ValueError(f"prefix was found in a batch of {keys.shape[0] - 1}, but the cache holds {batch} sequences")
+        if keys.device != k.device:
+            raise ValueError(f"prefix is on {keys.device} but the cache is on {k.device}; move them to one device")
+        keys = keys.contiguous()
         number = 0
     elif isinstance(prefix, Tensor):
         raise TypeError("prefix takes what cache.shared_prefix() returns, or a number of keys, not a tensor")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.fp8_pages import CASES, Fp8Pages
+from tests.attention.fp8_pages import CASES, Fp8Pages, same_bits
 from tests.decode.test_fp8 import drawn, filled
 from warploom import PagedKVCache, attention, attention_varlen
 from warploom.fp8 import Fp8Tensor, quantize
@@ -21,6 +21,10 @@ def test_case(name: str) -> None:
 
 def test_queries_in_fp32() -> None:
     Fp8Pages(secrets.randbelow(2**31), dtype=torch.float32, **CASES["token, pages of 8"]).check("triton")
+
+
+def test_one_set_of_bits() -> None:
+    same_bits("triton", torch.float16, 170, chunks=True)
 
 
 def test_compiled_calls() -> None:
