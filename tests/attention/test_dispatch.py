@@ -21,6 +21,20 @@ def qkv(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(2, 256, 4, 16, dtype=dtype) for _ in range(3)]
 
 
+def test_a_keyword_that_no_call_has_was_named_by_a_function_within() -> None:
+    q, k, v = qkv()
+    starts = torch.tensor([0, 256], dtype=torch.int32)
+    for function in (warploom.explain, warploom.prepare):
+        for keyword in ("casual", "resolved"):
+            with pytest.raises(TypeError, match=rf"^attention\(\) got an unexpected keyword argument '{keyword}'"):
+                function(q, k, v, **{keyword: True})
+            with pytest.raises(TypeError, match=rf"^attention_varlen\(\) got an unexpected keyword argument '{keyword}'"):
+                function(q[0], k[0], v[0], starts, **{keyword: True})
+        assert function(q, k, v, causal=True, return_lse=True, return_stats=("max_logits",)).implementation == "cpu"
+        with pytest.raises(TypeError, match="return_lse must be True or False, got int 1"):
+            function(q, k, v, return_lse=1)
+
+
 def test_explain_prints_the_choice_the_tiles_and_the_refusals() -> None:
     q, k, v = qkv()
     text = str(warploom.explain(q, k, v, mask=masks.Document([128, 128]), softcap=2.0))

@@ -42,8 +42,8 @@ def of_fp8(
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, PagedCache) or type(t).__name__ == "KVCache":  # of a family beside this one
             raise TypeError(
-                f"{name} is a {type(t).__name__}: decode(q, cache) reads caches, and attention_varlen(q, cache, cu_seqlens_q=...) "
-                "reads a PagedKVCache for more queries"
+                f"{name} is a {type(t).__name__}: decode(q, cache) reads caches, and a PagedKVCache for more queries "
+                "attention_varlen(q, cache, cu_seqlens_q=...)"
             )
     from warploom.attention.fp8 import checked
 

@@ -62,8 +62,8 @@ def decode_args(
         raise ValueError(f"q has batch {batch} but the cache holds {lengths.shape[0]} sequences")
     if queries > MAX_QUERIES and tree is None:
         raise ValueError(
-            f"q has {queries} queries a sequence; decode takes 1 to {MAX_QUERIES}. attention_varlen(q, cache, cu_seqlens_q=...) "
-            "runs more over a PagedKVCache"
+            f"q has {queries} queries a sequence; decode takes 1 to {MAX_QUERIES}. attention_varlen(q, cache, cu_seqlens_q=...)"
+            " takes more, over a PagedKVCache"
         )
     if queries > MAX_TREE:
         raise ValueError(f"q has {queries} queries a sequence; under a tree decode takes 1 to {MAX_TREE}")
