@@ -16,6 +16,7 @@ import warploom
 from tools.frozen.pretend import Recorder, hopper
 from warploom import masks
 from warploom.attention import api
+from warploom.attention import caches as caches_of
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
 from warploom.fp8 import quantize
 from warploom.runtime.likeness import like
@@ -221,6 +222,47 @@ def check_calls(backend: str) -> None:
             assert found <= MOST_CALLS[backend][name], (backend, name, found)
 
 
+MOST_CALLS_OVER_PAGES = 49  # (238; as a cache 239)
+
+
+def check_pages() -> None:
+    """Chunks of prompts over pages: from the third call on nothing is checked again, whatever the table and lengths hold."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh, torch.no_grad():
+        fresh()
+        q, starts = torch.randn(SEQLEN, 4, 64).bfloat16(), torch.tensor([0, 100, SEQLEN], dtype=torch.int32)
+        caches = [warploom.PagedKVCache.allocate(2, 300, 2, 64) for _ in range(3)]
+        options: dict[str, Any] = {"causal": True, "max_seqlen_q": SEQLEN}
+
+        def of_cache(cache: warploom.PagedKVCache, **more: Any) -> Tensor:
+            return warploom.attention_varlen(q, cache, cu_seqlens_q=starts, **options, **more)
+
+        def of_pages(cache: warploom.PagedKVCache, **more: Any) -> Tensor:
+            pages = {"seqused_k": cache.lengths, "block_table": cache.block_table}
+            return warploom.attention_varlen(q, cache.k_pages, cache.v_pages, starts, **pages, **options, **more)
+
+        for call in (of_cache, of_pages):
+            for more in ({}, {"dropout_p": 0.1}, {"batch_invariant": True}, {"sink": torch.zeros(4)}):
+                first = [call(caches[0], **more) for _ in range(2)]
+                recorder.clear()
+                with (
+                    patch.object(caches_of, "cache_args", side_effect=AssertionError("checked again")),
+                    patch.object(api, "varlen_args", side_effect=AssertionError("checked again")),
+                ):
+                    found = calls_of(partial(call, caches[1], **more))
+                    assert more or found <= MOST_CALLS_OVER_PAGES, found
+                    assert call(caches[2], **more).shape == first[0].shape
+                one, other = recorder.launches
+                at = one["names"].index("table_ptr")
+                assert one["kernel"] == "forward_kernel" and one["constants"] == other["constants"]
+                assert one["values"][at] == other["values"][at] is not None
+        wide = torch.zeros(12)[::3]
+        for _ in range(4):  # what is copied is copied at every call
+            recorder.clear()
+            of_cache(caches[0], sink=wide)
+            assert "float32 [4] by [1] at 0" in recorder.launches[-1]["values"]
+
+
 def check_invariant(backend: str) -> None:
     """A launcher that a plain call left is none of a batch-invariant one's, by keyword or switch, nor the other way."""
     recorder = Recorder()
@@ -257,6 +299,7 @@ if __name__ == "__main__":
     check("hopper", ["attn_fwd"], ["attn_bwd"])
     check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
     check_memory()
+    check_pages()
     check_invariant("hopper")
     check_invariant("triton")
     check_calls("hopper")

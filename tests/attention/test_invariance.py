@@ -97,21 +97,20 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_calls_over_a_cache_did_not_heed_the_keyword(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    found, q, starts = seen(monkeypatch), torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
-    cache = warploom.PagedKVCache.allocate(1, 16, 2, 16, dtype=dtype)
-    cache.append(torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16))
-
-    def call(**options: Any) -> bool:
-        warploom.attention_varlen(q, cache, cu_seqlens_q=starts, **options)
-        assert warploom.explain(q, cache, cu_seqlens_q=starts, **options).batch_invariant == found[-1]
-        return found[-1]
-
-    assert call(batch_invariant=True) and not call()
-    with warploom.batch_invariant():
-        assert call() and not call(batch_invariant=False)
-    with pytest.raises(TypeError, match="batch_invariant must be True, False or None"):
-        call(batch_invariant="yes")
+def test_calls_over_a_cache_heed_the_keyword(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """They once took the switch alone, and explain() said what the keyword asked for."""
+    found, q = seen(monkeypatch), torch.randn(5, 1, 16)
+    cache = warploom.PagedKVCache.allocate(1, 32, 1, 16, dtype=dtype)
+    cache.append(*torch.randn(2, 1, 9, 1, 16))
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    for held in (False, True):
+        with warploom.batch_invariant(held):
+            for asked in (None, False, True):
+                call = {"cu_seqlens_q": starts, "batch_invariant": asked}
+                warploom.attention_varlen(q, cache, **call)
+                assert found[-1] == (held if asked is None else asked) == warploom.explain(q, cache, **call).batch_invariant
+    with pytest.raises(TypeError, match="batch_invariant must be"):
+        warploom.attention_varlen(q, cache, cu_seqlens_q=starts, batch_invariant=1)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("value", [1, "yes", 0.0])
@@ -214,15 +213,61 @@ def test_decode_runs_the_call_of_a_chunk(backend: str, paged: bool) -> None:
             assert same(out[:1], chunk)
 
 
+@pytest.mark.parametrize("granularity", ["token", "tensor"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_decode_over_fp8_runs_the_call_of_a_chunk(paged: bool, granularity: str) -> None:
+    kind: Any = warploom.PagedKVCache if paged else warploom.KVCache
+    cache = kind.allocate(3, 48, 2, 16, dtype=torch.float8_e4m3fn, granularity=granularity)
+    cache.append(*torch.randn(2, 3, 40, 2, 16))
+    cache.lengths.copy_(torch.tensor([40, 1, 0]))
+    q = torch.randn(3, 2, 4, 16)
+    plain = warploom.decode(q, cache, return_lse=True)
+    with warploom.batch_invariant():
+        out, lse = warploom.decode(q, cache, return_lse=True)
+        if paged:
+            starts = torch.arange(0, 8, 2, dtype=torch.int32)
+            chunk = warploom.attention_varlen(q.flatten(0, 1), cache, cu_seqlens_q=starts, causal=True)
+            assert same(out.flatten(0, 1), chunk)
+    torch.testing.assert_close((out, lse), plain)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("bias", ["alibi", "alibi of batches", "distance", "one side", "key", "key of batches"])
+def test_decode_with_a_bias_runs_the_call_of_a_chunk(bias: str, paged: bool) -> None:
+    q, k, v = torch.randn(2, 2, 4, 16), *(torch.randn(2, 40, 2, 16) for _ in range(2))
+    lengths = torch.tensor([40, 23], dtype=torch.int32)
+    given = {
+        "alibi": warploom.bias.ALiBi(torch.rand(4)),
+        "alibi of batches": warploom.bias.ALiBi(torch.rand(2, 4)),
+        "distance": warploom.bias.Relative(torch.randn(4, 7)),
+        "one side": warploom.bias.Relative(torch.randn(1, 32), buckets="t5", bidirectional=False),
+        "key": warploom.bias.Key(torch.randn(1, 1, 50)),
+        "key of batches": warploom.bias.Key(torch.randn(2, 4, 50).masked_fill(torch.rand(2, 4, 50) < 0.3, float("-inf"))),
+    }[bias]
+    options: dict[str, Any] = {"bias": given, "return_lse": True}
+    plain = warploom.decode(q, cache_of(k, v, lengths, paged), **options)
+    with warploom.batch_invariant():
+        out, lse = warploom.decode(q, cache_of(k, v, lengths, paged), **options)
+        one = slice(0, 1)
+        alone = warploom.decode(q[one], cache_of(k[one], v[one], lengths[one], paged), **options | {"bias": first_of(given)})
+    torch.testing.assert_close((out, lse), plain)
+    assert same(out[one], alone[0]) and same(lse[one], alone[1])
+
+
+def first_of(bias: Any) -> Any:
+    """The bias of the first of the batch's sequences."""
+    if isinstance(bias, warploom.bias.ALiBi) and bias.slopes.ndim == 2:
+        return warploom.bias.ALiBi(bias.slopes[:1])
+    return warploom.bias.Key(bias.values[:1]) if isinstance(bias, warploom.bias.Key) else bias
+
+
 def test_decode_keeps_its_kernels_for_what_no_prompt_has() -> None:
     q, tree = torch.randn(1, 3, 4, 16), torch.tensor([[-1, 0, 0]], dtype=torch.int32)
     cache = warploom.KVCache(torch.randn(1, 40, 2, 16), torch.randn(1, 40, 2, 16), torch.tensor([30], dtype=torch.int32))
     empty = warploom.KVCache.allocate(1, 0, 2, 16, dtype=torch.float32)
-    bias = warploom.bias.ALiBi(torch.rand(4))
-    for options in ({"tree": tree}, {"bias": bias}):
-        want = warploom.decode(q, cache, **options)
-        with warploom.batch_invariant():
-            assert same(warploom.decode(q, cache, **options), want)
+    want = warploom.decode(q, cache, tree=tree)
+    with warploom.batch_invariant():
+        assert same(warploom.decode(q, cache, tree=tree), want)
     with warploom.batch_invariant():
         assert not warploom.decode(q, empty).any()
         with pytest.raises(ValueError, match="hopper"):

@@ -11,10 +11,10 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention.plan import Plan
 from warploom.bench import mask_bars, report
 from warploom.bench.mask_bars import DENSE, NEW, PLAIN, UNMASKED, VECTORS, Share, share, verdict
 from warploom.commands.bench import describe
+from warploom.runtime.plan import Plan
 
 SEQLEN = 512
 

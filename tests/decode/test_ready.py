@@ -10,7 +10,8 @@ from torch import Tensor
 
 from warploom.decode import api, cpu, triton
 from warploom.decode.api import decode
-from warploom.decode.cache import KVCache
+from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeArgs
 from warploom.runtime import dispatch
 
@@ -23,9 +24,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Short:
     found: Short = []
 
     def bind(args: DecodeArgs) -> Any:
-        def run(q: Tensor, sink: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, sink: Tensor | None, return_lse: bool, prefix: Tensor | None = None) -> tuple[Tensor, Tensor]:
             found.append(tuple(q.shape))
-            return cpu.BACKEND.forward(args._replace(q=q, sink=sink))
+            return cpu.BACKEND.forward(args._replace(q=q, sink=sink, prefix=prefix))
 
         return run
 
@@ -48,6 +49,28 @@ def test_the_second_call_of_a_kind_goes_by_it(short: Short) -> None:
     for count in range(3):
         torch.testing.assert_close(decode(q, cache, backend="triton"), want)
         assert len(short) == count
+
+
+def test_calls_with_a_prefix_go_by_it_too(short: Short) -> None:
+    """What was found may be another object in every step; a number is one of the call's own."""
+    q, cache = drawn()
+    pages = PagedKVCache(cache.k, cache.v, torch.tensor([[0], [0]], dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32))
+    want = decode(q, pages, backend="reference")
+    for count in range(3):
+        torch.testing.assert_close(decode(q, pages, backend="triton", prefix=pages.shared_prefix()), want)
+        assert len(short) == count
+    short.clear()
+    for number in (3, 4):
+        for count in range(2):
+            torch.testing.assert_close(decode(q, pages, backend="triton", prefix=number), want)
+            assert len(short) == (number - 3) + count
+    with pytest.raises(ValueError, match="prefix was found in a batch of 3"):
+        decode(q, pages, backend="triton", prefix=SharedPrefix(torch.zeros(4, dtype=torch.int32)))
+    wide = SharedPrefix(torch.zeros(6, dtype=torch.int32)[::2])
+    short.clear()
+    for _ in range(3):  # of a copy no launcher is kept
+        torch.testing.assert_close(decode(q, pages, backend="triton", prefix=wide), want)
+    assert not short
 
 
 def test_a_query_elsewhere_is_refused_as_before(short: Short) -> None:

@@ -47,6 +47,8 @@ MOST_CALLS = {
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
     "decode": 29,
+    "decode, a prefix": 34,  # (149)
+    "decode, a number of keys": 31,  # (149)
     "append": 86,
 }
 BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]
@@ -73,6 +75,8 @@ def cases() -> dict[str, Call]:
     beside = [t.clone().requires_grad_() for t in (beta, decay)]
     upstream = torch.ones_like(v)
     cache = warploom.KVCache.allocate(BATCH, 256, HEADS, DIM, device="cuda")
+    pages = warploom.PagedKVCache.allocate(BATCH, 2048, HEADS, DIM, device="cuda")
+    prefix = pages.shared_prefix()
     token = [t.unsqueeze(1) for t in rows]
     delta, linear = partial(warploom.gated_delta_rule, backend="triton"), warploom.linear_attention
     first = warploom.gated_delta_rule
@@ -100,6 +104,8 @@ def cases() -> dict[str, Call]:
         "linear step": lambda: linear_step(*rows, (s, z)),
         "linear step, decay": lambda: linear_step(*rows, (s, z), decay=one_decay),
         "decode": lambda: warploom.decode(token[0], cache),
+        "decode, a prefix": lambda: warploom.decode(token[0], pages, prefix=prefix),
+        "decode, a number of keys": lambda: warploom.decode(token[0], pages, prefix=1100),
         "append": lambda: cache.append(*token[1:]),
     }
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from warploom.attention import launcher
 from warploom.attention.arguments import dense_args, varlen_args
-from warploom.attention.calls import are, of_fp8, results
+from warploom.attention.calls import are, of_fp8, results, sequences_of
 from warploom.attention.stats import AttentionStats, checked_names
 from warploom.bias import Bias
 from warploom.kernels.pages import PagedCache
 from warploom.masks import Mask
-from warploom.runtime import arguments, invariance
+from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def attention(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not are((q, k, v), (args.q, args.k, args.v)):
+    if not are((q, k, v, sink), (args.q, args.k, args.v, args.sink)):
         key = None
     return results(args, backend, key, records, return_lse, names, fp8)
 
@@ -334,10 +334,24 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
+    key, launch, others, resolved, records = launcher.NOTHING
+    longest = (max_seqlen_q, max_seqlen_k)
+    sequences: tuple[Tensor | None, ...]
     if isinstance(k, PagedCache):
+        checked_names(return_stats, k.block_table)
+        pages = k.k_pages, k.v_pages
+        sequences = (cu_seqlens_q, None, k.lengths, k.block_table)
+        given_twice = v is not None or cu_seqlens_k is not None or seqused_k is not None or block_table is not None
+        if not given_twice and cu_seqlens_q is not None and k.k_scale is None and descale is None and out_dtype is None:
+            key, launch, others, _, records = launcher.find(
+                q, *pages, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend,
+                return_lse, sequences, longest, bias, batch_invariant,
+            )
+        if launch is not None:
+            out, lse = launch(q, *pages, sink, *others)
+            return (out, lse) if return_lse else out
         from warploom.attention.caches import cache_args
 
-        checked_names(return_stats, k.block_table)
         args = cache_args(
             q,
             k,
@@ -358,17 +372,18 @@ def attention_varlen(
             dropout_seed=dropout_seed,
             deterministic=deterministic,
             bias=bias,
-            batch_invariant=batch_invariant,
             descale=descale,
             out_dtype=out_dtype,
+            batch_invariant=batch_invariant,
         )
-        return results(args, backend, None, False, arguments.flag("return_lse", return_lse), (), None)
+        if not are((q, *pages, sink, *sequences), (args.q, args.k, args.v, args.sink, *sequences_of(args))):
+            key = None
+        return results(args, backend, key, records, arguments.flag("return_lse", return_lse), (), None)
     names = () if return_stats == () else checked_names(return_stats, block_table)
-    key, launch, others, resolved, records = launcher.NOTHING
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    packed = block_table is None and cu_seqlens_q is not None
-    if packed and not names and descale is None and out_dtype is None:
-        longest = (max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        sequences = (*sequences, block_table)
+    if cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
         key, launch, others, resolved, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest, bias, batch_invariant,
@@ -402,9 +417,6 @@ def attention_varlen(
         resolved=resolved,
     )
     return_lse = arguments.flag("return_lse", return_lse)
-    if not are((q, k, v, *sequences), (args.q, args.k, args.v, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)):
+    if not are((q, k, v, sink, *sequences), (args.q, args.k, args.v, args.sink, *sequences_of(args))):
         key = None
     return results(args, backend, key, records, return_lse, names, fp8)
-
-
-invariance.offer(attention_varlen)

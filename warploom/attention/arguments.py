@@ -163,6 +163,8 @@ def _assemble(
 ) -> AttentionArgs:
     scale, softcap, dropout_p = scalars(scale, softcap, dropout_p, q.shape[-1])
     check_sink(sink, q)
+    if sink is not None and sink.stride(0) != 1:
+        sink = sink.contiguous()  # kernels read a head's logit next to the one before
     q, k, v = (last_contiguous(t) for t in (q, k, v))
     deterministic = arguments.flag("deterministic", deterministic, optional=True)
     if deterministic is None:

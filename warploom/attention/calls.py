@@ -16,9 +16,9 @@ from warploom.attention import (
 from warploom.attention.ops import attention_op, stats_op
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, stats_args, stats_backend
-from warploom.kernels.pages import PagedCache
 from warploom.runtime import dispatch
 from warploom.runtime.backend import Backend
+from warploom.runtime.plan import describer
 
 if TYPE_CHECKING:
     from warploom.attention.fp8 import Fp8Call
@@ -40,7 +40,7 @@ def of_fp8(
     if plain and descale is None and out_dtype is None:
         return q, k, v, None
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if isinstance(t, PagedCache) or type(t).__name__ == "KVCache":  # of a family beside this one
+        if describer(t) is not None:
             raise TypeError(
                 f"{name} is a {type(t).__name__}: decode(q, cache) reads caches, and a PagedKVCache for more queries "
                 "attention_varlen(q, cache, cu_seqlens_q=...)"
@@ -119,6 +119,12 @@ def _stats(args: AttentionArgs, lse: Tensor, measuring: str, names: tuple[str, .
 def are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:
     """Whether a call runs on the caller's own tensors. A launcher takes them as they are: of copies, none is kept."""
     return all([t is found for t, found in zip(given, read, strict=True)])
+
+
+def sequences_of(args: AttentionArgs) -> tuple[Tensor | None, ...]:
+    """What says where the sequences of a packed call are."""
+    found = args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k
+    return found if args.block_table is None else (*found, args.block_table)
 
 
 def key_of(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:

@@ -12,13 +12,15 @@ from torch import Tensor
 from warploom.attention.api import attention, attention_varlen
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.calls import of_fp8, problem_of
-from warploom.attention.plan import Plan, plan_of, torch_plan
+from warploom.attention.plan import plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.sdpa import check_promised, check_sdpa, sdpa_call, why_torch
 from warploom.attention.stats import checked_names
 from warploom.kernels.pages import PagedCache
 from warploom.masks import Mask
-from warploom.runtime import arguments, dispatch
+from warploom.runtime import arguments, dispatch, invariance
+from warploom.runtime.plan import Describer, Plan
+from warploom.runtime.plan import describer as describer_of
 
 if TYPE_CHECKING:
     from warploom.attention.fp8 import Fp8Call
@@ -39,12 +41,16 @@ def explain(
 ) -> Plan:
     """What a call would run and why, without running it; print the result.
 
-    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache; those of
-    scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device tensors to
-    count tiles.
+    Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; decode()'s when k is a cache and it
+    is not; those of scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device
+    tensors to count tiles.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     arguments.flag("return_lse", return_lse)
+    describer = _describer(k, packed, keywords)
+    if describer is not None:
+        others = _given(v, return_stats, attn_mask=attn_mask, is_causal=is_causal or None, enable_gqa=enable_gqa or None)
+        return describer.explain(q, k, backend=backend, **others, **keywords)
     names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     if attn_mask is not None or is_causal or enable_gqa:
         check_sdpa(q, k, v, attn_mask, is_causal, enable_gqa)
@@ -70,12 +76,15 @@ def prepare(
     """Make ready what a call of these shapes and features would run, and return its plan: compiled code is built or loaded.
 
     A process that prepares its calls can capture a CUDA graph at once, and pays no compilation at its first request. Takes
-    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them or k is a cache. Contents do not matter:
-    q, k and v may be empty tensors of the right shape, dtype and device.
+    attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; decode()'s when k is a cache and it is
+    not. Contents do not matter: q, k and v may be empty tensors of the right shape, dtype and device.
 
     Raises:
         RuntimeError: the code can be neither loaded nor built here; the message says why.
     """
+    describer = _describer(k, packed, keywords)
+    if describer is not None:
+        return describer.prepare(q, k, backend=backend, **_given(v, return_stats), **keywords)
     names = checked_names(return_stats, k.block_table if isinstance(k, PagedCache) else keywords.get("block_table"))
     args, plan, fp8 = _planned(q, k, v, packed, keywords, backend, names)
     if fp8 is None:
@@ -83,6 +92,17 @@ def prepare(
     else:
         fp8.warm(args)
     return plan
+
+
+def _describer(k: Any, packed: tuple[Any, ...], keywords: dict[str, Any]) -> Describer | None:
+    """Who describes a call over a cache that is none of attention_varlen()."""
+    return None if packed or keywords.get("cu_seqlens_q") is not None else describer_of(k)
+
+
+def _given(v: Any, return_stats: Any, **others: Any) -> dict[str, Any]:
+    """What the caller gave that a call of a cache does not take, and says so."""
+    named = {"v": v, "return_stats": return_stats or None, **others}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _planned(
@@ -125,3 +145,6 @@ def _check_keywords(packed: bool, keywords: Iterable[str]) -> None:
     for name in keywords:
         if name not in taken:
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+
+
+invariance.offer(attention_varlen, explain)

@@ -109,10 +109,12 @@ class AttentionArgs(NamedTuple):
 
     @property
     def launched(self) -> tuple[str, ...]:
-        """Names of the tensors that launchers take, in their order: of a call that is not paged and has no bias."""
+        """Names of the tensors that launchers take, in their order: of a call without a bias, whose pages are not of FP8."""
         found: tuple[str, ...] = _ALWAYS
         if self.cu_seqlens_q is not None:
             found = (*found, *_SEQUENCES)
+        if self.block_table is not None:
+            found = (*found, "block_table")
         if self.lts is not None or self.ute is not None:
             found = (*found, *_COLUMNS)
         return (*found, "dropout_seed") if self.dropout_p else found

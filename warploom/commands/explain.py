@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warploom.attention.arguments import dense_args
-from warploom.attention.plan import Plan, plan_of
+from warploom.attention.plan import plan_of
 from warploom.attention.problem import AttentionProblem
 from warploom.bias import T5_MAX_DISTANCE
 from warploom.commands.devices import capability
@@ -19,6 +19,7 @@ from warploom.commands.mask_argument import parse_mask
 from warploom.masks import ResolvedMask
 from warploom.runtime import machine
 from warploom.runtime.outline import Outline
+from warploom.runtime.plan import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.chunk import as_chunk
 from warploom.decode.ops import decode_op, is_empty
+from warploom.decode.plan import plan_of
 from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.op import plain, recorded
+from warploom.runtime.plan import Describer, Plan, offer
 
 MOST_READY = 64  # short ways that a cache keeps, by shapes of queries and numbers
 
@@ -105,7 +107,7 @@ def decode(
         not invariance.enabled
         and tree is None
         and bias is None
-        and prefix is None
+        and (prefix is None or type(prefix) is int or (type(prefix) is SharedPrefix and type(prefix.keys) is Tensor))
         and (scale is None or type(scale) is float or type(scale) is int)
         and (type(softcap) is float or type(softcap) is int)
         and (window is None or _whole(window))
@@ -117,27 +119,41 @@ def decode(
     if short:
         sink_key = None if sink is None else (sink.dtype, sink.shape)
         key = (q.shape, q.stride(), q.dtype, q.device, scale, softcap, window, sink_key, backend)
+        found = None
+        if prefix is not None:
+            found = prefix if type(prefix) is int else prefix.keys
+            key += (found,) if type(found) is int else (found.shape, found.stride(), found.device)
         run = cache.ready.get(key)
         if run is not None:
-            results = run(q, sink, return_lse)
+            results = run(q, sink, return_lse, found) if type(found) is Tensor else run(q, sink, return_lse)
             if results is not None:
                 return results if return_lse else results[0]
     args = decode_args(q, cache, scale, softcap, window, sink, tree, bias, prefix)
     return_lse = arguments.flag("return_lse", return_lse)
     if invariance.enabled and not is_empty(args):
-        results = as_chunk(args, backend)
+        results = as_chunk(args, bias, backend)
         if results is not None:
             return results if return_lse else results[0]
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
     out, lse = decode_op(*args)
-    if short and args.q is q and not is_empty(args):
+    if short and args.q is q and (args.prefix is None or args.prefix is found) and not is_empty(args):
         run = dispatch.find(chosen, "decode").bind(args)
         if run is not None:
             if len(cache.ready) >= MOST_READY:
                 cache.ready.clear()
             cache.ready[key] = run
     return (out, lse) if return_lse else out
+
+
+def _prepare(q: Tensor, cache: KVCache | PagedKVCache, **keywords: Any) -> Plan:
+    """The plan of a call, which runs: that compiles or loads what it takes, and changes nothing."""
+    plan = plan_of(q, cache, **keywords)
+    decode(q, cache, **keywords)
+    return plan
+
+
+offer(Describer(plan_of, _prepare), KVCache, PagedKVCache)
 
 
 def _whole(window: object) -> bool:

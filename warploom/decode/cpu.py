@@ -80,6 +80,10 @@ class Cpu(DecodeBackend):
             return "accumulates in fp32; float64 runs on the reference"
         return None
 
+    def describe(self, problem: DecodeProblem) -> str:
+        """What becomes of a shared prefix."""
+        return "each sequence reads the prefix itself" if problem.prefix else ""
+
     def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
         """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
         batch, queries, heads_q, _ = args.q.shape

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_BIASES = {"alibi": "ALiBi", "distance": "Relative", "key": "Key"}
+
 
 class DecodeArgs(NamedTuple):
     """The arguments of the decode op, in schema order; every implementation receives one of these.
@@ -133,3 +135,22 @@ class DecodeProblem:
             latent=args.latent,
             prefix=args.prefix is not None or args.prefix_keys > 0,
         )
+
+    def describe(self) -> str:
+        """One line in the words of a user."""
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        where = "a contiguous cache" if self.page_size is None else f"pages of {self.page_size}"
+        parts = [
+            f"decode {str(self.dtype).removeprefix('torch.')} on {self.device}",
+            f"batch {self.batch}, {self.queries} {'query' if self.queries == 1 else 'queries'} over {self.capacity} keys, "
+            f"heads {self.heads_q}/{self.heads_kv}, head_dim {dims}",
+            f"{where}{' in FP8' if self.fp8 else ''}{', latent' if self.latent else ''}",
+        ]
+        if self.left is not None or self.right:
+            parts.append(f"window (left {'∞' if self.left is None else self.left}, right {self.right})")
+        parts += [name for name in ("softcap", "sink", "tree") if getattr(self, name)]
+        if self.bias:
+            parts.append(f"bias ({_BIASES[self.bias]})")
+        if self.prefix:
+            parts.append("shared prefix")
+        return "; ".join(parts)

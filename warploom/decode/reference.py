@@ -57,6 +57,10 @@ class Reference(DecodeBackend):
     def supports(self, problem: DecodeProblem) -> str | None:
         return None
 
+    def describe(self, problem: DecodeProblem) -> str:
+        """What becomes of a shared prefix."""
+        return "each sequence reads the prefix itself" if problem.prefix else ""
+
     def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
         """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse (batch, heads_q, T), fp32 (fp64 for fp64)."""
         q = args.q

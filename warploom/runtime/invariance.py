@@ -16,13 +16,20 @@ def attend(*arguments: Any, **keywords: Any) -> Any:
     return _attend(*arguments, **keywords)
 
 
+def explain(*arguments: Any, **keywords: Any) -> Any:
+    """The plan of a call of ``attend``."""
+    assert _explain is not None
+    return _explain(*arguments, **keywords)
+
+
 _attend: Callable[..., Any] | None = None
+_explain: Callable[..., Any] | None = None
 
 
-def offer(attention_varlen: Callable[..., Any]) -> None:
-    """Say what ``attend`` is."""
-    global _attend
-    _attend = attention_varlen
+def offer(attention_varlen: Callable[..., Any], explained: Callable[..., Any]) -> None:
+    """Say what ``attend`` and ``explain`` are."""
+    global _attend, _explain
+    _attend, _explain = attention_varlen, explained
 
 
 class batch_invariant:
@@ -39,8 +46,8 @@ class batch_invariant:
     function that is called under another value is compiled again.
 
     Under it decode() runs attention_varlen() over the cache's pages where that takes the call, so that a token has the bits
-    that a chunk of its prompt gives it there. Its own kernels, which are batch-invariant always and faster, run for a tree, a
-    bias, FP8 and latent caches.
+    that a chunk of its prompt gives it there. Its own kernels, which are batch-invariant always and faster, run for trees and
+    latent caches.
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -266,3 +266,31 @@ def test_an_empty_window_narrower_than_a_tile_reads_no_key(hostile: float) -> No
     out, lse, *grads = gradients([q, k, v, dout], causal=True, window=(-14, 5))
     assert (lse == float("-inf")).all()
     assert all((t == 0).all() for t in (out, *grads))
+
+
+SINKS = {
+    "every third": lambda t: t[::3],
+    "a column": lambda t: t[:12].view(4, 3)[:, 1],
+    "one for all": lambda t: t[:1].expand(4),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", list(SINKS))
+def test_a_sink_with_gaps_was_read_as_if_it_had_none(kind: str, packed: bool) -> None:
+    """And one that is expanded past its end."""
+    numbers = torch.cat([torch.randn(12), torch.full((20,), NAN)])
+    q, k, v = (torch.randn(1, 20, heads, 16) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 20], dtype=torch.int32)
+    found = {}
+    for backend in ("triton", "reference"):
+        leaf = numbers[:12].clone().requires_grad_()
+        options = {"sink": SINKS[kind](leaf), "return_lse": True, "backend": backend}
+        if packed:
+            out, lse = warploom.attention_varlen(q[0], k[0], v[0], starts, **options)
+        else:
+            out, lse = warploom.attention(q, k, v, **options)
+        (gradient,) = torch.autograd.grad(out.square().sum() + lse.sum(), leaf)
+        found[backend] = out, lse, gradient
+    for got, want in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -10,11 +10,11 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention.plan import Plan
 from warploom.attention.triton import call, run
 from warploom.attention.triton.config import Tiling
 from warploom.cli import main, make_parser
 from warploom.commands.explain import make_plan
+from warploom.runtime.plan import Plan
 
 HALF, SINGLE = torch.float16, torch.float32
 SHAPE = (1, 150, 2)  # batch, seqlen, heads

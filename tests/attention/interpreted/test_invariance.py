@@ -60,3 +60,36 @@ def test_a_mask_of_columns_with_runs_of_edges_between_others() -> None:
     assert same(packed[0], want[0][0]) and same(packed[1], want[1][0])
     exact, _ = warploom.attention(q, k, v, mask=masks.ColumnMask(lts), backend="reference", return_lse=True)
     torch.testing.assert_close(want[0], exact, atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "alibi", "relative", "key"])
+def test_a_token_over_fp8_pages_or_with_a_bias_is_a_row_of_its_prompt(kind: str) -> None:
+    """And of the prompt's chunks over the same pages."""
+    torch.manual_seed(6)
+    length, values = 150, torch.randn(1, 2, 160)
+    bias = {
+        "alibi": warploom.bias.ALiBi(torch.rand(2)),
+        "relative": warploom.bias.Relative(torch.randn(2, 41)),
+        "key": warploom.bias.Key(values.masked_fill(torch.rand(1, 2, 160) < 0.3, float("-inf"))),
+    }.get(kind)
+    cache = warploom.PagedKVCache.allocate(1, 160, 1, 16, dtype=torch.float8_e4m3fn if kind == "fp8" else HALF)
+    q, k, v = (torch.randn(1, length, heads, 16).to(HALF) for heads in (2, 1, 1))
+    options: dict[str, Any] = {"bias": bias, "return_lse": True, "backend": "triton"}
+    cache.append(k, v)
+
+    def chunk(first: int, end: int) -> tuple[Any, Any]:
+        cache.lengths.fill_(end)
+        starts = torch.tensor([0, end - first], dtype=torch.int32)
+        return warploom.attention_varlen(q[0, first:end], cache, cu_seqlens_q=starts, causal=True, **options)
+
+    with warploom.batch_invariant():
+        out, lse = chunk(0, length)
+        for first, end in ((0, 70), (70, 131)):
+            part = chunk(first, end)
+            assert same(part[0], out[first:end]) and same(part[1], lse[:, first:end])
+        for end in (131, length):
+            cache.lengths.fill_(end)
+            token = warploom.decode(q[:, end - 1 : end], cache, **options)
+            assert same(token[0][0], out[end - 1 : end]) and same(token[1][0], lse[:, end - 1 : end])
+    exact = warploom.decode(q[:, -1:], cache, **options | {"backend": "reference"})[0]
+    torch.testing.assert_close(token[0], exact, atol=3e-3, rtol=3e-3)

@@ -14,7 +14,7 @@ import warploom
 from tests.attention.biased import KINDS
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
-from tests.fuzz.families import biases, masked
+from tests.fuzz.families import biases, invariant, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -52,6 +52,7 @@ ONE_OF: list[tuple[set[str], str]] = [
 EXCLUSIVE = [
     *ONE_OF,
     ({"more_keys", "more_queries"}, "one or the other"),
+    ({"chunks", "batch_invariant"}, "calls of chunks have no such keyword"),
     *(
         ({"visible_nan", other}, "a visible NaN is drawn alone, and without a backward pass")
         for other in ("hostile_nan", "hostile_inf", "lse_gradient", "dropout")
@@ -85,6 +86,7 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     sink: str = ""  # its dtype; "same" is the inputs'
+    sink_step: int = 1  # elements from one logit to the next; 0: one for all heads
     dropout_p: float = 0.0
     dropout_seed: int = 0
     seed_tensor: bool = False  # the dropout's seed is given as a tensor
@@ -102,6 +104,7 @@ class Attention:
     bias_dtype: str = "float32"
     bias_gradient: bool = False
     bias_hides: bool = False  # some of it is -inf
+    invariant: str = ""  # batch_invariant=True, and the form in which one sequence has to have the same bits: "alone", "packed"
 
     @property
     def rows(self) -> int:
@@ -127,7 +130,8 @@ def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     found = spread(lambda: shared.draw_variant(d, backend), count)
     if backend != "triton":
         return found
-    return [replace(v, chunks=True) if n % CHUNKS_EVERY == 0 else v for n, v in enumerate(found, 1)]
+    found = [replace(v, chunks=True) if n % CHUNKS_EVERY == 0 else v for n, v in enumerate(found, 1)]
+    return [replace(v, invariant=True) if n % invariant.EVERY == 4 else v for n, v in enumerate(found, 1)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
@@ -194,7 +198,10 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         found = _chunked(d, found, v, free)
     if free and backend in biases.TAKE_BIASES and d.chance(1 / BIASES_EVERY):
         found = biases.with_bias(d, found)
-    return found
+    asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
+    if asked and found.batch and not found.offsets:
+        found = replace(found, invariant=d.pick(("alone", "packed")))
+    return replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
 
 
 def _chunked(d: Draw, p: Attention, v: Variant, free: bool) -> Attention:
@@ -295,6 +302,7 @@ def features(p: Attention) -> frozenset[str]:
     flags = {
         "softcap": p.softcap,
         "sink": p.sink,
+        "sink_a_view": p.sink and p.sink_step != 1,
         "dropout": p.dropout_p,
         "lse_gradient": p.lse_gradient and p.backward,
         "deterministic": p.deterministic,
@@ -307,6 +315,7 @@ def features(p: Attention) -> frozenset[str]:
         "chunks": p.offsets,
         "bias": p.bias,
         "bias_gradient": p.bias_gradient,
+        "batch_invariant": p.invariant,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -378,6 +387,12 @@ def extras(p: Any, lse_shape: tuple[int, ...], device: torch.device) -> dict[str
     if p.sink:
         dtype = p.dtype if p.sink == "same" else p.sink
         sink = shared.values(p.seed, "sink", (p.heads_q,), dtype, "normal").to(device)
+        if p.sink_step == 0:
+            sink = sink[:1].expand(p.heads_q)
+        elif p.sink_step > 1:
+            apart = torch.full((p.heads_q, p.sink_step), float("nan"), dtype=sink.dtype, device=device)
+            apart[:, 0] = sink
+            sink = apart[:, 0]
     dlse = None
     if p.lse_gradient:
         if p.dlse_view == "expanded":
@@ -407,6 +422,8 @@ def keywords(p: Any, given: dict[str, Any], device: torch.device) -> dict[str, A
         found["dropout_seed"] = torch.tensor([seed], dtype=torch.int64, device=device) if p.seed_tensor else seed
     if p.deterministic is not None:
         found["deterministic"] = p.deterministic
+    if p.invariant:
+        found["batch_invariant"] = True
     if given["sink"] is not None:
         found["sink"] = given["sink"]
     return found
@@ -425,7 +442,10 @@ def run(p: Attention, given: dict[str, Any], backend: str) -> dict[str, Tensor |
             return attention_chunks(q, k, v, offsets, seqlen_q=p.seqlen_q, chunks=p.chunks, backend=backend, **others)
         return warploom.attention(q, k, v, backend=backend, **{**named, **more})  # type: ignore[return-value]
 
-    return differentiate(p, given, call)
+    found = differentiate(p, given, call)
+    if p.invariant:
+        found["one_set_of_bits"] = invariant.of_dense(p, given, named, found, backend)
+    return found
 
 
 def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor | None]:
@@ -493,7 +513,13 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace, again: 
     if p.bias_gradient:
         ref, *lows = found["dscores"]
         of_bias["dbias"] = biases.expected(p, given["bias"], ref, lows)
-    return {**typed(p, named, given), **of_bias}
+    return {**typed(p, named, given), **of_bias, **one_set(p, device)}
+
+
+def one_set(p: Any, device: torch.device) -> dict[str, Expected]:
+    """What ``invariant`` finds of a batch-invariant call: no bit that differs."""
+    none = torch.zeros(1, dtype=torch.float64, device=device)
+    return {"one_set_of_bits": Expected(none, dtype=torch.float64)} if p.invariant else {}
 
 
 def both(
@@ -594,6 +620,9 @@ def shrink(p: Attention) -> Iterator[Attention]:
             yield replace(p, offsets=(0,) * p.batch)
         if p.chunks > 1:
             yield replace(p, chunks=1)
+    if p.invariant:
+        yield replace(p, invariant="")
+        yield replace(p, invariant="alone")
     if p.bias:
         yield replace(p, bias="", bias_dtype="float32", bias_gradient=False, bias_hides=False)
     if p.mask is not None:
@@ -603,6 +632,7 @@ def shrink(p: Attention) -> Iterator[Attention]:
     plain = {
         "dropout_p": 0.0,
         "softcap": 0.0,
+        "sink_step": 1,
         "sink": "",
         "lse_gradient": "",
         "scale": None,

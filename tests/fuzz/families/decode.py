@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.families.decode_draw import DecodeProblem, DecodeVariant, draw_problem, draw_variant
+from tests.fuzz.families.invariant import differs, either
 from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.attention import farthest
 from tests.fuzz.oracle.decode import MUTANTS as ORACLES
@@ -81,6 +82,7 @@ def features(p: DecodeProblem) -> frozenset[str]:
         "fp8_rotated": p.rotation is not None,
         "latent": p.latent,
         "prefix": bool(p.prefix),
+        "batch_invariant": p.invariant,
         "q_a_view": p.q_view.kind != "contiguous",
         "cache_a_view": p.k_view.kind != "contiguous" or p.v_view.kind != "contiguous",
         "shared_memory": p.q_view.aliased or p.k_view.aliased or p.v_view.aliased,
@@ -391,26 +393,69 @@ def run(p: DecodeProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
     if p.seed % 4 == 0:
         # Without lse, and by the short way of a second call.
         again = decode(given["q"], cache, **options)
-        found["again"] = _differs(again, found["out"])
+        found["again"] = differs(again, found["out"])
     if p.prefix:
         hint = cache.shared_prefix() if p.prefix == "found" else _common(p) * p.page_size
         shared = decode(given["q"], cache, return_lse=True, prefix=hint, **options)
-        found["prefix"] = torch.maximum(_differs(shared[0], found["out"]), _differs(shared[1], found["lse"]))
+        found["prefix"] = either([(shared[0], found["out"]), (shared[1], found["lse"])])
+    if p.invariant:
+        found |= _switched(p, given, k, v, lengths, scales, options, backend)
     if p.bits:
         options["bias"] = given["bias"]
         found["bits"] = _bits(p, given["q"], k, v, lengths, given["table"], options, found)
     return found
 
 
+def _switched(
+    p: DecodeProblem,
+    given: dict[str, Any],
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    options: dict[str, Any],
+    backend: str,
+) -> dict[str, Tensor]:
+    """The call under warploom.batch_invariant(), and whether a sequence has other bits alone, or its queries in a longer chunk.
+
+    That chunk is Triton's promise alone, and no tree's or latent cache's. Its other queries see keys that these do not, which
+    hold nothing hostile then.
+    """
+    import warploom
+
+    q, table, b = given["q"], given["table"], p.seed % len(p.lengths)
+    at = slice(b, b + 1)
+    one = {"tree": given["tree"] if p.tree != "each" else given["tree"][at], "bias": None}
+    if p.bias:
+        one["bias"] = _built(p, given["bias"][at] if p.bias_each else given["bias"])
+    if table is None:
+        own = tuple(t[at] if t.ndim > 1 else t for t in scales or ()) or None
+        cache = _cache(k[at], v[at], lengths[at].clone(), None, own, p.rotation)
+    else:
+        cache = _cache(k, v, lengths[at].clone(), table[at], scales, p.rotation)
+    with warploom.batch_invariant():
+        out, lse = warploom.decode(q, _cache(k, v, lengths, table, scales, p.rotation), return_lse=True, **options)
+        alone = warploom.decode(q[at].clone(), cache, return_lse=True, **{**options, **one})
+        pairs = [(alone[0][0], out[b]), (alone[1][0], lse[b])]
+        if backend == "triton" and not (p.tree or p.latent or p.hostile or p.visible_nan) and cache.capacity:
+            pages = cache
+            if table is None:
+                first = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
+                fp8 = () if own is None else (*own, p.rotation)
+                pages = warploom.PagedKVCache(cache.k, cache.v, first, cache.lengths, *fp8)
+            before, end = q[b].flip(0), torch.tensor([0, 2 * p.queries], dtype=torch.int32, device=q.device)
+            window = (p.left if p.windowed else None, min(p.right or 0, 0) if p.windowed else 0)
+            rows, rows_lse = warploom.attention_varlen(
+                torch.cat([before, q[b]]), pages, cu_seqlens_q=end, return_lse=True, window=window, bias=one["bias"],
+                **{name: options[name] for name in ("scale", "softcap", "sink", "backend")},
+            )  # fmt: skip
+            pairs += [(rows[p.queries :], out[b]), (rows_lse[:, p.queries :], lse[b])]
+    return {"switched": out, "switched_lse": lse, "one_set_of_bits": either(pairs)}
+
+
 def _bytes(buffer: Tensor) -> Tensor:
     """The memory's bytes as numbers below 1, which the criterion compares exactly."""
     return buffer.view(torch.uint8).double() / 256
-
-
-def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """1 where bits differ; NaN equals itself."""
-    same = (a == b) | (a.isnan() & b.isnan())
-    return (~same).any().double().view(1)
 
 
 def _bits(
@@ -462,8 +507,7 @@ def _bits(
             leaf = torch.nn.functional.pad(leaf, (0, max(cache.capacity - leaf.shape[2], 0)), value=float("nan"))
         options = {**options, "bias": _built(p, leaf)}
     out, lse = decode(queries, cache, return_lse=True, **options)
-    different = _differs(out[place_of], found["out"][b]), _differs(lse[place_of], found["lse"][b])
-    return torch.maximum(*different)
+    return either([(out[place_of], found["out"][b]), (lse[place_of], found["lse"][b])])
 
 
 def _own_rows(p: DecodeProblem, t: Tensor, table: Tensor | None, b: int, length: int) -> Tensor:
@@ -524,6 +568,11 @@ def expect(p: DecodeProblem, given: dict[str, Any], oracle: SimpleNamespace, aga
         found["bits"] = Expected(zero, dtype=bits)
     if p.prefix:
         found["prefix"] = Expected(zero, dtype=bits)
+    if p.invariant:
+        # torch's kernels for half precision on a CPU take a short polynomial for exp.
+        short = 1e-4 if dtype.itemsize == 2 and k.device.type == "cpu" else None
+        found["switched"], found["switched_lse"] = found["out"], replace(found["lse"], atol=short)
+        found["one_set_of_bits"] = Expected(zero, dtype=bits)
     return found
 
 
@@ -550,8 +599,9 @@ def refusal(p: DecodeProblem, given: dict[str, Any], backend: str) -> str | None
 def shrink(p: DecodeProblem) -> Iterator[DecodeProblem]:
     """Simpler problems: one thing less each."""
     plain = {
-        "visible_nan": "", "bits": "", "prefix": "", "softcap": 0.0, "sink": "", "scale": None, "spread": 1.0, "garbage": False,
-        "shared": False, "table_gap": 0, "sink_step": 1, "dropped": False, "hostile": "", "rotation": None, "shape": "any",
+        "visible_nan": "", "bits": "", "prefix": "", "invariant": False, "softcap": 0.0, "sink": "", "scale": None,
+        "spread": 1.0, "garbage": False, "shared": False, "table_gap": 0, "sink_step": 1, "dropped": False, "hostile": "",
+        "rotation": None, "shape": "any",
     }  # fmt: skip
     for n in range(len(p.lengths)):
         yield replace(p, lengths=p.lengths[:n] + p.lengths[n + 1 :])

@@ -46,6 +46,7 @@ class DecodeVariant:
     bias_dtype: str = "float32"
     latent: bool = False  # values are the first columns of keys
     prefix: str = ""  # of pages that all sequences share: "found" in the table, "keys" by their number
+    invariant: bool = False  # the call is repeated under warploom.batch_invariant()
 
 
 @spec
@@ -95,6 +96,7 @@ class DecodeProblem:
     bias_step: int = 1  # elements from one number to the next
     latent: bool = False
     prefix: str = ""
+    invariant: bool = False
     q_view: View = PLAIN
     k_view: View = PLAIN
     v_view: View = PLAIN
@@ -186,6 +188,7 @@ def draw_variant(d: Draw, backend: str) -> DecodeVariant:
         bias_dtype=d.pick(("float32", "float16", "bfloat16", "float64"), (4, 2, 2, 1)) if bias else "float32",
         latent=latent,
         prefix=d.pick(("", "found", "keys"), (2, 1, 1)) if paging not in ("none", "one") and parts < 3 else "",
+        invariant=d.chance(0.15),
     )
 
 
@@ -241,6 +244,7 @@ def draw_problem(d: Draw, variant: DecodeVariant) -> DecodeProblem:
         rotation=d.pick((None, 0, d.seed64()), (2, 1, 1)) if w.fp8 and appended is None else None,
         latent=w.latent,
         prefix=w.prefix,
+        invariant=w.invariant and batch > 0,
     )
     if w.prefix:
         lengths = p.lengths

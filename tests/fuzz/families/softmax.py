@@ -73,6 +73,7 @@ class Variant:
     page_size: int = 0
     deterministic: bool = False
     chunks: bool = False  # queries are chunks of longer sequences
+    invariant: bool = False  # batch_invariant=True
 
 
 def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -> Variant:

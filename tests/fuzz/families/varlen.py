@@ -14,7 +14,7 @@ import warploom
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
-from tests.fuzz.families import masked
+from tests.fuzz.families import invariant, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -85,6 +85,7 @@ class Varlen:
     scale: float | None = None
     softcap: float = 0.0
     sink: str = ""
+    sink_step: int = 1  # elements from one logit to the next; 0: one for all heads
     dropout_p: float = 0.0
     dropout_seed: int = 0
     seed_tensor: bool = False
@@ -93,6 +94,7 @@ class Varlen:
     lse_gradient: str = ""
     dlse_view: str = ""
     wants: tuple[str, ...] = ("q", "k", "v", "sink")
+    invariant: str = ""  # batch_invariant=True, and the form in which one sequence has to have the same bits: "alone", "dense"
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -135,7 +137,10 @@ class Varlen:
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     layouts = ("varlen", "varlen", "varlen", "paged") if backend != "hopper" else ("varlen",)
-    return spread(lambda: shared.draw_variant(d, backend, layouts), count)
+    found = spread(lambda: shared.draw_variant(d, backend, layouts), count)
+    if backend != "triton":
+        return found
+    return [replace(v, invariant=True) if n % invariant.EVERY == 4 else v for n, v in enumerate(found, 1)]
 
 
 def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
@@ -207,7 +212,10 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         found = _fp8(d, found)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
-    return found
+    asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
+    if asked and found.lengths_q:
+        found = replace(found, invariant=d.pick(("alone", "dense")))
+    return replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
 
 
 def _paged(d: Draw, p: Varlen, page_size: int, backend: str) -> Varlen:
@@ -253,6 +261,7 @@ def features(p: Varlen) -> frozenset[str]:
         "fp8_rotated": p.rotation is not None,
         "softcap": p.softcap,
         "sink": p.sink,
+        "sink_a_view": p.sink and p.sink_step != 1,
         "dropout": p.dropout_p,
         "lse_gradient": p.lse_gradient and p.backward,
         "deterministic": p.deterministic,
@@ -261,6 +270,7 @@ def features(p: Varlen) -> frozenset[str]:
         "hostile_inf": p.hostile in ("inf", "-inf", "mixed"),
         "forward_only": not p.backward,
         "style_large": p.style == "large",
+        "batch_invariant": p.invariant,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -371,6 +381,10 @@ def _in_fp8(p: Varlen, name: str, shown: Tensor, device: torch.device) -> tuple[
 def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
     device = given["q"].device
     named = dense.keywords(p, given, device)
+    if p.mask is not None:
+        rows = max(p.lengths_q, default=0) if p.mask.kind == "columns" else p.total_q
+        named["mask"] = masked.build(p.mask, rows, p.total_k, device)
+    alone = dict(named)
 
     def numbers(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -389,9 +403,6 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
         named["seqused_k"] = numbers(p.used)
     if p.page_size:
         named["block_table"] = numbers(p.table).reshape(len(p.table), p.width)
-    if p.mask is not None:
-        rows = max(p.lengths_q, default=0) if p.mask.kind == "columns" else p.total_q
-        named["mask"] = masked.build(p.mask, rows, p.total_k, device)
     cu_q = starts(p.lengths_q)
     if p.fp8:
         lengths, scales = named.pop("seqused_k"), given["scales"]
@@ -402,12 +413,20 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
         def call_of_cache(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
             return warploom.attention_varlen(q, pages, None, cu_q, backend=backend, **{**named, **more})
 
-        return dense.differentiate(p, given, call_of_cache)
+        return _with_bits(p, given, dense.differentiate(p, given, call_of_cache), alone, backend)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
         return warploom.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **{**named, **more})  # type: ignore[return-value]
 
-    return dense.differentiate(p, given, call)
+    return _with_bits(p, given, dense.differentiate(p, given, call), alone, backend)
+
+
+def _with_bits(
+    p: Varlen, given: dict[str, Any], found: dict[str, Tensor | None], named: dict[str, Any], backend: str
+) -> dict[str, Tensor | None]:
+    if p.invariant:
+        found["one_set_of_bits"] = invariant.of_packed(p, given, named, found, backend)
+    return found
 
 
 def oracle() -> SimpleNamespace:
@@ -449,7 +468,7 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
     rounded: dict[str, Tensor] = {}
     if p.fp8:
         # Kernels widen numbers in fp32, scale values no wider than queries, and rotate queries to their dtype.
-        rounded = {"k": arguments["k"].float(), "v": arguments["v"].to(DTYPES[p.dtype])}
+        rounded = {"k": arguments["k"].float(), "v": arguments["v"].float().to(DTYPES[p.dtype])}
     if p.rotation is not None:
         rounded["q"] = Decode().rotated(arguments["q"].float(), p.rotation).to(DTYPES[p.dtype])
         arguments["q"] = Decode().rotated(arguments["q"].double(), p.rotation)
@@ -473,7 +492,7 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
                 named[f"d{name}"] = true, *(low.to(DTYPES[p.dtype]) for low in lows)
         if given["sink"] is not None and "sink" in p.wants:
             named["dsink"] = found["dsink"]
-    return dense.typed(p, named, given)
+    return {**dense.typed(p, named, given), **dense.one_set(p, device)}
 
 
 def _placed(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -524,6 +543,7 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
         "mask": None,
         "dropout_p": 0.0,
         "softcap": 0.0,
+        "sink_step": 1,
         "sink": "",
         "lse_gradient": "",
         "scale": None,
@@ -542,6 +562,8 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
     for name, value in plain.items():
         if getattr(p, name) != value:
             yield replace(p, **{name: value})
+    if p.invariant:
+        yield replace(p, invariant="")
     if p.fp8:
         yield replace(p, fp8="", rotation=None)
         yield replace(p, rotation=None)

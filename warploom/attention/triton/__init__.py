@@ -73,10 +73,10 @@ class Triton(TritonBackend, StatsBackend):
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one: (q, k, v, sink) to out and lse.
 
-        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k); under a column mask its vectors and their bounds
-        behind those; with dropout the seed comes last.
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k), of paged ones block_table too; under a column
+        mask its vectors and their bounds behind those; with dropout the seed comes last.
         """
-        if args.block_table is not None or args.q_offset is not None:
+        if args.q_offset is not None or args.bias is not None or args.k_scale is not None:
             return None
         if args.q.numel() == 0 or args.k.numel() == 0:
             return None

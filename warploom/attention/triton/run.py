@@ -28,7 +28,8 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     call = Call.of(args)
     mask = (*call.vectors, read_bounds(args))
     scales = args.k_scale, args.v_scale
-    return _forward(args, call)(args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args), args.bias, scales)
+    tensors = (args.q, args.k, args.v, args.sink, mask, call.sequences, _seed(args), args.block_table)
+    return _forward(args, call)(*tensors, args.bias, scales)
 
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -36,19 +37,21 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
     call = Call.of(args).alone()
     if not call.variant.direct:
         return None
-    launch, kind = _forward(args, call), Kind(args)
+    launch, kind, paged = _forward(args, call), Kind(args), args.block_table is not None
 
     def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *others: Tensor | None) -> tuple[Tensor, Tensor]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return forward(kind.call(q, k, v, sink, *others))
+        if paged:
+            return launch(q, k, v, sink, *_parted(call, (*others[:3], *others[4:])), others[3])
         return launch(q, k, v, sink, *_parted(call, others))
 
     return run
 
 
 def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What launches a call by q, k, v, sink, the mask's vectors and bounds, what says where sequences are, and the seed."""
-    q, table, tiling = args.q, args.block_table, call.config.forward
+    """What launches a call by q, k, v, sink, the mask's vectors and bounds, what says where sequences are, seed and table."""
+    q, tiling = args.q, call.config.forward
     shape, lse_shape = (*q.shape[:-1], args.v.shape[-1]), (q.shape[-2], *q.shape[:-2])
     if not call.packed:
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -59,14 +62,14 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
         (tiles * batches * call.heads, 1),
         (
             *(*call.strides, *contiguous_strides(shape), *lse_strides(lse_shape), *call.mask_strides, *call.bounds_strides),
-            *(0 if table is None else table.stride(0), call.batches, tiles, *call.lengths, *args.k.shape[:2], *call.mask),
-            *(*call.bias, *call.scales),
+            *(0 if args.block_table is None else args.block_table.stride(0), call.batches, tiles, *call.lengths),
+            *(*args.k.shape[:2], *call.mask, *call.bias, *call.scales),
         ),
     )
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Sequence[Tensor | None],
-        sequences: Sequence[Tensor | None], seed: Tensor | None, bias: Tensor | None = None,
+        sequences: Sequence[Tensor | None], seed: Tensor | None, table: Tensor | None = None, bias: Tensor | None = None,
         scales: Sequence[Tensor | None] = (None, None),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)

@@ -43,6 +43,12 @@ class Triton(TritonBackend, DecodeBackend):
                 return f"takes {name} from 16 to 256 in steps of 8, not {dim}"
         return None
 
+    def describe(self, problem: DecodeProblem) -> str:
+        """How it cuts sequences, and what it shares."""
+        from warploom.decode.triton.plan import described
+
+        return described(problem)
+
     def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
         """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""
         from warploom.decode.triton.launch import forward as run

@@ -113,9 +113,15 @@ class Ready:
         self._split, self._split_grid, self._split_numbers = split, p.grid, (*strides, *numbers)
         self._merge, self._merge_grid = merge, p.merge_grid
         self._merge_numbers = _merge_numbers(p, q.shape[2], numbers)
+        self._shares = p.chunk > 0
 
-    def __call__(self, q: Tensor, sink: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-        """Out and, if asked for, lse; None where this q or device does not fit and the call must take the long way."""
+    def __call__(
+        self, q: Tensor, sink: Tensor | None, return_lse: bool, prefix: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Out and, if asked for, lse; None where this q or device does not fit and the call must take the long way.
+
+        ``prefix``: what was found, as the op takes it; a number of keys is one of those that all these calls have.
+        """
         q_pointer = q.data_ptr()
         if q_pointer % 16 or torch._C._cuda_getDevice() != self._device:
             return None
@@ -128,6 +134,7 @@ class Ready:
         k, v, lengths, table = self._cache
         lengths_pointer = lengths.data_ptr()
         sink_pointer = None if sink is None else sink.data_ptr()
+        prefix_pointer = None if prefix is None or not self._shares else prefix.data_ptr()
         pointers = (
             q_pointer,
             k.data_ptr(),
@@ -139,14 +146,14 @@ class Ready:
             None,
             None,
             None,
-            None,
+            prefix_pointer,
         )
         if self._merge is None:
             self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
             return out, lse
         parts = (base + self._part_out, base + self._part_lse)
         self._split(self._split_grid, stream, *pointers, *parts, *self._split_numbers)
-        results = (lengths_pointer, sink_pointer, None, out_pointer, lse_pointer)
+        results = (lengths_pointer, sink_pointer, prefix_pointer, out_pointer, lse_pointer)
         self._merge(self._merge_grid, stream, *parts, *results, *self._merge_numbers)
         return out, lse
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.decode.problem import DecodeProblem
 from warploom.decode.triton.config import GROUP_SPLITS, Config, config, latent_config, latent_widths, shared_blocks
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
 from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE
@@ -80,10 +81,7 @@ def plan(shape: Shape) -> Plan:
     s = shape
     group = s.heads_q // s.heads_kv
     rows = s.queries * group
-    if s.latent:
-        c = latent_config(rows, s.dtype.itemsize, s.heads_kv)
-    else:
-        c = config(rows, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv)
+    c = _config(s, rows)
     # Whole tiles from the first visible key on: at most this many keys of a sequence are seen.
     reach = s.capacity if s.left is None else min(s.capacity, max(s.left + s.queries + c.block_n, 0))
     max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
@@ -97,7 +95,7 @@ def plan(shape: Shape) -> Plan:
         max_units = max_splits
     programs = min(max_units, max(_PROGRAMS // pairs, 4))
     final = max_units == 1
-    blocks = _shared_blocks(s, c, rows) if max_splits > 1 else 0
+    blocks = _shared_blocks(s, c, rows, "" if s.bias is None else s.bias.kind) if max_splits > 1 else 0
     chunk = 0
     if blocks:
         most = blocks * c.block_m // rows
@@ -121,17 +119,36 @@ def plan(shape: Shape) -> Plan:
     )
 
 
-def _shared_blocks(s: Shape, c: Config, rows: int) -> int:
+def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
     """Tiles of rows that one program takes of a split that neighbours share; 0 where the call does not look for one.
 
     Sharing takes rows of two sequences at least. A window ends before or within what is shared, other biases than ALiBi hide
     keys of one sequence that another sees, and a latent cache's accumulators fill the registers: these calls go the plain way.
     """
-    hides = s.bias is not None and s.bias.kind != "alibi"
-    if not s.prefix or s.latent or s.left is not None or hides or s.batch < 2:
+    if not s.prefix or s.latent or s.left is not None or bias not in ("", "alibi") or s.batch < 2:
         return 0
     blocks = shared_blocks(c, s.head_dim, s.head_dim_v, s.dtype.itemsize)
     return blocks if blocks * c.block_m >= 2 * rows else 0
+
+
+def described(problem: DecodeProblem) -> str:
+    """How a call is cut, in words."""
+    p = problem
+    rows = p.queries * p.heads_q // p.heads_kv
+    c = _config(p, rows)
+    words = f"splits of {c.split} keys, longer ones past {c.split * c.max_splits}, {c.block_m} rows × {c.block_n} keys a tile"
+    if not p.prefix:
+        return words
+    blocks = _shared_blocks(p, c, rows, p.bias) if p.capacity > c.split else 0
+    if not blocks:
+        return f"{words}; each sequence reads the prefix itself"
+    return f"{words}; the prefix's whole splits are read once for up to {min(blocks * c.block_m // rows, p.batch)} sequences"
+
+
+def _config(s: Shape | DecodeProblem, rows: int) -> Config:
+    if s.latent:
+        return latent_config(rows, s.dtype.itemsize, s.heads_kv)
+    return config(rows, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv)
 
 
 def _constants(
