@@ -47,8 +47,8 @@ MOST_CALLS = {
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
     "decode": 29,
-    "decode, a prefix": 34,  # (149)
-    "decode, a number of keys": 31,  # (149)
+    "decode, a prefix": 35,  # (149)
+    "decode, a number of keys": 32,  # (149)
     "append": 86,
 }
 BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]

@@ -118,14 +118,15 @@ def decode(
     )
     if short:
         sink_key = None if sink is None else (sink.dtype, sink.shape)
-        key = (q.shape, q.stride(), q.dtype, q.device, scale, softcap, window, sink_key, backend)
+        key: tuple[Any, ...] = (q.shape, q.stride(), q.dtype, q.device, scale, softcap, window, sink_key, backend)
         found = None
         if prefix is not None:
-            found = prefix if type(prefix) is int else prefix.keys
-            key += (found,) if type(found) is int else (found.shape, found.stride(), found.device)
+            if isinstance(prefix, SharedPrefix):
+                found = prefix.keys
+            key += (prefix,) if found is None else (found.shape, found.stride(), found.device)
         run = cache.ready.get(key)
         if run is not None:
-            results = run(q, sink, return_lse, found) if type(found) is Tensor else run(q, sink, return_lse)
+            results = run(q, sink, return_lse) if found is None else run(q, sink, return_lse, found)
             if results is not None:
                 return results if return_lse else results[0]
     args = decode_args(q, cache, scale, softcap, window, sink, tree, bias, prefix)
