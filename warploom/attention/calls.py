@@ -116,7 +116,7 @@ def _stats(args: AttentionArgs, lse: Tensor, measuring: str, names: tuple[str, .
     return AttentionStats(largest if max_logits else None, sums if column_sums else None)
 
 
-def are(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...]) -> bool:
+def are(given: tuple[object, ...], read: tuple[Tensor | None, ...]) -> bool:
     """Whether a call runs on the caller's own tensors. A launcher takes them as they are: of copies, none is kept."""
     return all([t is found for t, found in zip(given, read, strict=True)])
 
