@@ -61,13 +61,13 @@ def results(
     fp8: Fp8Call | None,
 ) -> Tensor | tuple[Any, ...]:
     """What a validated call returns; ``names``: of the stats that it asks for."""
-    if fp8 is not None:
-        if fp8.refusal(args, backend, bool(names)) is None:
-            out, lse = fp8.run(args)
-            return (out, lse) if return_lse else out
-        args = fp8.as_numbers(args)
+    if fp8 is not None and fp8.refusal(args, backend, bool(names)) is None:
+        out, lse = fp8.run(args)
+        return (out, lse) if return_lse else out
     chosen, settled = _choose(args, backend)
     measuring = stats_backend(problem_of(args), chosen) if names else None
+    if fp8 is not None:
+        args = fp8.as_numbers(args)
     out, lse = _run(args, chosen, key if settled else None, records)
     out = out if fp8 is None else out.to(fp8.out_dtype)
     if measuring is None:
