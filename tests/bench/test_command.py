@@ -51,7 +51,7 @@ def test_a_peer_that_no_case_has_is_named(capsys: pytest.CaptureFixture) -> None
     chosen = ["--only", "D16 S128 full", "--peers", "SPDA", "SDPA"]
     assert main([*QUICK, *chosen, "--json"]) == 0
     printed = capsys.readouterr()
-    assert printed.err.endswith("warploom bench: --peers SPDA: no case of this run has it\n") and "peers SDPA" not in printed.err
+    assert printed.err.endswith("--peers SPDA: no case of this run has it\n") and "peers SDPA" not in printed.err
     assert "SDPA" in json.loads(printed.out)["rows"][0]["contenders"]
 
 
