@@ -47,7 +47,7 @@ print(json.dumps([calls, sorted(set(sys.modules) - before)]))
     others = {name.partition(".")[0] for name in modules} - {"warploom", "torch"} - sys.stdlib_module_names
     assert not others and "torch._dynamo" not in modules, "import warploom also imported these"
     assert not {"warploom.distributed", "warploom.fp8"} & set(modules), "they wait for their first use"
-    assert calls < 100_000 and len(modules) < 145, (calls, modules)
+    assert calls < 100_000 and len(modules) < 150, (calls, modules)
 
 
 def test_import_needs_no_unix_module() -> None:

@@ -30,7 +30,9 @@ __all__ = [
 
 if TYPE_CHECKING or not defers():
     from warploom import bias, masks
-    from warploom.attention.api import attention, attention_varlen, explain, prepare, scaled_dot_product_attention
+    from warploom.attention.api import attention, attention_varlen
+    from warploom.attention.explain import explain, prepare
+    from warploom.attention.sdpa import scaled_dot_product_attention
     from warploom.attention.stats import AttentionStats
     from warploom.decode.api import decode
     from warploom.decode.cache import KVCache, PagedKVCache

@@ -67,6 +67,9 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
                 mask = document(7)
                 assert launched(recorder, partial(call, mask)) == PREPARING + forward, recorder.launches
                 assert launched(recorder, partial(call, mask)) == forward
+                for stream, preparing in ((7, PREPARING), (7, []), (0, [])):  # no stream waits for what another one prepares
+                    with patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream):
+                        assert launched(recorder, partial(call, mask)) == preparing + forward, (stream, recorder.launches)
                 with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
                     for _ in range(2):  # a graph prepares at every replay
                         assert launched(recorder, partial(call, mask)) == PREPARING + forward

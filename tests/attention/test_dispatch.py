@@ -11,14 +11,28 @@ import torch
 
 import warploom
 from warploom import masks
-from warploom.attention import api
 from warploom.attention.arguments import dense_args
+from warploom.attention.calls import key_of, problem_of
 from warploom.runtime import dispatch
 from warploom.runtime.backend import Backend
 
 
 def qkv(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(2, 256, 4, 16, dtype=dtype) for _ in range(3)]
+
+
+def test_a_keyword_that_no_call_has_was_named_by_a_function_within() -> None:
+    q, k, v = qkv()
+    starts = torch.tensor([0, 256], dtype=torch.int32)
+    for function in (warploom.explain, warploom.prepare):
+        for keyword in ("casual", "resolved"):
+            with pytest.raises(TypeError, match=rf"^attention\(\) got an unexpected keyword argument '{keyword}'"):
+                function(q, k, v, **{keyword: True})
+            with pytest.raises(TypeError, match=rf"^attention_varlen\(\) got an unexpected keyword argument '{keyword}'"):
+                function(q[0], k[0], v[0], starts, **{keyword: True})
+        assert function(q, k, v, causal=True, return_lse=True, return_stats=("max_logits",)).implementation == "cpu"
+        with pytest.raises(TypeError, match="return_lse must be True or False, got int 1"):
+            function(q, k, v, return_lse=1)
 
 
 def test_explain_prints_the_choice_the_tiles_and_the_refusals() -> None:
@@ -129,10 +143,9 @@ def test_the_key_of_a_call_tells_problems_apart() -> None:
         {"dropout_p": 0.5}, {"deterministic": True}, {"q": q.half(), "k": k.half(), "v": k.half()},
         {"q": q.clone().requires_grad_()}, {"mask": masks.ColumnMask(torch.full((1, 1, 30), 20, dtype=torch.int32))},
     ]  # fmt: skip
-    calls = [dense_args(**{**base, **change}) for change in changes]
-    keys = [api._key(args, None) for args in calls]
-    problems = [api._problem(args) for args in calls]
-    assert len(set(keys)) == len(set(problems)) == len(changes) and len({*keys, api._key(calls[0], "cpu")}) == len(changes) + 1
+    made = [dense_args(**{**base, **change}) for change in changes]
+    keys, problems = [key_of(args, None) for args in made], [problem_of(args) for args in made]
+    assert len(set(keys)) == len(set(problems)) == len(changes) and len({*keys, key_of(made[0], "cpu")}) == len(changes) + 1
 
 
 def test_a_backend_without_supports_or_forward_is_none() -> None:

@@ -15,6 +15,7 @@ from warploom.runtime import dispatch
 
 T = torch.randn
 I32 = torch.int32
+CACHE = warploom.KVCache.allocate(2, 8, 2, 16, dtype=torch.float32)
 
 
 def q() -> torch.Tensor:
@@ -62,6 +63,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "float mask": ({"mask": torch.zeros(8, 8)}, TypeError, "torch.float32 tensor"),
     "dense mask, ways": ({"mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError, "docs/masks.md, 'Masks that are not column"),
     "mask_mod": ({"mask": lambda b, h, q, k: q >= k}, TypeError, r"got function; .*ColumnMask.from_mask_mod \(docs/from-flex"),
+    "mask class": ({"mask": masks.Causal}, TypeError, r"the class Causal itself; give a mask, as Causal\(...\) makes one"),
+    "cache": ({"k": CACHE, "v": None}, TypeError, r"k is a KVCache: decode\(q, cache\) reads caches"),
     "mask type": ({"mask": "causal"}, TypeError, "mask must be a builder or ColumnMask.*got str"),
     "mask length": ({"mask": masks.ColumnMask(torch.zeros(1, 1, 9, dtype=I32))}, ValueError, "9.*8"),
     "mask batch": (
@@ -115,6 +118,7 @@ BAD_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "cu_seqlens_q must hold values that fit int32, got 4294967304",
     ),
     "none": ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be an int32 tensor"),
+    "cache without pages": ({"k": CACHE, "v": None}, TypeError, r"k is a KVCache.*PagedKVCache for more queries"),
     "decreasing": (
         {"cu_seqlens_q": cu(0, 5, 3)},
         ValueError,

@@ -360,6 +360,18 @@ def test_calls_of_objects_refused() -> None:
         attention_varlen(*packed, starts, seqused_k=ints(3, 2), block_table=torch.zeros(2, 1).int())
 
 
+@pytest.mark.parametrize("options", [{"backend": "flash"}, {"backend": 3}, {"backend": "triton"}])
+def test_calls_were_refused_after_they_were_dequantised(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = quantize(*inputs(1))
+
+    def work(*_: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(Fp8Tensor, "dequantize", work)
+    with pytest.raises((TypeError, ValueError), match="backend"):
+        attention(*x, **options)
+
+
 def test_transforms_refused() -> None:
     x = drawn(1, 3, 1, 5, 2, 16)
     with pytest.raises(NotImplementedError, match=r"attention in FP8 under a torch\.func transform is not supported"):

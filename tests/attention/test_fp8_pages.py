@@ -208,7 +208,7 @@ def call(**changes: Any) -> Tensor:
 @pytest.mark.parametrize(
     "changes,error,words",
     [
-        ({"v": torch.zeros(1)}, TypeError, "v comes with the cache that k is: leave it out"),
+        ({"v": ints(0, 5)}, TypeError, "v comes with the cache that k is: leave it out; give cu_seqlens_q by its name"),
         ({"seqused_k": ints(20)}, TypeError, "seqused_k comes with the cache"),
         ({"block_table": ints(0)[None]}, TypeError, "block_table comes with the cache"),
         ({"cu_seqlens_k": ints(0, 20)}, TypeError, "cu_seqlens_k comes with the cache"),

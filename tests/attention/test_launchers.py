@@ -180,15 +180,6 @@ def test_each_vector_changed_in_place_is_prepared_anew(kernel: Kernel, prepared:
     assert kernel.ways() == ["checked"] * 2 + ["bound"] * 10
 
 
-def test_another_stream_prepares_for_itself(kernel: Kernel, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, mask = plain(), masks.Document(lengths(1, 2))
-    for stream, made in ((0, 1), (7, 2), (0, 2), (7, 2)):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream, raising=False)
-        for _ in range(3):
-            call(q, mask=mask)
-        assert len(prepared.made) == made
-
-
 def test_a_mask_holds_no_bounds_beyond_the_few_that_are_kept(kernel: Kernel, prepared: Prepared) -> None:
     q, mask = plain(), masks.Document(lengths(1, 2))
     for _ in range(3):

@@ -47,6 +47,14 @@ def test_json_and_choice(capsys: pytest.CaptureFixture) -> None:
     assert {row["case"] for row in run["rows"]} == {"tree, B1 S256 H2 D16"}
 
 
+def test_a_peer_that_no_case_has_is_named(capsys: pytest.CaptureFixture) -> None:
+    chosen = ["--only", "D16 S128 full", "--peers", "SPDA", "SDPA"]
+    assert main([*QUICK, *chosen, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.endswith("--peers SPDA: no case of this run has it\n") and "peers SDPA" not in printed.err
+    assert "SDPA" in json.loads(printed.out)["rows"][0]["contenders"]
+
+
 @pytest.mark.parametrize("peer", ["SDPA, dense mask", "nobody"])
 def test_against_some_peers(peer: str, capsys: pytest.CaptureFixture) -> None:
     assert main([*QUICK, "--suite", "masks", "--only", "tree", "--against", peer, "--json"]) == 0

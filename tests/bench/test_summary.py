@@ -59,7 +59,7 @@ def test_what_the_headline_shows_is_there() -> None:
 
 def test_cases_in_which_a_peer_is_faster_are_named() -> None:
     assert summary.behind({"dense.json": DENSE, "masks.json": MASKS}) == (
-        "Where a peer is faster than the Hopper kernels. torch's cuDNN: forward b 0.50. "
+        "In these cases a peer is faster than the Hopper kernels. torch's cuDNN: forward b 0.50. "
         "cuDNN's FlexAttention: forward tree 0.99.\n"
     )
     assert summary.behind({"linear.json": LINEAR}) == ""

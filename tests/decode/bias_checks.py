@@ -60,10 +60,11 @@ def check_the_lowest_number(backend: str) -> None:
     c = Case(secrets.randbelow(2**31), [9], queries=1)
     cache = c.cache()
     assert isinstance(cache, KVCache)
-    values = torch.full((1, 1, 9), torch.finfo(torch.float32).min)
-    out, lse = decode(c.q(), cache, bias=Key(values), return_lse=True, backend=backend)
     want = cache.v.mean(1, keepdim=True).repeat_interleave(2, 2)
-    assert torch.allclose(out, want, rtol=1e-5, atol=1e-6) and bool(lse.isfinite().all()), c
+    for dtype in (torch.float32, torch.float64):  # whose lowest one fp32 does not hold
+        values = torch.full((1, 1, 9), torch.finfo(dtype).min, dtype=dtype)
+        out, lse = decode(c.q(), cache, bias=Key(values), return_lse=True, backend=backend)
+        assert torch.allclose(out, want, rtol=1e-5, atol=1e-6) and bool(lse.isfinite().all()), c
 
 
 def check_paths_under_biases(backend: str) -> None:

@@ -19,6 +19,12 @@ def tokens(batch: int, count: int, dim: int = 8, dim_v: int = 4) -> tuple[torch.
     return torch.randn(batch, count, 2, dim), torch.randn(batch, count, 2, dim_v)
 
 
+def test_an_allocation_names_all_dtypes_that_it_takes() -> None:
+    for kind in (KVCache, PagedKVCache):
+        with pytest.raises(TypeError, match="float64 or float8_e4m3fn, got str 'bf16'"):
+            kind.allocate(1, 8, 2, 16, dtype="bf16")
+
+
 def allocate(page_size: int | None, batch: int = 3, seqlen: int = 32) -> KVCache | PagedKVCache:
     options = {"head_dim_v": 4, "dtype": torch.float32}
     if page_size is None:

@@ -33,6 +33,7 @@ def query(batch: int = 2, queries: int = 1, heads: int = 4, dim: int = 16) -> to
         ({"q": query(batch=3)}, ValueError, "q has batch 3 but the cache holds 2 sequences"),
         ({"q": query(dim=8)}, ValueError, "q has head_dim 8 but the cache has 16"),
         ({"q": query(heads=3)}, ValueError, "q has 3 heads, which is not a multiple of the cache's 2"),
+        ({"q": query(queries=4, heads=1)}, ValueError, r"q is \(batch, T, heads_q, head_dim\), got \(2, 4, 1, 16\)"),
         ({"q": query().half()}, TypeError, "q has dtype torch.float16 but the cache has torch.float32"),
         ({"q": query(queries=17)}, ValueError, "decode takes 1 to 16. attention_varlen"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number"),

@@ -97,6 +97,11 @@ def test_a_promise_that_does_not_hold() -> None:
             ValueError,
             "prefix is on meta but the cache is on cpu",
         ),
+        (
+            SharedPrefix(torch.tensor([0, 8, 0, 0, 0], dtype=torch.int32)),
+            ValueError,
+            "the last entry of prefix.keys is 0, but must be the largest of the others, 8",
+        ),
     ],
 )
 def test_refused_in_words(prefix: Any, error: type[Exception], words: str) -> None:

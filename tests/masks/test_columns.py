@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -201,6 +202,35 @@ def test_resolved_vectors_are_kept_until_a_tensor_changes():
         mask.resolve(length, length)
     assert len(mask._cache) <= 8
     assert "_cache" not in pickle.loads(pickle.dumps(mask)).__dict__
+
+
+def test_a_stream_and_a_graph_keep_vectors_of_their_own(monkeypatch):
+    """A stream waits for none that made the same vectors; a graph reads what it was captured with as long as the mask lives."""
+    on, device = {"stream": 0, "capturing": False}, torch.device("cuda", 0)
+    mask, resolve = masks.Document([3, 5]), masks.Document._resolve
+    monkeypatch.setattr(masks.Document, "_resolve", lambda self, q, k, device: resolve(self, q, k, torch.device("cpu")))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: on["stream"], raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on["capturing"])
+
+    def vectors(length=8):
+        return mask.resolve(length, length, device).lts
+
+    first = vectors()
+    on["stream"] = 7
+    other = vectors()
+    assert other is not first and vectors() is other
+    on["stream"] = 0
+    assert vectors() is first
+    on.update(stream=9, capturing=True)
+    captured = weakref.ref(vectors())
+    with pytest.raises(ValueError, match="no CUDA graph capture can copy"):
+        vectors(9)
+    on.update(stream=0, capturing=False)
+    del first, other
+    for length in range(20, 40):
+        vectors(length)
+    assert captured() is not None and len(mask._cache) <= 8
+    assert "_captured" not in pickle.loads(pickle.dumps(mask)).__dict__
 
 
 def test_vectors_resolved_in_inference_mode_serve_autograd_later():

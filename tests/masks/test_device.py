@@ -176,6 +176,17 @@ def test_capture_takes_host_masks_from_the_cache_or_refuses():
     assert total.item() == 3 * 3 + 5 * 8
 
 
+def test_each_stream_resolves_for_itself():
+    mask = masks.Document(torch.tensor([3, 5], device="cuda"))
+    first, side = mask.resolve(8, 8).lts, torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other = mask.resolve(8, 8).lts
+        assert mask.resolve(8, 8).lts is other
+    torch.cuda.synchronize()
+    assert other is not first and torch.equal(other, first) and mask.resolve(8, 8).lts is first
+
+
 def test_pytree_moves_masks():
     mask = masks.Document([3, 5]) & masks.Padding([7])
     moved = _pytree.tree_map(lambda t: t.cuda(), mask)

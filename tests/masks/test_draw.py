@@ -61,7 +61,7 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="nothing to draw"):
         masks.Causal().draw("mask.png", 0, 4)
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
-    with pytest.raises(ImportError, match=r"pip install warploom\[demo\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         masks.Causal().draw(tmp_path / "mask.png", 4, 4)
 
 

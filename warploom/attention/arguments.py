@@ -230,6 +230,8 @@ def _check_mask(mask: object) -> None:
             "turn a dense boolean mask into columns once with warploom.masks.ColumnMask.from_dense(mask); docs/masks.md, "
             "'Masks that are not column masks', says what to do where that is refused"
         )
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        raise TypeError(f"mask is the class {mask.__name__} itself; give a mask, as {mask.__name__}(...) makes one")
     if hasattr(mask, "mask_mod") or callable(mask):
         raise TypeError(
             f"mask must be a builder or ColumnMask of warploom.masks, got {type(mask).__name__}; turn a FlexAttention mask_mod "

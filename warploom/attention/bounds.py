@@ -80,14 +80,14 @@ def bounds_of(vectors: tuple[Tensor | None, ...], left: int | None, right: int |
 
 
 def bounds_of_kept(mask: Kept, left: int | None, right: int | None, seqlen_q: int) -> Tensor:
-    """As ``prepared_bounds``, under the band of a call that nothing sees; the mask remembers where they are kept."""
+    """As ``prepared_bounds``, under the band of a call that nothing sees; the mask, of one stream, remembers where they are."""
     vectors, prepared = mask.resolved[2:], mask.prepared
     if prepared is None:
         return bounds_of((*vectors, None), left, right, seqlen_q)
     lts, lte, uts, ute = vectors
     some = lts if lts is not None else ute
     assert some is not None
-    key = (left, right, torch._C._cuda_getCurrentRawStream(some.device.index) if some.is_cuda else None)
+    key = left, right
     state: Any = (some._version, some.data_ptr())
     if lte is not None or uts is not None or (lts is not None and ute is not None):
         state = [None if t is None else (t._version, t.data_ptr()) for t in vectors]

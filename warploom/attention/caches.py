@@ -28,7 +28,8 @@ def cache_args(q: Any, cache: PagedCache, *packed: Any, **keywords: Any) -> Atte
     given = dict(zip(names, packed, strict=False)) | keywords
     for name in _OWN:
         if given.pop(name, None) is not None:
-            raise TypeError(f"{name} comes with the cache that k is: leave it out")
+            how = "; give cu_seqlens_q by its name" if name == "v" else ""
+            raise TypeError(f"{name} comes with the cache that k is: leave it out{how}")
     for name in _FP8:
         if given.pop(name, None) is not None:
             raise TypeError(f"{name} goes with FP8 tensors, and k is a cache, which has its scales; out has q's dtype")

@@ -15,7 +15,6 @@ from warploom.runtime.qkv import check_starts
 # Beyond it sums of rows, lengths and limits of the band would leave 32 bits.
 MOST_OFFSET = 1 << 29
 
-
 _ALWAYS = ("q", "k", "v", "sink")
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _COLUMNS = ("lts", "lte", "uts", "ute", "bounds")
@@ -65,6 +64,7 @@ class AttentionArgs(NamedTuple):
     With ``batch_invariant`` the bits of a sequence's out and lse depend on nothing but its own queries and keys, the model's
     shapes and the call's options: not on the batch, its other sequences, its longest lengths, nor on where its tokens lie.
     ``deterministic`` is true then.
+
     ``k`` and ``v`` of a paged call may be float8_e4m3fn, with ``k_scale`` and ``v_scale``, float32 (1,), (heads_kv,) or a token
     and head, (pages, page_size, heads_kv): what their numbers are multiplied by. q has another dtype then, is rotated as k is,
     and nothing has a gradient.

@@ -173,7 +173,7 @@ def behind(runs: Runs) -> str:
                     cases = ", ".join(f"{re.sub(SHAPE, '', case)} {rounded_down(ratio)}" for ratio, case, _ in slower)
                     parts.append(f"{measure} {cases}")
             found += [f"{peer}: {'; '.join(parts)}."] if parts else []
-    return f"Where a peer is faster than the Hopper kernels. {' '.join(found)}\n" if found else ""
+    return f"In these cases a peer is faster than the Hopper kernels. {' '.join(found)}\n" if found else ""
 
 
 def preparation(runs: Runs) -> str:

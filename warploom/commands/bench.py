@@ -141,6 +141,10 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         longest = max(longest, time.perf_counter() - begun)
+    met = {name for row in found["rows"] for name in row.get("contenders", ())}
+    for peer in options.against or ():
+        if peer not in met:
+            print(f"warploom bench: --peers {peer}: no case of this run has it", file=sys.stderr)
     if device.type == "cuda":
         found["bars"] = judged(found)
     _write(found, options.out)

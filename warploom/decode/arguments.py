@@ -62,8 +62,8 @@ def decode_args(
         raise ValueError(f"q has batch {batch} but the cache holds {lengths.shape[0]} sequences")
     if queries > MAX_QUERIES and tree is None:
         raise ValueError(
-            f"q has {queries} queries a sequence; decode takes 1 to {MAX_QUERIES}. attention_varlen(q, k, v, cu_seqlens_q, "
-            "seqused_k=lengths, block_table=...) runs longer ones over the same pages"
+            f"q has {queries} queries a sequence; decode takes 1 to {MAX_QUERIES}. attention_varlen(q, cache, cu_seqlens_q=...)"
+            " takes more, over a PagedKVCache"
         )
     if queries > MAX_TREE:
         raise ValueError(f"q has {queries} queries a sequence; under a tree decode takes 1 to {MAX_TREE}")
@@ -73,7 +73,10 @@ def decode_args(
         raise ValueError(f"head_dim must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     heads_kv = k.shape[2]
     if heads_q % heads_kv if heads_kv else heads_q:
-        raise ValueError(f"q has {heads_q} heads, which is not a multiple of the cache's {heads_kv}")
+        raise ValueError(
+            f"q has {heads_q} heads, which is not a multiple of the cache's {heads_kv}; "
+            f"q is (batch, T, heads_q, head_dim), got {tuple(q.shape)}"
+        )
     scale, softcap, _ = scalars(scale, softcap, 0.0, head_dim)
     check_sink(sink, q)
     if sink is not None and sink.stride(0) != 1:

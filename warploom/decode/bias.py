@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.bias import Bias, Key
+from warploom.bias import Bias, Key, narrowed
 from warploom.decode.problem import DecodeArgs
 from warploom.runtime import arguments
 
@@ -58,5 +58,5 @@ def terms(args: DecodeArgs, b: int, tokens: Tensor, keys: Tensor, dtype: torch.d
         return bias.to(dtype)[:, entry]
     own = bias[b if bias.shape[0] > 1 else 0]
     if args.bias_kind == "key":
-        return own[:, keys.clamp(min=0)].to(dtype)[:, None].expand(shape)
+        return narrowed(own[:, keys.clamp(min=0)], dtype)[:, None].expand(shape)
     return -own.to(dtype)[:, None, None] * (tokens[:, None] - keys).abs().to(dtype)

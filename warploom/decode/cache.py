@@ -317,7 +317,9 @@ def _memory(shape: Sequence[int], dims: Sequence[int], dtype: Any, device: Any, 
         raise ValueError(f"head_dim_v of a latent cache is at most head_dim, {dims[0]}, got {dims[1]}")
     if latent and dtype == E4M3:
         raise TypeError(f"a latent cache takes float16, bfloat16, float32 or float64, not {dtype}, whose keys are rotated")
-    dtype = dtype if dtype == E4M3 else arguments.float_dtype("dtype", dtype)
+    if not isinstance(dtype, torch.dtype) or dtype not in (*arguments.FLOATS, E4M3):
+        takes = "torch.float16, bfloat16, float32, float64 or float8_e4m3fn"
+        raise TypeError(f"dtype must be {takes}, got {arguments.describe(dtype)}")
     options: dict[str, Any] = {"dtype": dtype, "device": arguments.device("device", device)}
     k = torch.empty((*shape, dims[0]), **options)
     return k, k[..., : dims[1]] if latent else torch.empty((*shape, dims[1]), **options)

@@ -56,12 +56,18 @@ def prefix_of(
             raise ValueError(f"prefix was found in a batch of {keys.shape[0] - 1}, but the cache holds {batch} sequences")
         if keys.device != k.device:
             raise ValueError(f"prefix is on {keys.device} but the cache is on {k.device}; move them to one device")
+        keys = keys.contiguous()
         number = 0
     elif isinstance(prefix, Tensor):
         raise TypeError("prefix takes what cache.shared_prefix() returns, or a number of keys, not a tensor")
     else:
         number = arguments.integer("prefix", prefix, 0, arguments.INT32[1])
     if arguments.readable(k) and batch > 1:
+        if keys is not None and int(keys[batch]) != int(keys[1:batch].max()):
+            raise ValueError(
+                f"the last entry of prefix.keys is {int(keys[batch])}, but must be the largest of the others, "
+                f"{int(keys[1:batch].max())}"
+            )
         claimed = torch.full_like(lengths[1:], number) if keys is None else keys[1:batch]
         claimed = torch.minimum(claimed, torch.minimum(lengths[1:], lengths[:-1])).clamp(min=0)
         wrong = _differing(claimed, [k, v, *scales]) if block_table is None else _elsewhere(claimed, block_table, k.shape[1])

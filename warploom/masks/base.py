@@ -51,7 +51,7 @@ class BaseMask:
         """Band and column vectors for one pair of lengths.
 
         It never synchronises with the device and has no data-dependent shapes. The result is kept by sizes, device and
-        tensor versions, except while torch compiles or a CUDA graph is captured.
+        tensor versions, and by the stream, except while torch compiles or a CUDA graph is captured.
 
         Args:
             seqlen_q, seqlen_k: lengths of the call.
@@ -79,13 +79,17 @@ class BaseMask:
         cache: dict[Any, Kept] | None = own.get("_cache")
         if cache is None:
             cache = own["_cache"] = {}
-        key = (seqlen_q, seqlen_k, device, state, checked())
-        found = cache.get(key)
+        kind, stream = (seqlen_q, seqlen_k, device, state, checked()), None
+        if device.type == "cuda":
+            stream = torch._C._cuda_getCurrentRawStream(device.index)  # which waits for none that made the same vectors
+        found = cache.get((kind, stream))
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if all([t.device.type == "cuda" for t in self._tensors()]):
                 return self._made(seqlen_q, seqlen_k, device, False)
-            if found is not None:
-                return Kept(found.resolved, False)
+            for (same, _), made in list(cache.items()):
+                if same == kind:  # on any stream: a graph is replayed later than all that was launched before its capture
+                    own.setdefault("_captured", {})[kind] = made  # whose addresses the graph keeps
+                    return Kept(made.resolved, False)
             raise ValueError(
                 f"{type(self).__name__} holds host data, which no CUDA graph capture can copy: call "
                 "it once before the capture with the same lengths, or move it with .to(device) first"
@@ -99,8 +103,9 @@ class BaseMask:
             made = self._made(seqlen_q, seqlen_k, device, state is not None)
         if made.prepared is not None:
             if len(cache) >= _CACHED_SIZES:
-                cache.pop(next(iter(cache)))
-            cache[key] = made
+                for oldest in list(cache)[:1]:  # a copy: another thread may add one
+                    cache.pop(oldest, None)
+            cache[kind, stream] = made
         return made
 
     def _made(self, seqlen_q: int, seqlen_k: int, device: torch.device, lasts: bool) -> Kept:
@@ -187,7 +192,7 @@ class BaseMask:
         return f"{type(self).__name__}({fields})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_held")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_captured", "_held")}
 
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor] = []

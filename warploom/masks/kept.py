@@ -10,7 +10,7 @@ from warploom.masks.intervals import ResolvedMask
 
 
 class Kept:
-    """A mask resolved for one pair of lengths, with what is found out of it once.
+    """A mask resolved for one pair of lengths, on one stream, with what is found out of it once.
 
     Attributes:
         kind: all of it but its vectors' contents; None where these are not plain tensors.

@@ -15,7 +15,7 @@ from warploom.attention.hopper.fp8_plan import OUT_DTYPES, fp8_config, tile_dims
 from warploom.attention.hopper.run import launch_on, numbers_of, parts_shape_of, processors
 from warploom.attention.hopper.schedule import heads_in_pairs, tiles_to_split
 from warploom.attention.problem import AttentionArgs
-from warploom.runtime import modules
+from warploom.runtime import modules, traced
 from warploom.runtime.arguments import keeps_nothing
 
 SCALED = 128  # rows that share a scale
@@ -52,16 +52,13 @@ def _settled(flag: bool) -> bool:
     return settled
 
 
+@traced.constant
 def _module_refusal(out_dtype: torch.dtype, *fields: Any) -> str | None:
     """Why the module can be neither loaded nor built here; ``fields`` are those of the call's Features."""
-    variant = fp8_config(Features(*fields), out_dtype)
-    if variant.name in _ready or modules.cannot_build() is None:
-        return None
-    return modules.absence(variant.spec)
+    return _found.refusal((out_dtype, *fields), lambda: [fp8_config(Features(*fields), out_dtype).spec])
 
 
-# torch.compile runs it while it traces, as `warploom.attention.hopper` has it of the other modules.
-setattr(_module_refusal, "_dynamo_marked_constant", True)  # noqa: B010
+_found = traced.Found()
 
 
 def forward(args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2
+from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2, narrowed
 
 
 class Bias(NamedTuple):
@@ -106,9 +106,7 @@ def biased(s, bias, m0, n0, m, n, shift, offset):
                 at = bias.first + tl.cast(r0, tl.int64) * bias.row + tl.cast(n0, tl.int64) * bias.column
                 inside = (m < bias.rows - r0) & (n < bias.columns - n0)
                 b = tl.load(at + (m * bias.row + n * bias.column), mask=inside, other=0.0)
-            if b.dtype == tl.float64:  # whose finite numbers may be -inf in fp32
-                b = tl.where((b < -3.0e38) & (b != float("-inf")), -3.0e38, b)
-            b = b.to(tl.float32)
+            b = narrowed(b)
         return tl.where(b == float("-inf"), float("-inf"), s + in_log2(b))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +175,10 @@ class Call:
             bias=bias_numbers,
             scales=(*_scale_strides(args.k_scale), *_scale_strides(args.v_scale)),
         )
+
+    def alone(self) -> Call:
+        """The same without its tensors, which a launcher that is kept would keep alive."""
+        return replace(self, vectors=(), sequences=())
 
     def tiles(self, seqlen: int, rows: int) -> tuple[int, int]:
         """Tiles of `rows` that cover seqlen, and how many batches have each of them.

@@ -34,7 +34,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """What launches further calls of this kind by q, k, v, sink and what is behind them in ``AttentionArgs.launched``."""
-    call = Call.of(args)
+    call = Call.of(args).alone()
     if not call.variant.direct:
         return None
     launch, kind, paged = _forward(args, call), Kind(args), args.block_table is not None
@@ -93,7 +93,7 @@ def bind_backward(
 ) -> Callable[..., tuple[Tensor, ...]] | None:
     """As ``bind``, of backward passes: dout, dlse, out and lse come first."""
     dout, dlse, out, lse = _readable(dout, dlse, out, lse)
-    call = Call.of(args, dout, out, dlse is not None)
+    call = Call.of(args, dout, out, dlse is not None).alone()
     if not call.variant.direct:
         return None
     launch, kind = _backward(args, dout, call), Kind(args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2
+from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2, narrowed
 
 
 @triton.jit
@@ -40,5 +40,5 @@ def biased(s, seen, rows, position, place, stride_k, entries, origin, KIND: tl.c
         else:
             # Clamped first: near the last of 2^31 positions the sum would pass 32 bits.
             at = rows[:, None] + (clamp(position[:, None] - place[None, :], -origin, entries - 1 - origin) + origin)
-        b = tl.load(at, mask=seen, other=0.0).to(tl.float32)
+        b = narrowed(tl.load(at, mask=seen, other=0.0))
         return s + in_log2(b), seen & (b != float("-inf"))

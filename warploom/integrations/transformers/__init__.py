@@ -16,7 +16,7 @@ OLDEST = (5, 4)  # passes `python -m tests.integrations.sweep --core`; 5.3 calls
 def register(name: str = "warploom") -> str:
     """Make `attn_implementation=name` known to transformers: the attention and its mask function.
 
-    Idempotent. Needs transformers 5.4 or newer (`pip install warploom[transformers]`). Models that are given this name
+    Idempotent. Needs transformers 5.4 or newer (`pip install 'warploom[transformers]'`). Models that are given this name
     also learn to refuse in words what they cannot do with it: attention weights, attention classes of their own.
 
     Args:

@@ -44,6 +44,14 @@ def tanh(x):
 
 
 @triton.jit
+def narrowed(b):
+    """A bias in fp32, in which a finite number, however low, does not become -inf: that hides."""
+    if b.dtype == tl.float64:
+        b = tl.where((b < -3.0e38) & (b != float("-inf")), -3.0e38, b)
+    return b.to(tl.float32)
+
+
+@triton.jit
 def in_log2(b):
     """An fp32 bias in log2 units, finite where it is: what dtypes hold would pass the lowest number, which hides."""
     return tl.maximum(b * LOG2E, -3.0e38, propagate_nan=tl.PropagateNan.ALL)
