@@ -215,7 +215,6 @@ class AttentionProblem:
         if self.bias:
             kind = {"alibi": "ALiBi", "distance": "Relative"}.get(self.bias, self.bias)
             parts.append(f"bias ({kind}{', with a gradient' if self.bias_grad else ''})")
-            parts.append(f"bias ({self.bias}{', with a gradient' if self.bias_grad else ''})")
         if self.fp8_pages:
             parts.append("pages in FP8")
         if self.q_offset:
