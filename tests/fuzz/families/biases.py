@@ -1,4 +1,4 @@
-"""Biases of dense problems: what is added to each score, and the gradient of what it is made of."""
+"""Biases of dense and of packed problems: what is added to each score, and the gradient of what it is made of."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.fuzz.problem import DTYPES, Expected
 
 TAKE_BIASES = ("cpu", "triton", "reference")
 DRAWN = tuple(kind for kind in KINDS if not kind.startswith("t5"))  # whose buckets are counted one by one
+ENTRIES = ("full", "of batches", "keys", "keys of all heads", "alibi of batches")  # one of each sequence
 DENSE = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")  # which may hold -inf
 # Whose every element sums few enough terms for the model's own error to say what is expected.
 DIRECT = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")
@@ -34,23 +35,40 @@ def with_bias(d: Draw, p: Any) -> Any:
 
 def leaf_of(p: Any, device: torch.device) -> Tensor:
     """What the bias is made of."""
-    shape = KINDS[p.bias].shape((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
+    shape = KINDS[p.bias].shape(p.bias_shape)
     leaf = shared.values(p.seed, "bias", shape, "float32", "normal")
     if p.bias.startswith("alibi"):
         leaf = leaf.abs() * 0.1
     if p.bias_hides:
         leaf = leaf.masked_fill(shared.values(p.seed, "hides", shape, "float32", "normal") > 1, float("-inf"))
-        leaf[..., p.seqlen_k // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
+        leaf[..., shape[-1] // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
     return leaf.to(device, DTYPES[p.bias_dtype])
 
 
 def matrix(p: Any, leaf: Tensor) -> Tensor:
-    """What is added, in the leaf's dtype: (batch|1, heads_q|1, rows|1, seqlen_k|1), of chunks (batch, heads_q|1, rows, …)."""
+    """What is added, in the leaf's dtype: (batch|1, heads_q|1, rows|1, seqlen_k|1), of chunks (batch, heads_q|1, rows, …).
+
+    Of packed sequences (sequences, heads_q|1, longest rows, longest keys), with anything in places that a sequence lacks.
+    """
+    if p.sequences is not None:
+        return _packed(p, leaf)
     whole = KINDS[p.bias].matrix(leaf, distances(p.seqlen_q, p.seqlen_k).to(leaf.device))
     if not p.offsets:
         return whole
     whole = whole.expand(p.batch, whole.shape[1], p.seqlen_q, whole.shape[3])
     return torch.stack([whole[b, :, first : first + p.rows] for b, first in enumerate(p.offsets)])
+
+
+def _packed(p: Any, leaf: Tensor) -> Tensor:
+    rows, cols = max(p.lengths_q, default=0), max(p.keys, default=0)
+    found = []
+    for n, (queries, keys) in enumerate(p.sequences):
+        own = leaf[n : n + 1] if p.bias in ENTRIES else leaf
+        whole = KINDS[p.bias].matrix(own, distances(rows, cols, keys - queries).to(leaf.device))
+        whole = whole[:, :, :rows] if whole.shape[2] > 1 else whole
+        whole = whole[..., :cols] if whole.shape[3] > 1 else whole
+        found.append(whole.expand(1, whole.shape[1], rows, cols))
+    return torch.cat(found)
 
 
 def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expected:

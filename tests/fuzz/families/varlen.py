@@ -14,7 +14,7 @@ import warploom
 from tests.fuzz import maskspec
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
-from tests.fuzz.families import masked
+from tests.fuzz.families import biases, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -38,10 +38,11 @@ EXCLUSIVE = [
     ({"paged", "own_key_lengths"}, "a paged call has no cu_seqlens_k"),
     ({"paged", "mask"}, _NO_COLUMNS),
     ({"paged", "mask_per_head"}, _NO_COLUMNS),
+    ({"paged", "stats"}, "stats take no pages"),
     *(
         ({fp8, other}, "FP8 keys lie in pages, and have no gradient")
         for fp8 in ("fp8", "fp8_rotated")
-        for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head", "lse_gradient")
+        for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head", "lse_gradient", "bias_gradient", "stats")
     ),
 ]
 # Besides, on a GPU.
@@ -93,6 +94,30 @@ class Varlen:
     lse_gradient: str = ""
     dlse_view: str = ""
     wants: tuple[str, ...] = ("q", "k", "v", "sink")
+    bias: str = ""
+    bias_dtype: str = "float32"
+    bias_gradient: bool = False
+    bias_hides: bool = False
+    stats: tuple[str, ...] = ()
+    offsets = ()  # of chunks, which only dense calls have
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Queries and keys of each."""
+        return list(zip(self.lengths_q, self.keys if self.used is None else self.used, strict=True))
+
+    @property
+    def longest_of_call(self) -> tuple[int, int]:
+        """What the call knows of the longest sequence's queries and keys."""
+        if not self.longest:
+            return self.total_q, self.width * self.page_size if self.page_size else self.total_k
+        more = 0 if self.longest == "exact" else 17
+        queries, keys = max(self.lengths_q, default=0) + more, max(self.keys, default=0) + more
+        return queries, min(keys, self.width * self.page_size) if self.page_size else keys
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int]:
+        return len(self.lengths_q), self.heads_q, *self.longest_of_call
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -207,6 +232,12 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         found = _fp8(d, found)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
+    if free and backend in biases.TAKE_BIASES and found.lengths_q and d.chance(1 / dense.BIASES_EVERY):
+        found = biases.with_bias(d, found)
+        if not found.bias.startswith(("alibi", "relative")):  # which need not know how long the longest sequence is
+            found = replace(found, longest=found.longest or "exact")
+    if free and backend in biases.TAKE_BIASES and not found.page_size and d.chance(1 / dense.STATS_EVERY):
+        found = replace(found, stats=d.pick(dense.STATS))
     return found
 
 
@@ -261,6 +292,9 @@ def features(p: Varlen) -> frozenset[str]:
         "hostile_inf": p.hostile in ("inf", "-inf", "mixed"),
         "forward_only": not p.backward,
         "style_large": p.style == "large",
+        "bias": p.bias,
+        "bias_gradient": p.bias_gradient,
+        "stats": p.stats,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -318,7 +352,8 @@ def visible(p: Varlen, oracle: SimpleNamespace, at: Padded) -> Tensor:
         seen = seen & oracle.over_heads(dense_masks.by_vectors(oracle, mine, p.mask.causal, g), p.heads_q)
     elif p.mask is not None:
         seen = seen & dense_masks.visible(oracle, p.mask, g)
-    return seen & at.is_query[:, None, :, None] & at.is_key[:, None, None, :]
+    seen = seen & at.is_query[:, None, :, None] & at.is_key[:, None, None, :]
+    return seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf")) if p.bias_hides else seen
 
 
 def _scattered(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -350,6 +385,7 @@ def inputs(p: Varlen, device: torch.device) -> dict[str, Any]:
     if not bool(shown_k.all()):
         observed.add("key_seen_by_none")
     more = dense.extras(p, (p.heads_q, p.total_q), device)
+    more["bias"] = biases.leaf_of(p, device) if p.bias else None
     return {**tensors, **more, "buffers": buffers, "seen": seen, "at": at, "observed": observed, "scales": scales}
 
 
@@ -369,7 +405,7 @@ def _in_fp8(p: Varlen, name: str, shown: Tensor, device: torch.device) -> tuple[
 
 
 def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
-    device = given["q"].device
+    device = given["dout"].device
     named = dense.keywords(p, given, device)
 
     def numbers(values: Any) -> Tensor:
@@ -380,11 +416,7 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
 
     cu_k = None if p.lengths_k is None else starts(p.lengths_k)
     if p.longest:
-        more = 0 if p.longest == "exact" else 17
-        named["max_seqlen_q"] = max(p.lengths_q, default=0) + more
-        named["max_seqlen_k"] = max(p.keys, default=0) + more
-        if p.page_size:
-            named["max_seqlen_k"] = min(named["max_seqlen_k"], p.width * p.page_size)
+        named["max_seqlen_q"], named["max_seqlen_k"] = p.longest_of_call
     if p.used is not None:
         named["seqused_k"] = numbers(p.used)
     if p.page_size:
@@ -453,7 +485,7 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
     if p.rotation is not None:
         rounded["q"] = Decode().rotated(arguments["q"].float(), p.rotation).to(DTYPES[p.dtype])
         arguments["q"] = Decode().rotated(arguments["q"].double(), p.rotation)
-    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, rounded=rounded)
+    found = dense.both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, given["bias"], rounded)
     rows, keys = (at.queries, at.is_query, p.total_q), (at.keys, at.is_key, p.total_k)
     nothing = torch.zeros(p.total_q, dtype=torch.bool, device=device)
     nothing[sum(p.lengths_q) :] = True
@@ -473,7 +505,15 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
                 named[f"d{name}"] = true, *(low.to(DTYPES[p.dtype]) for low in lows)
         if given["sink"] is not None and "sink" in p.wants:
             named["dsink"] = found["dsink"]
-    return dense.typed(p, named, given)
+    if "max_logits" in p.stats:
+        named["max_logits"] = found["max_logits"]
+    if "column_sums" in p.stats:
+        named["column_sums"] = _mapped(found["column_sums"], lambda t: _scattered(t.transpose(1, 2), *keys).T)
+    of_bias = {}
+    if p.bias_gradient:
+        ref, *lows = found["dscores"]
+        of_bias["dbias"] = biases.expected(p, given["bias"], ref, lows)
+    return {**dense.typed(p, named, given), **of_bias}
 
 
 def _placed(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -536,6 +576,11 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
         "longest": "",
         "extra_q": 0,
         "extra_k": 0,
+        "bias": "",
+        "bias_hides": False,
+        "bias_gradient": False,
+        "bias_dtype": "float32",
+        "stats": (),
     }
     if not p.page_size:
         plain["used"] = None
