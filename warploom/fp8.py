@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from warploom.kernels.e4m3 import quantized, rotate, scales_of
+from warploom.kernels.e4m3 import E4M3, as_bytes, quantized, rotate, scales_of
 from warploom.kernels.fp8_quantize import BLOCK, keys_last, of_storage, quantize_op, takes
 from warploom.runtime import arguments
 from warploom.runtime.op import differentiates_forward
@@ -45,6 +45,12 @@ class Fp8Tensor:
     cu_seqlens: Tensor | None = None
     hadamard_seed: int | None = None
     dtype: torch.dtype = torch.bfloat16
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "data": as_bytes(self.data)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "data": state["data"].view(E4M3)})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that these stand for, of ``data``'s shape, in fp32 and rounded to ``dtype``. A rotation stays."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import secrets
 from typing import Any
 
@@ -15,6 +17,7 @@ from warploom import KVCache, attention, attention_varlen, masks
 from warploom.attention.fp8 import computed_in
 from warploom.fp8 import BLOCK, Fp8Tensor, quantize
 from warploom.kernels.e4m3 import E4M3, rotate
+from warploom.kernels.fp8_quantize import keys_last
 
 GRANULARITIES = ["block", "head", "tensor"]
 NAN = float("nan")
@@ -242,9 +245,19 @@ def test_an_object_is_a_pytree_that_moves_and_is_saved(tmp_path: Any) -> None:
     x = drawn(1, 300, 2, 16)
     t = quantize(x, x, x, cu_seqlens_q=ints(0, 100, 300))[0]
     torch.save(t, tmp_path / "t")
-    for other in (_pytree.tree_map(torch.clone, t), t.to("cpu"), torch.load(tmp_path / "t")):
-        assert isinstance(other, Fp8Tensor) and same(other.dequantize(), t.dequantize())
+    copies = copy.copy(t), copy.deepcopy(t), pickle.loads(pickle.dumps(t))
+    for other in (_pytree.tree_map(torch.clone, t), t.to("cpu"), torch.load(tmp_path / "t", weights_only=True), *copies):
+        assert isinstance(other, Fp8Tensor) and same(other.data, t.data) and same(other.dequantize(), t.dequantize())
         assert (other.hadamard_seed, other.dtype) == (0, torch.float32)
+
+
+def test_a_pickle_keeps_the_strides_of_values() -> None:
+    """As they lie on a GPU, key by key, with zeros behind the last."""
+    x = drawn(2, 2, 30, 2, 24)
+    t = quantize(x, x, x)[2]
+    t = Fp8Tensor(keys_last(t.data), t.scale, None, None, t.dtype)
+    other = pickle.loads(pickle.dumps(t))
+    assert other.data.stride() == t.data.stride() and other.data.stride(1) == 1 and same(other.data, t.data)
 
 
 def test_compiled() -> None:

@@ -75,6 +75,8 @@ _CPU = {
     ("varlen", "cpu"): 6,
     ("varlen", "reference"): 3,
     ("sdpa", "cpu"): 3,
+    ("fp8", "cpu"): 2,
+    ("fp8", "reference"): 1,
     ("decode", "cpu"): 5,
     ("decode", "reference"): 2,
     ("linear", "cpu"): 5,

@@ -41,8 +41,6 @@ def padded(length: int) -> torch.Tensor:
 # --- bounds as scores -----------------------------------------------------------------------------------------------
 
 OWN_SCORES = [
-    ("BloomModel", "bloom"),
-    ("MptModel", "mpt"),
     ("MPNetModel", "mpnet"),
     ("XGLMModel", "xglm"),
     ("RemBertModel", "rembert"),

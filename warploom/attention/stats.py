@@ -10,6 +10,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs, AttentionProblem
@@ -33,6 +34,9 @@ class AttentionStats(NamedTuple):
 
     max_logits: Tensor | None = None
     column_sums: Tensor | None = None
+
+
+torch.serialization.add_safe_globals([AttentionStats])
 
 
 class StatsBackend(Backend):

@@ -15,7 +15,7 @@ from warploom.decode.ops import append_op
 from warploom.decode.prefix import SharedPrefix, shared_prefix
 from warploom.decode.problem import AppendArgs
 from warploom.decode.scales import Granularity, append_quantized, check_scales, scale_memory
-from warploom.kernels.e4m3 import E4M3
+from warploom.kernels.e4m3 import E4M3, as_bytes
 from warploom.kernels.pages import PagedCache
 from warploom.runtime import arguments
 
@@ -237,6 +237,9 @@ class PagedKVCache(PagedCache):
         return shared_prefix(self.block_table, self.page_size)
 
 
+torch.serialization.add_safe_globals([KVCache, PagedKVCache])
+
+
 def append(args: AppendArgs) -> None:
     """The append of both caches on bare tensors."""
     args = _slots_widened(args)
@@ -280,13 +283,15 @@ def _state(cache: KVCache | PagedKVCache, v: str) -> dict[str, Any]:
 
     Of a latent cache's values how many columns they are: a pickle would give them memory of their own.
     """
-    held = vars(cache)
+    held = {name: as_bytes(value) if isinstance(value, Tensor) else value for name, value in vars(cache).items()}
     return {**held, "ready": {}, **({v: held[v].shape[3]} if cache.latent else {})}
 
 
 def _restore(cache: KVCache | PagedKVCache, state: dict[str, Any], k: str, v: str) -> None:
     """Make a cache of what `_state` gave."""
     vars(cache).update(state)
+    if cache.k_scale is not None:
+        vars(cache).update({name: state[name].view(E4M3) for name in (k, v)})
     if cache.latent:
         vars(cache)[v] = state[k][..., : state[v]]
 

@@ -28,6 +28,9 @@ class SharedPrefix:
             raise TypeError(f"keys must be an int32 tensor of shape (batch + 1,), got {arguments.describe(keys)}")
 
 
+torch.serialization.add_safe_globals([SharedPrefix])
+
+
 def shared_prefix(block_table: Tensor, page_size: int) -> SharedPrefix:
     """What the equal leading columns of neighbouring rows of a table say; in torch ops, none of which waits for a device."""
     batch, width = block_table.shape

@@ -33,6 +33,11 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >> 63 else word
 
 
+def as_bytes(t: Tensor) -> Tensor:
+    """The memory of e4m3 numbers as uint8, of the same shape and strides: what pickle knows; any other tensor as it is."""
+    return t.view(torch.uint8) if t.dtype == E4M3 else t
+
+
 def rotate(x: Tensor, seed: int) -> Tensor:
     """x (..., head_dim) times the signs and the orthogonal matrix of ``seed``, in fp32."""
     head_dim = x.shape[-1]

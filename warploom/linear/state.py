@@ -37,3 +37,6 @@ class LinearState(NamedTuple):
         device = arguments.device("device", device)
         s = torch.zeros(shape, dtype=arguments.float_dtype("dtype", dtype), device=device)
         return cls(s, s.new_zeros(shape[:3]))
+
+
+torch.serialization.add_safe_globals([LinearState])

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from tests.fuzz.problem import Family
 
-NAMES = ("attention", "varlen", "sdpa", "decode", "linear", "delta")
+NAMES = ("attention", "varlen", "sdpa", "fp8", "decode", "linear", "delta")
 
 
 def load(name: str) -> Family:

@@ -36,6 +36,8 @@ FEW_ROWS = 256
 CHUNKS_EVERY = 8
 TAKE_CHUNKS = ("cpu", "triton", "reference")
 BIASES_EVERY = 4  # likewise
+STATS_EVERY = 6
+STATS = (("max_logits",), ("column_sums",), ("column_sums", "max_logits"))
 # Sets of features of which no problem has two, with the reason.
 ONE_OF: list[tuple[set[str], str]] = [
     ({"float16", "bfloat16", "float32", "float64"}, "a call has one dtype"),
@@ -47,6 +49,8 @@ ONE_OF: list[tuple[set[str], str]] = [
     ({"forward_only", "lse_gradient"}, "no gradient arrives"),
     ({"forward_only", "bias_gradient"}, "no gradient arrives"),
     ({"visible_nan", "bias_gradient"}, "a visible NaN is drawn without a backward pass"),
+    ({"visible_nan", "stats"}, "a visible NaN may reach any sum"),
+    ({"chunks", "stats"}, "chunks have none"),
     ({"view_all_contiguous", "strides_odd"}, "head dims that GPUs take are multiples of 8"),
 ]
 EXCLUSIVE = [
@@ -105,6 +109,12 @@ class Attention:
     bias_gradient: bool = False
     bias_hides: bool = False  # some of it is -inf
     invariant: str = ""  # batch_invariant=True, and the form in which one sequence has to have the same bits: "alone", "packed"
+    stats: tuple[str, ...] = ()  # that the call returns
+    sequences = None  # of a packed call
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
 
     @property
     def rows(self) -> int:
@@ -198,6 +208,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         found = _chunked(d, found, v, free)
     if free and backend in biases.TAKE_BIASES and d.chance(1 / BIASES_EVERY):
         found = biases.with_bias(d, found)
+    if free and backend in biases.TAKE_BIASES and not (found.visible_nan or found.offsets) and d.chance(1 / STATS_EVERY):
+        found = replace(found, stats=d.pick(STATS))
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
     if asked and found.batch and not found.offsets:
         found = replace(found, invariant=d.pick(("alone", "packed")))
@@ -316,6 +328,7 @@ def features(p: Attention) -> frozenset[str]:
         "bias": p.bias,
         "bias_gradient": p.bias_gradient,
         "batch_invariant": p.invariant,
+        "stats": p.stats,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -426,11 +439,13 @@ def keywords(p: Any, given: dict[str, Any], device: torch.device) -> dict[str, A
         found["batch_invariant"] = True
     if given["sink"] is not None:
         found["sink"] = given["sink"]
-    return found
+    if p.stats:
+        found["return_stats"] = p.stats
+    return found | given.get("options", {})
 
 
 def run(p: Attention, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
-    device = given["q"].device
+    device = given["dout"].device
     named = keywords(p, given, device)
     if p.mask is not None:
         named["mask"] = masked.build(p.mask, p.seqlen_q, p.seqlen_k, device)
@@ -449,15 +464,15 @@ def run(p: Attention, given: dict[str, Any], backend: str) -> dict[str, Tensor |
 
 
 def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor | None]:
-    """out, lse and gradients of call(q, k, v, sink=…)."""
+    """out, lse, stats and gradients of call(q, k, v, sink=…)."""
     leaf = given.get("bias")
     if not p.backward:
         more = {} if given["sink"] is None else {"sink": given["sink"]}
         if leaf is not None:
             more["bias"] = KINDS[p.bias].build(leaf)
         for _ in range(3):  # the second call of a kind keeps its launcher, the third takes it
-            out, lse = call(given["q"], given["k"], given["v"], **more)
-        return {"out": out, "lse": lse}
+            out, lse, *stats = call(given["q"], given["k"], given["v"], **more)
+        return {"out": out, "lse": lse, **_named(stats)}
     leaves = {n: given[n].detach() for n in ("q", "k", "v")}
     if given["sink"] is not None:
         leaves["sink"] = given["sink"].detach()
@@ -470,7 +485,7 @@ def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor 
     more = {n: leaves[n] for n in leaves if n == "sink"}
     if leaf is not None:
         more["bias"] = KINDS[p.bias].build(leaves["bias"])
-    out, lse = call(leaves["q"], leaves["k"], leaves["v"], **more)
+    out, lse, *stats = call(leaves["q"], leaves["k"], leaves["v"], **more)
     results, gradients = [], []
     if p.lse_gradient != "only":
         results, gradients = [out], [given["dout"]]
@@ -483,7 +498,13 @@ def differentiate(p: Any, given: dict[str, Any], call: Any) -> dict[str, Tensor 
     if pairs:
         found = torch.autograd.grad([r for r, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
     found = [torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(wanted, found, strict=True)]
-    return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, found, strict=True)}}
+    named = {"out": out.detach(), "lse": lse.detach(), **_named(stats)}
+    return named | {f"d{n}": g for n, g in zip(wanted, found, strict=True)}
+
+
+def _named(stats: list[Any]) -> dict[str, Tensor | None]:
+    """The stats of a call that returned any, None for what it did not compute."""
+    return stats[0]._asdict() if stats else {}
 
 
 def oracle() -> SimpleNamespace:
@@ -504,7 +525,7 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace, again: 
     tensors = {"q": given["q"], "k": given["k"], "v": given["v"], "dout": dout}
     arguments = {name: None if t is None else t.transpose(1, 2) for name, t in tensors.items()}
     found = both(p, oracle, arguments, seen, keep, dlse, given["sink"], again, given["bias"])
-    named = {"out": _back(found["out"]), "lse": found["lse"]}
+    named = {"out": _back(found["out"]), "lse": found["lse"], **{n: found[n] for n in p.stats}}
     if p.backward:
         named |= {f"d{n}": _back(found[f"d{n}"]) for n in "qkv" if n in p.wants}
         if given["sink"] is not None and "sink" in p.wants:
@@ -536,7 +557,7 @@ def both(
 ) -> dict[str, tuple[Tensor, ...]]:
     """Each result exactly and by models, for which ``rounded`` replaces some of the arguments."""
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
-    options = {"scale": scale, "softcap": p.softcap, "backward": p.backward}
+    options = {"scale": scale, "softcap": p.softcap, "backward": p.backward, "stats": bool(getattr(p, "stats", ()))}
 
     def cast(arguments: Any, wide: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
         added = None if bias is None else biases.matrix(p, bias.to(wide))
@@ -570,7 +591,7 @@ def typed(p: Any, named: dict[str, tuple[Tensor, ...]], given: dict[str, Any]) -
     found = {}
     dtype = DTYPES[p.dtype]
     for name, (ref, *lows) in named.items():
-        like = torch.float32 if name == "lse" else dtype
+        like = torch.float32 if name in ("lse", "max_logits", "column_sums") else dtype
         if name == "dsink":
             like = given["sink"].dtype
         narrow = like if torch.finfo(like).eps > torch.finfo(dtype).eps else None
@@ -625,6 +646,8 @@ def shrink(p: Attention) -> Iterator[Attention]:
         yield replace(p, invariant="alone")
     if p.bias:
         yield replace(p, bias="", bias_dtype="float32", bias_gradient=False, bias_hides=False)
+    if p.stats:
+        yield replace(p, stats=())
     if p.mask is not None:
         yield replace(p, mask=None)
         if p.mask.kind == "and":

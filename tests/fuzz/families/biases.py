@@ -1,4 +1,4 @@
-"""Biases of dense problems: what is added to each score, and the gradient of what it is made of."""
+"""Biases of dense and of packed problems: what is added to each score, and the gradient of what it is made of."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.fuzz.families import softmax as shared
 from tests.fuzz.problem import DTYPES, Expected
 
 TAKE_BIASES = ("cpu", "triton", "reference")
-PACKED = ("full", "keys", "keys of all heads", "alibi", "alibi of batches", "relative", "relative, one side")
-BATCHED = ("full", "of batches", "keys", "keys of all heads", "alibi of batches")  # of which each batch entry has its own
 DRAWN = tuple(kind for kind in KINDS if not kind.startswith("t5"))  # whose buckets are counted one by one
-DENSE = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")  # which may hold -inf
+ENTRIES = ("full", "of batches", "keys", "keys of all heads", "alibi of batches")  # one of each sequence
+MATRICES = ("full", "of heads", "of batches", "a matrix")
+DENSE = (*MATRICES, "keys", "keys of all heads")  # which may hold -inf
 # Whose every element sums few enough terms for the model's own error to say what is expected.
 DIRECT = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")
 
@@ -36,21 +36,23 @@ def with_bias(d: Draw, p: Any) -> Any:
 
 def leaf_of(p: Any, device: torch.device) -> Tensor:
     """What the bias is made of."""
-    sizes = p.bias_sizes if hasattr(p, "lengths_q") else (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
-    shape = KINDS[p.bias].shape(sizes)
+    shape = KINDS[p.bias].shape(p.bias_shape)
     leaf = shared.values(p.seed, "bias", shape, "float32", "normal")
     if p.bias.startswith("alibi"):
         leaf = leaf.abs() * 0.1
     if p.bias_hides:
         leaf = leaf.masked_fill(shared.values(p.seed, "hides", shape, "float32", "normal") > 1, float("-inf"))
-        leaf[..., sizes[-1] // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
+        leaf[..., shape[-1] // 2 :: 7] = float("-inf")  # keys that nobody sees, but of the heads of a group
     return leaf.to(device, DTYPES[p.bias_dtype])
 
 
 def matrix(p: Any, leaf: Tensor) -> Tensor:
-    """What is added, in the leaf's dtype: (batch|1, heads_q|1, rows|1, seqlen_k|1), of chunks (batch, heads_q|1, rows, …)."""
-    if hasattr(p, "lengths_q"):
-        return _packed_matrix(p, leaf)
+    """What is added, in the leaf's dtype: (batch|1, heads_q|1, rows|1, seqlen_k|1), of chunks (batch, heads_q|1, rows, …).
+
+    Of packed sequences (sequences, heads_q|1, longest rows, longest keys), with anything in places that a sequence lacks.
+    """
+    if p.sequences is not None:
+        return _packed(p, leaf)
     whole = KINDS[p.bias].matrix(leaf, distances(p.seqlen_q, p.seqlen_k).to(leaf.device))
     if not p.offsets:
         return whole
@@ -60,28 +62,21 @@ def matrix(p: Any, leaf: Tensor) -> Tensor:
 
 def entry(kind: str, leaf: Tensor, at: int, rows: int, keys: int) -> Tensor:
     """What the bias of one batch entry of so many rows and keys is made of."""
-    own = leaf[at : at + 1] if kind in BATCHED else leaf
-    if kind == "full":
+    own = leaf[at : at + 1] if kind in ENTRIES else leaf
+    if kind in MATRICES:
         return own[..., :rows, :keys]
+    if kind == "of rows":
+        return own[..., :rows, :]
     return own[..., :keys] if kind.startswith("keys") else own
 
 
-def _packed_matrix(p: Any, leaf: Tensor) -> Tensor:
-    """(sequences, heads_q|1, longest q, longest k): rows and keys are each sequence's own, keys those that are used."""
-    rows, keys = max(p.lengths_q), max(p.keys)
-    used = p.keys if p.used is None else p.used
+def _packed(p: Any, leaf: Tensor) -> Tensor:
+    rows, cols = max(p.lengths_q, default=0), max(p.keys, default=0)
     found = []
-    for b, (n, m) in enumerate(zip(p.lengths_q, used, strict=True)):
-        distance = distances(rows, keys, m - n).to(leaf.device)
-        found.append(KINDS[p.bias].matrix(entry(p.bias, leaf, b, rows, keys), distance).expand(1, -1, rows, keys))
+    for n, (queries, keys) in enumerate(p.sequences):
+        distance = distances(rows, cols, keys - queries).to(leaf.device)
+        found.append(KINDS[p.bias].matrix(entry(p.bias, leaf, n, rows, cols), distance).expand(1, -1, rows, cols))
     return torch.cat(found)
-
-
-def with_packed_bias(d: Draw, p: Any) -> Any:
-    """A packed problem with a bias, which has no gradient."""
-    kind = d.pick(PACKED if p.longest else PACKED[1:])
-    dtype = d.pick(("float32", "float16", "bfloat16", "float64"), (5, 2, 2, 1))
-    return replace(p, bias=kind, bias_dtype=dtype, bias_hides=kind in DENSE and d.chance(0.3))
 
 
 def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expected:

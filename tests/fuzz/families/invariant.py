@@ -18,7 +18,6 @@ TAKE_INVARIANT = ("cpu", "triton", "reference")
 EVERY = 8
 
 
-
 def differs(a: Tensor, b: Tensor) -> Tensor:
     """1 where bits differ; NaN equals itself."""
     same = (a == b) | (a.isnan() & b.isnan())
@@ -47,6 +46,7 @@ def columns_of(mask: Any, keys: slice) -> Mask:
 
 def of_dense(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[str, Any], backend: str) -> Tensor:
     """Of attention(): alone, or packed behind nobody. ``named``: the call's keywords, the mask among them."""
+    named = {name: value for name, value in named.items() if name != "return_stats"}
     b = 0 if p.dropout_p else p.seed % p.batch  # elements are dropped by a sequence's number
     q, k, v = (given[n][b : b + 1].clone() for n in "qkv")
     if "mask" in named:
@@ -69,6 +69,7 @@ def _bias(p: Any, leaf: Tensor, at: int, rows: int, keys: int) -> Any:
 
 def of_packed(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[str, Any], backend: str) -> Tensor:
     """Of attention_varlen(): alone, or dense. ``named``: the call's keywords but those of sequences and pages."""
+    named = {name: value for name, value in named.items() if name != "return_stats"}
     b = 0 if p.dropout_p else p.seed % len(p.lengths_q)
     begin, length = sum(p.lengths_q[:b]), p.lengths_q[b]
     rows, q, device = slice(begin, begin + length), given["q"][begin : begin + length].clone(), given["q"].device
@@ -78,8 +79,11 @@ def of_packed(p: Any, given: dict[str, Any], named: dict[str, Any], found: dict[
 
     used = p.keys[b] if p.used is None else p.used[b]
     if p.bias:
-        whole = p.bias_sizes[2:] if p.invariant == "alone" or p.fp8 else (length, used)
-        named = {**named, "bias": _bias(p, given["bias"], b, *whole)}
+        alone = p.invariant == "alone" or bool(p.fp8)
+        longest = p.longest_of_call if alone else (length, used)
+        named = {**named, "bias": _bias(p, given["bias"], b, *longest)}
+        if alone:
+            named |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
     first = sum(p.keys[:b])
     if p.page_size:
         table = torch.tensor(p.table[b : b + 1], dtype=torch.int32, device=device).reshape(1, p.width)

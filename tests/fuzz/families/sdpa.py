@@ -15,7 +15,7 @@ from tests.fuzz import maskspec
 from tests.fuzz.coverage import COMMON
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
-from tests.fuzz.families import masked
+from tests.fuzz.families import biases, masked
 from tests.fuzz.families import softmax as shared
 from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
@@ -26,6 +26,7 @@ from tests.fuzz.problem import Expected, spec
 from tests.fuzz.views import PLAIN, View
 
 NAME = "sdpa"
+FLOATS = ("full", "of heads", "of batches", "a matrix", "of rows")  # biases that are tensors
 BACKENDS = ("cpu", "triton")  # names of what dispatch is expected to choose; the function takes none
 
 
@@ -55,9 +56,19 @@ class Sdpa:
     scale: float | None = None
     backward: bool = True
     wants: tuple[str, ...] = ("q", "k", "v")
+    bias: str = ""  # attn_mask is a floating point tensor, of this kind
+    bias_dtype: str = "float32"
+    bias_gradient: bool = False
+    bias_hides: bool = False
     # What the shared oracle asks of a call, and this one never has.
     softcap: float = 0.0
     sink: str = ""
+    offsets = ()
+    sequences = None
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
 
     @property
     def batch(self) -> int:
@@ -118,7 +129,7 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
         )
         if shared.cells_fit(found.batch * heads_q * seqlen_q * seqlen_k, device, backend):
             break
-    kind = d.pick(("", "causal", "keys", "mask"))
+    kind = d.pick(("", "causal", "keys", "mask", "bias"))
     if variant is not None:
         kind = "keys" if v.vectors else d.pick(("", "causal"))
     if kind == "causal":
@@ -129,6 +140,9 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Sdpa:
     elif kind == "mask" and seqlen_k % 2 == 0:
         mask = maskspec.draw_mask(d, d.pick(maskspec.KINDS), max(found.batch, 1), heads_q, heads_kv, seqlen_q, seqlen_k)
         found = replace(found, mask=mask)
+    elif kind == "bias" and variant is None and len(lead) == 1 and backend in biases.TAKE_BIASES:
+        found = replace(biases.with_bias(d, found), bias=d.pick(FLOATS), bias_hides=False)
+        found = replace(found, bias_hides=found.bias in biases.DENSE and d.chance(0.3))
     views = shared.draw_views(d, found.shapes, variant)
     return replace(found, **views)
 
@@ -142,6 +156,8 @@ def features(p: Sdpa) -> frozenset[str]:
         "top_left_causal": p.is_causal,
         "key_mask": p.key_mask,
         "mask": p.mask is not None,
+        "bias": p.bias,
+        "bias_gradient": p.bias_gradient,
         "more_keys": p.seqlen_q < p.seqlen_k,
         "more_queries": p.seqlen_q > p.seqlen_k,
         "empty": 0 in (p.batch, p.seqlen_q, p.seqlen_k),
@@ -167,7 +183,7 @@ def visible(p: Sdpa, oracle: SimpleNamespace, device: torch.device) -> Tensor:
         seen = seen & oracle.top_left(g.i, g.j)
     if p.key_mask:
         seen = seen & key_mask(p, device).expand(p.key_mask[0] if len(p.key_mask) == 4 else 1, 1, 1, p.seqlen_k)
-    return seen
+    return seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf")) if p.bias_hides else seen
 
 
 def inputs(p: Sdpa, device: torch.device) -> dict[str, Any]:
@@ -181,7 +197,8 @@ def inputs(p: Sdpa, device: torch.device) -> dict[str, Any]:
         "v": hidden_k.reshape(*shapes["v"][:-1], 1).cpu(),
     }
     tensors, buffers = shared.laid(p.seed, p.dtype, p.style, p.views, shapes, hidden, p.hostile, device)
-    return {**tensors, "buffers": buffers, "seen": seen}
+    bias = biases.leaf_of(p, device) if p.bias else None
+    return {**tensors, "bias": bias, "buffers": buffers, "seen": seen}
 
 
 def run(p: Sdpa, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
@@ -194,12 +211,15 @@ def run(p: Sdpa, given: dict[str, Any], backend: str) -> dict[str, Tensor | None
     if p.scale is not None:
         named["scale"] = p.scale
     leaves = [given[n].detach() for n in "qkv"]
+    if p.bias:
+        named["attn_mask"] = given["bias"].detach()
     if not p.backward:
         return {"out": warploom.scaled_dot_product_attention(*leaves, **named)}
     leaves = [t.requires_grad_() for t in leaves]
+    sources = [*leaves, named["attn_mask"].requires_grad_()] if p.bias_gradient else leaves
     out = warploom.scaled_dot_product_attention(*leaves, **named)
-    gradients = torch.autograd.grad(out, leaves, given["dout"])
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    gradients = torch.autograd.grad(out, sources, given["dout"])
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))}
 
 
 def top_left(i: Tensor, j: Tensor) -> Tensor:
@@ -217,7 +237,10 @@ EXCLUSIVE = [
     *dense.ONE_OF,
     ({"more_keys", "more_queries"}, "one or the other"),
     ({"rank_3", "rank_4", "rank_5"}, "a tensor has one rank"),
-    ({"top_left_causal", "key_mask", "mask"}, "attn_mask and is_causal exclude each other"),
+    ({"top_left_causal", "key_mask", "mask", "bias"}, "attn_mask and is_causal exclude each other"),
+    *(({"bias_gradient", other}, "attn_mask is the bias") for other in ("top_left_causal", "key_mask", "mask")),
+    *(({"bias", rank}, "a bias goes with four dimensions here") for rank in ("rank_3", "rank_5")),
+    *(({"bias_gradient", rank}, "a bias goes with four dimensions here") for rank in ("rank_3", "rank_5")),
     ({"key_mask", "rank_3"}, "a mask over keys needs the batch dimension"),
     ({"key_mask", "rank_5"}, "a mask over keys goes with four dimensions here"),
 ]
@@ -230,10 +253,14 @@ def oracle() -> SimpleNamespace:
 def expect(p: Sdpa, given: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
     seen = given["seen"] if oracle is _ORACLE else visible(p, oracle, given["q"].device)
     flat = {n: given[n].reshape(p.batch, *given[n].shape[-3:]) for n in ("q", "k", "v", "dout")}
-    found = dense.both(p, oracle, flat, seen, None, None, None, again)
+    found = dense.both(p, oracle, flat, seen, None, None, None, again, given["bias"])
     names = ("out", "dq", "dk", "dv") if p.backward else ("out",)
     named = {n: tuple(t.reshape(shape) for t in found[n]) for n, shape in _shapes(p, names).items()}
-    return dense.typed(p, named, given)
+    of_bias = {}
+    if p.bias_gradient:
+        ref, *lows = found["dscores"]
+        of_bias["dbias"] = biases.expected(p, given["bias"], ref, lows)
+    return {**dense.typed(p, named, given), **of_bias}
 
 
 def _shapes(p: Sdpa, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -246,6 +273,7 @@ def refusal(p: Sdpa, given: dict[str, Any], backend: str) -> str | None:
 
 def shrink(p: Sdpa) -> Iterator[Sdpa]:
     plain = {"mask": None, "key_mask": (), "is_causal": False, "scale": None, "hostile": "", "style": "normal"}
+    plain |= {"bias": "", "bias_gradient": False, "bias_hides": False, "bias_dtype": "float32"} if p.bias else {}
     for name, value in plain.items():
         if getattr(p, name) != value:
             yield replace(p, **{name: value})

@@ -40,10 +40,11 @@ EXCLUSIVE = [
     ({"paged", "mask_per_head"}, _NO_COLUMNS),
     *(({"table_a_view", other}, "of pages") for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head")),
     *(({"table_a_view", fp8}, "a cache takes no such table") for fp8 in ("fp8", "fp8_rotated")),
+    ({"paged", "stats"}, "stats take no pages"),
     *(
         ({fp8, other}, "FP8 keys lie in pages, and have no gradient")
         for fp8 in ("fp8", "fp8_rotated")
-        for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head", "lse_gradient")
+        for other in ("packed", "seqused", "own_key_lengths", "mask", "mask_per_head", "lse_gradient", "bias_gradient", "stats")
     ),
 ]
 # Besides, on a GPU.
@@ -98,19 +99,30 @@ class Varlen:
     dlse_view: str = ""
     wants: tuple[str, ...] = ("q", "k", "v", "sink")
     invariant: str = ""  # batch_invariant=True, and the form in which one sequence has to have the same bits: "alone", "dense"
-    bias: str = ""  # its kind; it has no gradient
+    bias: str = ""
     bias_dtype: str = "float32"
-    bias_hides: bool = False  # some of it is -inf
     bias_gradient: bool = False
+    bias_hides: bool = False
+    stats: tuple[str, ...] = ()
+    offsets = ()  # of chunks, which only dense calls have
 
     @property
-    def bias_sizes(self) -> tuple[int, int, int, int]:
-        """Of a tensor that is a bias: sequences, heads, and more rows and keys than any call of these says that it may have."""
-        rows, keys = self.total_q, self.width * self.page_size if self.page_size else self.total_k
-        if self.longest:
-            rows = max(self.lengths_q, default=0) + 17
-            keys = max(max(self.keys, default=0) + 17, keys if self.page_size else 0)
-        return len(self.lengths_q), self.heads_q, max(rows, 1), max(keys, 1)
+    def sequences(self) -> list[tuple[int, int]]:
+        """Queries and keys of each."""
+        return list(zip(self.lengths_q, self.keys if self.used is None else self.used, strict=True))
+
+    @property
+    def longest_of_call(self) -> tuple[int, int]:
+        """What the call knows of the longest sequence's queries and keys."""
+        if not self.longest:
+            return self.total_q, self.width * self.page_size if self.page_size else self.total_k
+        more = 0 if self.longest == "exact" else 17
+        queries, keys = max(self.lengths_q, default=0) + more, max(self.keys, default=0) + more
+        return queries, min(keys, self.width * self.page_size) if self.page_size else keys
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int]:
+        return len(self.lengths_q), self.heads_q, *self.longest_of_call
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -228,14 +240,18 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         found = _fp8(d, found)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
+    if free and backend in biases.TAKE_BIASES and found.lengths_q and d.chance(1 / dense.BIASES_EVERY):
+        found = biases.with_bias(d, found)
+        if not found.bias.startswith(("alibi", "relative")):  # which need not know how long the longest sequence is
+            found = replace(found, longest=found.longest or "exact")
+    if free and backend in biases.TAKE_BIASES and not found.page_size and d.chance(1 / dense.STATS_EVERY):
+        found = replace(found, stats=d.pick(dense.STATS))
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
     if asked and found.lengths_q:
         found = replace(found, invariant=d.pick(("alone", "dense")))
     found = replace(found, sink_step=d.pick((0, 1, 1, 2, 3))) if found.sink else found
     if found.page_size and not found.fp8:  # a cache takes no such table
         found = replace(found, table_step=d.pick((1, 1, 2, 3)))
-    if free and backend in biases.TAKE_BIASES and d.chance(1 / dense.BIASES_EVERY) and min(found.total_q, found.total_k):
-        found = biases.with_packed_bias(d, found) if found.lengths_q else found
     return found
 
 
@@ -292,8 +308,10 @@ def features(p: Varlen) -> frozenset[str]:
         "forward_only": not p.backward,
         "style_large": p.style == "large",
         "batch_invariant": p.invariant,
-        "bias": p.bias,
         "table_a_view": p.table_step > 1,
+        "bias": p.bias,
+        "bias_gradient": p.bias_gradient,
+        "stats": p.stats,
     }
     return frozenset(found | {name for name, flag in flags.items() if flag})
 
@@ -351,9 +369,8 @@ def visible(p: Varlen, oracle: SimpleNamespace, at: Padded) -> Tensor:
         seen = seen & oracle.over_heads(dense_masks.by_vectors(oracle, mine, p.mask.causal, g), p.heads_q)
     elif p.mask is not None:
         seen = seen & dense_masks.visible(oracle, p.mask, g)
-    if p.bias_hides:
-        seen = seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf"))
-    return seen & at.is_query[:, None, :, None] & at.is_key[:, None, None, :]
+    seen = seen & at.is_query[:, None, :, None] & at.is_key[:, None, None, :]
+    return seen & (biases.matrix(p, biases.leaf_of(p, device)) != float("-inf")) if p.bias_hides else seen
 
 
 def _scattered(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -405,7 +422,7 @@ def _in_fp8(p: Varlen, name: str, shown: Tensor, device: torch.device) -> tuple[
 
 
 def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
-    device = given["q"].device
+    device = given["dout"].device
     named = dense.keywords(p, given, device)
     if p.mask is not None:
         rows = max(p.lengths_q, default=0) if p.mask.kind == "columns" else p.total_q
@@ -420,11 +437,7 @@ def run(p: Varlen, given: dict[str, Any], backend: str) -> dict[str, Tensor | No
 
     cu_k = None if p.lengths_k is None else starts(p.lengths_k)
     if p.longest:
-        more = 0 if p.longest == "exact" else 17
-        named["max_seqlen_q"] = max(p.lengths_q, default=0) + more
-        named["max_seqlen_k"] = max(p.keys, default=0) + more
-        if p.page_size:
-            named["max_seqlen_k"] = min(named["max_seqlen_k"], p.width * p.page_size)
+        named["max_seqlen_q"], named["max_seqlen_k"] = p.longest_of_call
     if p.used is not None:
         named["seqused_k"] = numbers(p.used)
     if p.page_size:
@@ -520,7 +533,15 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
                 named[f"d{name}"] = true, *(low.to(DTYPES[p.dtype]) for low in lows)
         if given["sink"] is not None and "sink" in p.wants:
             named["dsink"] = found["dsink"]
-    return {**dense.typed(p, named, given), **dense.one_set(p, device)}
+    if "max_logits" in p.stats:
+        named["max_logits"] = found["max_logits"]
+    if "column_sums" in p.stats:
+        named["column_sums"] = _mapped(found["column_sums"], lambda t: _scattered(t.transpose(1, 2), *keys).T)
+    of_bias = {}
+    if p.bias_gradient:
+        ref, *lows = found["dscores"]
+        of_bias["dbias"] = biases.expected(p, given["bias"], ref, lows)
+    return {**dense.typed(p, named, given), **of_bias, **dense.one_set(p, device)}
 
 
 def _placed(t: Tensor, places: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -584,6 +605,11 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
         "longest": "",
         "extra_q": 0,
         "extra_k": 0,
+        "bias": "",
+        "bias_hides": False,
+        "bias_gradient": False,
+        "bias_dtype": "float32",
+        "stats": (),
     }
     if not p.page_size:
         plain["used"] = None
@@ -592,9 +618,6 @@ def shrink(p: Varlen) -> Iterator[Varlen]:
             yield replace(p, **{name: value})
     if p.invariant:
         yield replace(p, invariant="")
-    if p.bias:
-        yield replace(p, bias="", bias_dtype="float32", bias_hides=False)
-        yield replace(p, bias_hides=False)
     if p.table_step > 1:
         yield replace(p, table_step=1)
     if p.fp8:

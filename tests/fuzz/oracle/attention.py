@@ -26,9 +26,9 @@ def bend(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
     return softcap * squashed, 1.0 - squashed * squashed
 
 
-def biased(scores: Tensor, bias: Tensor | None) -> Tensor:
+def biased(scores: Tensor, bias: Tensor) -> Tensor:
     """A bias is added behind the softcap."""
-    return scores if bias is None else scores + bias
+    return scores + bias
 
 
 def over_queries(t: Tensor, heads_q: int) -> Tensor:
@@ -63,6 +63,11 @@ def returned_lse(lse: Tensor, scores: Tensor) -> Tensor:
     return lse
 
 
+def denominator_of_keys(scores: Tensor) -> Tensor:
+    """What column sums are relative to: without the sink."""
+    return denominator(scores, None)
+
+
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     found = (dout * out).sum(-1, keepdim=True)
     return found if dlse is None else found - dlse[..., None]
@@ -90,6 +95,7 @@ def functions() -> SimpleNamespace:
         sink_score=sink_score,
         denominator=denominator,
         returned_lse=returned_lse,
+        denominator_of_keys=denominator_of_keys,
         delta=delta,
         scaled_q=to_scores,
         scaled_k=to_scores,
@@ -112,6 +118,7 @@ def attend(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     backward: bool = True,
+    stats: bool = False,
     rounded: torch.dtype | None = None,
     shift: float = 0.0,
     late: bool = True,
@@ -125,6 +132,7 @@ def attend(
             returned too, its gradient before it is summed.
         sink: (heads_q,); keep: bool multipliers of dropout and 1 / (1 - p) in one, or None.
         dlse: (batch, heads_q, seqlen_q).
+        stats: max logits and column sums are returned too, which neither the sink nor dropout changes.
         rounded: a low-precision model rounds unnormalised P, dS and out to it; None: nothing is rounded.
         shift: by so much the model's running maximum is above the true one when P is rounded.
         late: the model rounds P before dropout's 1 / (1 - p), not after: all its errors differ where weights are equal.
@@ -150,6 +158,14 @@ def attend(
     def product(a: Tensor, b: Tensor) -> Tensor:
         return tf32.product(a, b, rounded)
 
+    def added(scores: Tensor) -> Tensor:
+        return scores if bias is None else oracle.biased(scores, bias)
+
+    def scored_again() -> tuple[Tensor, Tensor | float]:
+        """Scores as a later pass computes them, which sums them in another order, and the softcap's derivative."""
+        again, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
+        return torch.where(seen, added(again), float("-inf")), slope
+
     # What no query sees, and a query that sees nothing, changes nothing, whatever it holds.
     q = torch.where(seen.any(-1)[..., None], q, 0.0)
     shown = seen.any(2)[..., None]
@@ -158,7 +174,7 @@ def attend(
     vs = torch.where(lost, 0.0, vs)
 
     scores, slope = oracle.bend(product(q, ks.transpose(-1, -2)) * scale, softcap)
-    scores = torch.where(seen, oracle.biased(scores, bias), float("-inf"))
+    scores = torch.where(seen, added(scores), float("-inf"))
     sinks = None if sink is None else oracle.sink_score(sink, scale).to(q.dtype)[None, :, None, None]
     lse = oracle.denominator(scores, sinks)
     empty = lse == float("-inf")
@@ -176,13 +192,18 @@ def attend(
         # A NaN among the values stays one wherever it is seen, and nowhere else.
         out = torch.where((seen.to(vs.dtype) @ lost.to(vs.dtype)) > 0, float("nan"), out)
     found = {"out": out, "lse": oracle.returned_lse(lse, scores)[..., 0]}
+    if stats:
+        nothing = scores.new_full((*scores.shape[:2], 1), float("-inf"))
+        found["max_logits"] = torch.cat([scores.flatten(2), nothing], -1).amax(-1)
+        own = oracle.denominator_of_keys(scores)
+        own = torch.where(own == float("-inf"), 0.0, own)
+        again = scores if rounded is None else scored_again()[0]
+        found["column_sums"] = (torch.exp2(exponent(again, own)) if shift else torch.exp(again - own)).sum(-2)
     if not backward:
         return found
 
     if rounded is not None:
-        # A backward pass computes scores again, and sums them in another order.
-        scores, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
-        scores = torch.where(seen, oracle.biased(scores, bias), float("-inf"))
+        scores, slope = scored_again()
         weights = torch.exp2(exponent(scores, level)) if shift else torch.exp(scores - level)
     if dout is None:
         dout = torch.zeros_like(out)

@@ -57,12 +57,17 @@ def _zero_where_nothing(lse: Tensor, scores: Tensor) -> Tensor:
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
-def _bias_of_another_key(scores: Tensor, bias: Tensor | None) -> Tensor:
-    return scores if bias is None else scores + torch.nan_to_num(bias.roll(1, -1), neginf=0.0)
+def _bias_of_another_key(scores: Tensor, bias: Tensor) -> Tensor:
+    return scores + torch.nan_to_num(bias.roll(1, -1), neginf=0.0)
 
 
-def _bias_of_another_row(scores: Tensor, bias: Tensor | None) -> Tensor:
-    return scores if bias is None else scores + torch.nan_to_num(bias.roll(1, -2), neginf=0.0)
+def _bias_of_another_row(scores: Tensor, bias: Tensor) -> Tensor:
+    return scores + torch.nan_to_num(bias.roll(1, -2), neginf=0.0)
+
+
+def _with_another_key(scores: Tensor) -> Tensor:
+    lse = attention.denominator(scores, None)
+    return torch.logaddexp(lse, torch.zeros_like(lse))
 
 
 # name: the function that is replaced, and by what
@@ -92,6 +97,7 @@ _CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
     "bias ignored": ("biased", lambda scores, bias: scores),
     "bias of another key": ("biased", _bias_of_another_key),
     "bias of another row": ("biased", _bias_of_another_row),
+    "column sums with another key": ("denominator_of_keys", _with_another_key),
     "seqused ignored": ("used", lambda used, lengths: lengths),
     "offsets of chunks ignored": ("seen_of_chunks", _first_rows),
     "dropout by a chunk's own rows": ("kept_of_chunks", _first_rows),
@@ -99,7 +105,7 @@ _CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 # Those that only packed calls can tell, and those that they cannot.
 _PACKED = ("seqused ignored",)
-_DENSE = tuple(name for name in _CHANGES if "chunk" in name or "bias" in name)
+_DENSE = tuple(name for name in _CHANGES if "chunk" in name)
 
 
 def mutants(base: SimpleNamespace, packed: bool) -> dict[str, SimpleNamespace]:

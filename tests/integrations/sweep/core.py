@@ -28,4 +28,4 @@ CORE_EQUAL = (
     "ViTModel",
     "WhisperForConditionalGeneration",
 )
-CORE_REFUSED = ("BloomForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "MptForCausalLM")
+CORE_REFUSED = ("DogeForCausalLM", "FalconForCausalLM")

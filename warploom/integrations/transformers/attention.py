@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import warploom
+from warploom.bias import Bias
 from warploom.masks import ColumnMask, Document, Padding
 
 from . import continuous
@@ -35,7 +36,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | Bias | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as `AttentionInterface` calls it.
@@ -52,8 +53,8 @@ def attention_forward(
         sliding_window: W keys including the query's own: left = W - 1, and right too where not causal.
         softcap: tanh cap of the scores.
         s_aux: sink logits `(heads,)`.
-        position_bias: added to the scores, as T5 and its family have it: `(batch | 1, heads | 1, seqlen, keys)`,
-            differentiable.
+        position_bias: added to the scores, as T5 and its family have it: `(batch | 1, heads | 1, seqlen | 1, keys)`,
+            differentiable; beside column bounds also a bias of `warploom.bias`.
 
     Returns:
         `(batch, seqlen, heads, head_dim)` and None: attention weights never exist.

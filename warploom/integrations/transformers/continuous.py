@@ -11,6 +11,7 @@ from torch import Tensor
 
 import warploom
 
+from . import alibi
 from .models import NAMES, name_of
 
 # What `PagedAttentionCache.update` takes in the releases whose cache is understood here, 5.23 the first of them.
@@ -53,6 +54,8 @@ def refuse(model: Any) -> None:
         reason = "it has an encoder, and a paged cache holds no keys of one"
     elif getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         reason = "it is not causal"
+    elif alibi.is_adapted(type(config)):
+        reason = "it makes a bias of the whole row, and a paged cache holds many requests in one"
     else:
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from . import alibi
+
 NAMES: set[str] = set()  # that register() has given
 
 
@@ -33,6 +35,8 @@ def refuse_own_scores(config: Any) -> None:
 
 def computes_own_scores(config_class: type) -> bool:
     """Whether the modeling file beside this configuration has no way to call an attention function."""
+    if alibi.is_adapted(config_class):
+        return False
     known = _own_scores.get(config_class)
     if known is None:
         module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
@@ -82,6 +86,7 @@ def prepare(model: nn.Module, name: str) -> None:
             for table in vars(module).values():
                 if isinstance(table, dict) and _holds_attention_classes(table):
                     table.setdefault(name, _refused([own for own in ("sdpa", "eager") if own in table]))
+            alibi.adapt(module, type(model.config), name)
     if not getattr(model, "_warploom_prepared", False):
         model._warploom_prepared = True  # type: ignore[assignment]
         names = list(inspect.signature(model.forward).parameters)

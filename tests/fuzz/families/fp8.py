@@ -1,0 +1,261 @@
+"""attention() and attention_varlen() over `warploom.fp8` inputs: the numbers of quantize(), and calls over them.
+
+A number has to be within half a step of e4m3 of what it stands for, rotated where it is, by a scale that the largest of its
+block, head or tensor makes; that is the stated bound. A call is that of the other families over the numbers as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.draw import Draw
+from tests.fuzz.families import attention as dense
+from tests.fuzz.families import varlen as packed
+from tests.fuzz.oracle.decode import Decode
+from tests.fuzz.problem import DTYPES, Expected, spec
+from warploom.fp8 import quantize
+
+NAME = "fp8"
+BACKENDS = ("cpu", "reference")
+BLOCK = 128
+EXCLUSIVE = [
+    *[({a, b}, reason) for group, reason in dense.ONE_OF for a in group for b in group if a < b],
+    ({"packed", "dense"}, "one or the other"),
+    ({"by_block", "by_head", "by_tensor"}, "a call has one granularity"),
+    ({"descale", "rotated"}, "plain tensors do not say that they are rotated, and a call need not know"),
+]
+
+
+@spec
+@dataclass(frozen=True)
+class Fp8:
+    """A problem of another family, whose q, k and v are quantised first."""
+
+    base: Any  # dense.Attention or packed.Varlen, without a backward pass
+    granularity: str = "block"
+    rotation: int | None = None
+    out_dtype: str = ""  # none: what q had, bfloat16 of plain tensors
+    plain: bool = False  # float8_e4m3fn tensors with descale=
+    padding: bool = False  # rows of each sequence are left out by seqused_q and seqused_k
+
+    @property
+    def dtype(self) -> str:
+        """What a CPU computes in."""
+        return "float32"
+
+    @property
+    def seed(self) -> int:
+        return int(self.base.seed)
+
+    @property
+    def deterministic(self) -> bool | None:
+        found: bool | None = self.base.deterministic
+        return found
+
+    @property
+    def of_call(self) -> torch.dtype:
+        """The result's dtype."""
+        return DTYPES[self.out_dtype or ("bfloat16" if self.plain else self.base.dtype)]
+
+
+def _family(p: Fp8) -> Any:
+    return packed if isinstance(p.base, packed.Varlen) else dense
+
+
+def variants(d: Draw, backend: str, count: int) -> list[Any]:
+    raise NotImplementedError("a GPU's kernel of FP8 rounds weights too, which no model here does")
+
+
+def draw(d: Draw, variant: None, backend: str) -> Fp8:
+    family = packed if d.chance(0.4) else dense
+    while True:
+        base = family.draw(d, None, backend)
+        if not (base.offsets or getattr(base, "page_size", 0) or getattr(base, "visible_nan", "")):
+            break
+    return Fp8(
+        base=replace(base, backward=False, lse_gradient="", bias_gradient=False),
+        granularity=d.pick(("block", "head", "tensor"), (2, 1, 1)),
+        rotation=d.pick((None, 0, d.seed64())),
+        out_dtype=d.pick(("", "", "float16", "bfloat16", "float32", "float64")),
+        plain=d.chance(0.3),
+        padding=d.chance(0.4),
+    )
+
+
+def features(p: Fp8) -> frozenset[str]:
+    dropped = {"lse_gradient", "forward_only", "bias_gradient", "packed", "paged", "fp8", "fp8_rotated"}
+    found = _family(p).features(p.base) - dropped
+    flags = {
+        "packed": _family(p) is packed,
+        "dense": _family(p) is dense,
+        f"by_{p.granularity}": True,
+        "rotated": p.rotation is not None,
+        "descale": p.plain,
+        "padding": p.padding,
+        "out_dtype": p.out_dtype,
+    }
+    return frozenset(found | {name for name, flag in flags.items() if flag})
+
+
+def sequences(p: Fp8, name: str) -> list[tuple[int, int, int]]:
+    """Of each sequence of a tensor its first row, its rows, and those that are no padding."""
+    base = p.base
+    if _family(p) is dense:
+        rows = base.seqlen_q if name == "q" else base.seqlen_k
+        lengths: tuple[int, ...] = (rows,) * base.batch
+    else:
+        lengths = base.lengths_q if name == "q" or base.lengths_k is None else base.lengths_k
+    found = []
+    for n, length in enumerate(lengths):
+        used = length
+        if p.padding:
+            used = length - (p.seed + 5 * n) % (length + 1) // 2
+            if _family(p) is packed and name != "q" and base.used is not None:
+                used = max(used, base.used[n])  # which the call reads
+        found.append((sum(lengths[:n]), length, used))
+    return found
+
+
+def inputs(p: Fp8, device: torch.device) -> dict[str, Any]:
+    given: dict[str, Any] = _family(p).inputs(p.base, device)
+    return given
+
+
+def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
+    """What the call returns, the numbers that it is of, and the scale of each of their rows and heads."""
+    device, base = given["q"].device, p.base
+    options: dict[str, Any] = {"granularity": p.granularity, "hadamard": p.rotation is not None, "seed": p.rotation or 0}
+
+    def ints(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    if _family(p) is packed:
+        for name, lengths in (("q", base.lengths_q), ("k", base.lengths_k)):
+            if lengths is not None:
+                options[f"cu_seqlens_{name}"] = ints([sum(lengths[:n]) for n in range(len(lengths) + 1)])
+    if p.padding:
+        for name in "qk":
+            options[f"seqused_{name}"] = ints([used for _, _, used in sequences(p, name)])
+    quantised = dict(zip("qkv", quantize(*(given[n] for n in "qkv"), **options), strict=True))
+    call: dict[str, Any] = {"out_dtype": DTYPES[p.out_dtype]} if p.out_dtype else {}
+    if p.plain:
+        call["descale"] = tuple(t.scale for t in quantised.values())
+    tensors = {n: t.data if p.plain else t for n, t in quantised.items()}
+    found: dict[str, Tensor | None] = _family(p).run(base, {**given, **tensors, "options": call}, backend)
+    given["numbers"] = {}
+    for name, t in quantised.items():
+        scales = _of_rows(p, name, t)
+        given["numbers"][name] = found[f"numbers of {name}"] = t.data.float() * scales[..., None]
+        found[f"scales of {name}"] = scales
+    return found
+
+
+def _of_rows(p: Fp8, name: str, t: Any) -> Tensor:
+    """The scale of each row and head, (…, rows, heads)."""
+    shape = t.data.shape[:-1]
+    if t.scale.ndim == 1:
+        found: Tensor = t.scale.expand(shape)
+        return found
+    block = _blocks(p, name, t.data.flatten(0, -3).shape[0])
+    return t.scale.flatten(0, -2)[block].reshape(shape)
+
+
+def _blocks(p: Fp8, name: str, rows: int) -> Tensor:
+    """The block of each row; 0 of tokens past the last sequence."""
+    found = torch.zeros(rows, dtype=torch.int64)
+    for n, (first, length, _) in enumerate(sequences(p, name)):
+        found[first : first + length] = _block(first, n, torch.arange(length), _family(p) is packed, length)
+    return found
+
+
+def _block(first: int, n: int, own: Tensor, is_packed: bool, length: int) -> Tensor:
+    """Of row ``own`` of sequence n, which begins at row ``first``: blocks begin anew with each."""
+    return (first // BLOCK + n if is_packed else n * -(-length // BLOCK)) + own // BLOCK
+
+
+_ORACLE = SimpleNamespace(  # of the format; calls have the other families'
+    turned=lambda x, seed: Decode().rotated(x, seed),
+    counted=lambda used, length: used,
+    divisor=lambda top: torch.where(top == 0, 1.0, top / 448),
+)
+
+
+def _changed(**functions: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(_ORACLE), **functions})
+
+
+MUTANTS = {
+    "fp8: signs of another seed": _changed(turned=lambda x, seed: Decode().rotated(x, seed + 1)),
+    "fp8: padding has a part in scales": _changed(counted=lambda used, length: length),
+    "fp8: the largest number becomes 240": _changed(divisor=lambda top: torch.where(top == 0, 1.0, top / 240)),
+}
+
+
+def oracle() -> SimpleNamespace:
+    return _ORACLE
+
+
+def expect(p: Fp8, given: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
+    numbers = given["numbers"]
+    known = _family(p).oracle()
+    found: dict[str, Expected] = _family(p).expect(replace(p.base, dtype="float32"), {**given, **numbers}, known, again)
+    kind = p.of_call
+    narrow = kind if torch.finfo(kind).eps > torch.finfo(torch.float32).eps else None
+    lows = tuple(low if narrow is None else low.to(narrow) for low in found["out"].lows)
+    found["out"] = replace(found["out"], lows=lows, dtype=narrow, like=kind)
+    for name, t in numbers.items():
+        ref, scales = _within(p, name, given[name], t, oracle)
+        found[f"numbers of {name}"], found[f"scales of {name}"] = Expected(ref), Expected(scales)
+    return found
+
+
+def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """The numbers where they are within their bound, and what they stand for elsewhere; the scales that they have to have."""
+    rows = x.float().flatten(0, -3).double()
+    if name != "v" and p.rotation is not None:
+        rows = oracle.turned(rows, p.rotation)
+    count, heads = rows.shape[:2]
+    kept = torch.zeros(count, dtype=torch.bool)
+    for first, length, used in sequences(p, name):
+        kept[first : first + oracle.counted(used, length)] = True
+    rows = torch.where(kept[:, None, None], rows, 0.0)
+    clean = torch.where(rows.isfinite(), rows, 0.0)
+    top = clean.abs().amax(-1) if rows.shape[-1] else clean.new_zeros(count, heads)
+    if not count:
+        return numbers, top.reshape(x.shape[:-1])
+    if p.granularity == "block":
+        block = _blocks(p, name, count)
+        tops = top.new_zeros(int(block.max()) + 1, heads).scatter_reduce(0, block[:, None].expand(-1, heads), top, "amax")
+        top = tops[block]
+    else:
+        top = (top.amax(0) if p.granularity == "head" else top.amax()).expand(count, heads)
+    scale = oracle.divisor(top)
+    # Half a step: e4m3 has three bits behind the leading one, and below 2^-6 steps of 2^-9. A rotation's sums are of fp32.
+    bound = (clean.abs() / 16 + scale[..., None] / 1024) * 1.0001 + 1e-5 * clean.square().sum(-1, keepdim=True).sqrt()
+    flat = numbers.flatten(0, -3).double()
+    near = (flat - rows).abs() <= bound
+    ref = torch.where(rows.isfinite(), torch.where(near, flat, rows), torch.nan)
+    return ref.reshape(numbers.shape), scale.reshape(x.shape[:-1])
+
+
+def refusal(p: Fp8, given: dict[str, Any], backend: str) -> str | None:
+    return None
+
+
+def excuse(p: Fp8, given: dict[str, Any], error: Exception) -> str | None:
+    found: str | None = dense.excuse(p.base, given, error) if _family(p) is dense else None
+    return found
+
+
+def shrink(p: Fp8) -> Iterator[Fp8]:
+    for name, value in (("padding", False), ("plain", False), ("out_dtype", ""), ("rotation", None), ("granularity", "tensor")):
+        if getattr(p, name) != value:
+            yield replace(p, **{name: value})
+    for simpler in _family(p).shrink(p.base):
+        yield replace(p, base=simpler)
