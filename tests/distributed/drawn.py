@@ -12,7 +12,6 @@ import secrets
 import sys
 import tempfile
 import traceback
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ def main() -> None:
                 try:
                     torch.set_num_threads(1)
                     where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
-                    dist.init_process_group("gloo", timeout=timedelta(minutes=2), **where)
+                    dist.init_process_group("gloo", **where)
                     failed = _run(rank, world, count, seed)
                 except BaseException:
                     traceback.print_exc()
