@@ -79,7 +79,7 @@ def draw(d: Draw, variant: None, backend: str) -> Fp8:
         if not (base.offsets or getattr(base, "page_size", 0) or getattr(base, "visible_nan", "")):
             break
     return Fp8(
-        base=replace(base, backward=False, lse_gradient="", bias_gradient=False),
+        base=replace(base, backward=False, lse_gradient="", bias_gradient=False, invariant=""),
         granularity=d.pick(("block", "head", "tensor"), (2, 1, 1)),
         rotation=d.pick((None, 0, d.seed64())),
         out_dtype=d.pick(("", "", "float16", "bfloat16", "float32", "float64")),
@@ -89,7 +89,7 @@ def draw(d: Draw, variant: None, backend: str) -> Fp8:
 
 
 def features(p: Fp8) -> frozenset[str]:
-    dropped = {"lse_gradient", "forward_only", "bias_gradient", "packed", "paged", "fp8", "fp8_rotated"}
+    dropped = {"lse_gradient", "forward_only", "bias_gradient", "batch_invariant", "packed", "paged", "fp8", "fp8_rotated"}
     found = _family(p).features(p.base) - dropped
     flags = {
         "packed": _family(p) is packed,
