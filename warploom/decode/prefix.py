@@ -52,7 +52,7 @@ def prefix_of(
         return None, 0
     batch, keys = lengths.shape[0], None
     if isinstance(prefix, SharedPrefix):
-        keys = prefix.keys.contiguous()
+        keys = prefix.keys
         if block_table is None:
             raise TypeError("prefix is a SharedPrefix, which is of pages; of a KVCache give the number of keys")
         if keys.shape != (batch + 1,):
