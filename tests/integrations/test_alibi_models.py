@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 
 import pytest
 import torch
 
-from tests.integrations.tiny_models import close, close_gradients
+from tests.integrations.tiny_models import close, close_gradients, pair
 from warploom.bias import ALiBi
 from warploom.integrations.collators import cu_seqlens_bounds
 from warploom.integrations.transformers import alibi, models, register
@@ -28,15 +27,7 @@ def built(name: str, **changes):
         config, cls = t.BloomConfig(**sizes, hidden_size=48, n_head=HEADS), t.BloomForCausalLM
     config.update({"pad_token_id": 0, "eos_token_id": 59, "bos_token_id": 58, **changes})
     register()
-    found = []
-    for implementation in ("eager", "warploom"):
-        torch.manual_seed(1)
-        model = cls._from_config(copy.deepcopy(config), attn_implementation=implementation)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.5)
-        found.append(model.eval())
-    return found
+    return pair(cls, config, 1)
 
 
 PADDING = {

@@ -84,10 +84,14 @@ DECODERS = ("llama", "gemma2", "gemma3", "gpt_oss", "llama4")
 
 
 def build(name: str, seed: int = 0):
+    """`pair` of a family's tiny model."""
+    return pair(*recipe(name), seed)
+
+
+def pair(cls, config, seed: int):
     """(eager, warploom): two models of the same weights in evaluation mode, initialised wide enough to matter."""
     import copy
 
-    cls, config = recipe(name)
     models = []
     for implementation in ("eager", "warploom"):
         torch.manual_seed(seed)
