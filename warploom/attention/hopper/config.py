@@ -18,10 +18,12 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "bias", "consumers", "columns", "merge")))
+_PARTS_FORWARD = "base", "lists", "producer", "bias", "distances", "consumers", "columns", "merge"
+_FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_FORWARD))
 SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns")),
+    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances")),
+    "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
@@ -76,7 +78,7 @@ class ForwardConfig:
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
-    bias: str = ""  # "alibi", or none
+    bias: str = ""  # "alibi", "distance", or none
 
     @property
     def tile_m(self) -> int:
@@ -114,7 +116,7 @@ class ForwardConfig:
     @property
     def bias_product(self) -> bool:
         """Whether scores begin at a product of slopes and columns: where the tensor cores have time to spare."""
-        return bool(self.bias) and self.head_dim <= 64 and not self.softcap
+        return self.bias == "alibi" and self.head_dim <= 64 and not self.softcap
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -159,7 +161,7 @@ class BackwardConfig:
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
     columns: bool = False  # of the mask hide rows
     dropout: bool = False
-    bias: str = ""  # "alibi", or none
+    bias: str = ""  # "alibi", "distance", or none
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property

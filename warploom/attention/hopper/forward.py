@@ -25,6 +25,7 @@ from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnPro
 from warploom.attention.hopper.forward_merge import Merge
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.columns import columns_of
+from warploom.kernels.cute.distances import SPREAD_THREADS
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.softmax import multipliers
@@ -58,7 +59,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
-        bias: tuple[Any, ...] | None,  # as ``slopes_of`` has it
+        bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -88,6 +89,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         qk = product(self.dtype, (64, self.tile_n, 16), IN_SHARED, BY_K, BY_K)
         pv = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
         multiplier, cap_in = multipliers(config, scale, softcap)
+        if const_expr(self.reads_distances):
+            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         heads = Int32(0)
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])

@@ -66,8 +66,9 @@ class ForwardBase:
         self.stages = config.stages
         self.warpgroups = config.warpgroups
         self.tile_stages = 2
-        self.biased = bool(config.bias)
+        self.biased = config.bias == "alibi"
         self.begins = self.biased and not config.softcap  # scores begin at the bias
+        self.reads_distances = config.bias == "distance"
         self.multiplies = config.bias_product
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)

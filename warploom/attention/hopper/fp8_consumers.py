@@ -59,7 +59,7 @@ class Fp8Consumers(Consumers):
         """What warpgroup ``group`` keeps."""
         partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns)))
         acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
-        absent: dict[str, Any] = dict.fromkeys(("mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi"))
+        absent: dict[str, Any] = dict.fromkeys(("mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi", "distances"))
         return Fp8Rows(
             **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
             **absent,
@@ -113,8 +113,8 @@ class Fp8Consumers(Consumers):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked):
-        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax.
+    def step(self, work, n, last, stage, phase, masked, place=None):
+        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; ``place`` is for tables of distances.
 
         All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
         """

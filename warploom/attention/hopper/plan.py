@@ -117,10 +117,10 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         tile = tiling.few if shape == "few" else None
     elif shape in ("brief", "square") and not features.bias:  # whose registers they leave no room for
         tile = tiling.brief if shape == "brief" else tiling.square
-    if features.bias and each and dims == (96, 96):
+    if features.bias == "alibi" and each and dims == (96, 96):
         tile = tiling.softcap  # slopes of two heads would spill, too
     tile = tile or tiling.dense
-    if features.bias and tile.pv_wait == "early" and dims > (64, 64):
+    if features.bias == "alibi" and tile.pv_wait == "early" and dims > (64, 64):
         tile = replace(tile, pv_wait="pingpong")  # 16384 keys causal: 1.01 of the time without a bias, early 1.14
     return ForwardConfig(
         features.dtype_name,
@@ -171,8 +171,8 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     if features.varlen or features.batch_invariant:
         return config(features, long)
     group = problem.heads_q // problem.heads_kv
-    if features.columns or features.dropout:
-        return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
+    if features.columns or features.dropout or features.bias == "distance":
+        return config(features, long)  # whose heads may have masks or tables of their own, or whose elements are known by their heads
     each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
@@ -188,14 +188,16 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
 
 def bias_refusal(problem: AttentionProblem) -> str | None:
     """Why the forward does not take a problem's bias, or None."""
-    if problem.bias != "alibi":
-        return "takes no bias but ALiBi"
+    if problem.bias == "tensor":
+        return "takes no bias but ALiBi and tables of distances"
     if problem.columns:
         return "takes no bias under a column mask"
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return "takes no bias past head_dim 128"
-    if problem.dtype != torch.bfloat16:  # compiled without a spill, not run on a GPU yet
-        return "takes a bias of calls in bfloat16 alone"
+    if problem.bias == "distance" and (problem.softcap or problem.dropout):
+        return "takes no table of distances beside a softcap or dropout"
+    if problem.dtype != torch.bfloat16 and problem.bias == "alibi":  # compiled without a spill, not run on a GPU yet
+        return "takes ALiBi of calls in bfloat16 alone"
     if problem.softcap and problem.dropout:
         return "takes no bias beside both a softcap and dropout"
     return None
@@ -205,6 +207,8 @@ def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
     if features.bias_grad:
         return "computes no gradient of a bias"
+    if features.bias == "distance":
+        return "has no kernel for a table of distances"
     if max(backward_dims(features)) == 128:  # registers spill
         if features.softcap:
             return "has no kernel for a bias beside a softcap past head_dim 96"

@@ -16,6 +16,7 @@ from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
+from warploom.kernels.distances import head_length
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
@@ -160,9 +161,17 @@ def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tu
     return of
 
 
-def added(args: AttentionArgs, beyond: int = 0) -> tuple[Tensor, int] | None:
-    """What a module takes of a bias: its values, and what to add to distances; ``beyond``: keys left out at the end."""
-    return None if args.bias is None else (args.bias.detach(), args.bias_origin + beyond)
+def added(args: AttentionArgs, beyond: int = 0) -> tuple[Tensor | int, ...] | None:
+    """What a module takes of a bias: its values, room to spread out a table, and what to add to distances.
+
+    ``beyond``: keys left out at the end.
+    """
+    if args.bias is None:
+        return None
+    values, origin = args.bias.detach(), args.bias_origin + beyond
+    if args.bias_kind == "distance":
+        return values, values.new_empty(values.shape[0] * head_length(values.shape[1])), origin
+    return values, origin
 
 
 def one_entry(args: AttentionArgs) -> AttentionArgs:
@@ -350,7 +359,8 @@ def _function(
     """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may be special."""
     features, long = Features.of_args(args), seqlen_k >= LONG
     usual = variant = config(features, long)
-    if few is not None and not (features.columns or features.dropout or features.batch_invariant):
+    alike = features.columns or features.dropout or features.batch_invariant or features.bias == "distance"
+    if few is not None and not alike:
         each = pack_gqa(*few, usual.tile_m)
         variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
     function = _ready.get(variant.spec.name)
