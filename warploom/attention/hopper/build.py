@@ -37,8 +37,9 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     mask = column_mask() if variant.columns else None
     drop = dropout() if variant.dropout else None
     added = _BIASES[variant.bias]()
+    largest = rows(2) if variant.largest else None
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
-    arguments = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, mask, drop, added, *scalars, stream()]
+    arguments = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, mask, drop, added, largest, *scalars, stream()]
     return {**compile_kernel(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
 
 

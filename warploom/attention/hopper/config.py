@@ -22,7 +22,7 @@ _PARTS_FORWARD = "base", "lists", "producer", "bias", "distances", "consumers", 
 _FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_FORWARD))
 SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances")),
+    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances", "memory")),
     "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
@@ -79,6 +79,7 @@ class ForwardConfig:
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
     bias: str = ""  # "alibi", "distance", or none
+    largest: bool = False  # the largest logit of each head is found beside
 
     @property
     def tile_m(self) -> int:
@@ -93,6 +94,7 @@ class ForwardConfig:
         features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
+        parts += ["largest"] if self.largest else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         return "attn_fwd_sm90_" + "_".join(parts)

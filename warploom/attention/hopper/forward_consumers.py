@@ -25,6 +25,7 @@ from warploom.kernels.cute.dropout import bits_of_rows, dropout_of, kept
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import exp2, pin, pin_bits
+from warploom.kernels.cute.memory import raise_to
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, with_sink
 from warploom.kernels.cute.tiles import transposed
@@ -33,6 +34,7 @@ from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack
 # A row is exponentiated against an earlier maximum until its own is past it by so many powers of two: P stays far inside of
 # what 16 bits hold, as precise as at 1, and O and the sums of most tiles need no rescaling.
 HEADROOM = 8.0
+LN_2 = 1.0 / LOG2_E
 # Columns that a word of a mask covers: of 32, ptxas made no R2P.
 MASK_BITS = 24
 
@@ -65,6 +67,7 @@ class Rows(Fields):
     kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
     alibi: Any  # what is to be known of ALiBi, or None
     distances: Any  # or of a table of distances
+    largest: Any  # each row's true maximum, which may be past ``row_max``, where it is asked for
 
 
 class Consumers(BiasedScores, DistanceScores):
@@ -75,7 +78,7 @@ class Consumers(BiasedScores, DistanceScores):
     @cute.jit
     def compute(
         self, out, lse, sink, parts, k_shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in, left, right,
-        scales=None,
+        scales=None, largest=None,
     ):  # fmt: skip
         """64 rows of every query tile of this block; ``scales``: what FP8 needs of q, k and v besides."""
         config = self.config
@@ -183,6 +186,8 @@ class Consumers(BiasedScores, DistanceScores):
                     stage, phase = self.finish(work, stage, phase)
                 for _ in cutlass.range(own_first - first, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
+            if const_expr(config.largest):
+                self.tell_largest(work, largest, batch, places, seqlen_q, sequences)
             if const_expr(config.split):
                 if slot >= 0:
                     self.leave(work, parts, slot, local)
@@ -231,6 +236,7 @@ class Consumers(BiasedScores, DistanceScores):
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
             alibi=self.alibi(bias, shared),
             distances=self.distances(bias),
+            largest=cute.make_rmem_tensor(2, Float32) if self.config.largest else None,
         )
 
     def common_rows(
@@ -267,6 +273,8 @@ class Consumers(BiasedScores, DistanceScores):
         work.acc_o.fill(0.0)
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
+        if self.config.largest:
+            work.largest.fill(-Float32.inf)
 
     def find_scales(self, work: Any, head: Any, batch: Any, top: Any) -> None:
         """Nothing: 16-bit operands have no scales."""
@@ -425,6 +433,8 @@ class Consumers(BiasedScores, DistanceScores):
             if const_expr(apart):
                 new = cute.arch.fmax(new + parts[r], work.row_max[r])
             new = cute.arch.warp_reduction_max(new, threads_in_group=4)
+            if const_expr(self.config.largest):
+                work.largest[r] = cute.arch.fmax(work.largest[r], new)
             grown = (new - work.row_max[r]) * scale
             outgrown = grown > HEADROOM  # not where both are -inf
             new = new if outgrown else work.row_max[r]
@@ -520,13 +530,33 @@ class Consumers(BiasedScores, DistanceScores):
 
     # What a tile leaves
 
+    @cute.jit
+    def tell_largest(self, work, largest, batch, places, seqlen_q, sequences):
+        """Raise the largest logit of the tile's head to those of this warp's rows; a row that saw NaN has a sum of NaN."""
+        found = -Float32.inf
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
+            top = self.top_of(work.largest[r], work) * LN_2
+            if (total != total) & (top < Float32.inf):
+                top = total
+            if places[r][0] < seqlen_q:
+                found = top if (top > found) | (top != top) | (found != found) else found
+        for lanes in cutlass.range_constexpr(2, 5):
+            other = cute.arch.shuffle_sync_bfly(found, 1 << lanes)
+            found = other if (other > found) | (other != other) else found
+        inside = places[0][0] - cute.arch.lane_idx() // 4 < seqlen_q
+        if const_expr(self.config.varlen):
+            inside = inside & (batch < sequences)
+        if inside & (cute.arch.lane_idx() == 0):
+            raise_to(largest.iterator + (batch * largest.shape[1] + places[0][1]), found)
+
     def log2_units(self, work: Any) -> Any:
         """What a row's maximum is multiplied by to be one in log2 units."""
         return Float32(1.0) if self.config.softcap else work.multiplier
 
-    def top_of(self, work: Any, r: int) -> Any:
+    def top_of(self, row_max: Any, work: Any) -> Any:
         """A row's maximum in log2 units."""
-        top = work.row_max[r] * self.log2_units(work)
+        top = row_max * self.log2_units(work)
         return top + work.distances.base[0] if self.reads_distances else top
 
     @cute.jit
@@ -541,7 +571,7 @@ class Consumers(BiasedScores, DistanceScores):
             for c in cutlass.range_constexpr(dim // 8):
                 self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
             if word == 0:
-                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work, r), total)
+                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work.row_max[r], work), total)
 
     @cute.jit
     def store_pair(self, target, a, b):
@@ -574,7 +604,7 @@ class Consumers(BiasedScores, DistanceScores):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = self.top_of(work, r)
+            top = self.top_of(work.row_max[r], work)
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)

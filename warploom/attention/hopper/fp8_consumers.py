@@ -59,7 +59,8 @@ class Fp8Consumers(Consumers):
         """What warpgroup ``group`` keeps."""
         partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns)))
         acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
-        absent: dict[str, Any] = dict.fromkeys(("mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi", "distances"))
+        names = "mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi", "distances", "largest"
+        absent: dict[str, Any] = dict.fromkeys(names)
         return Fp8Rows(
             **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
             **absent,

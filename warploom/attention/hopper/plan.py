@@ -171,9 +171,11 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     if features.varlen or features.batch_invariant:
         return config(features, long)
     group = problem.heads_q // problem.heads_kv
-    if features.columns or features.dropout or features.bias == "distance":
-        return config(features, long)  # whose heads may have masks or tables of their own, or whose elements are known by their heads
-    each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
+    if features.columns or features.dropout:
+        return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
+    each = 0  # of heads with a table of distances each
+    if features.bias != "distance":
+        each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
 
