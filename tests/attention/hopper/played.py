@@ -14,6 +14,7 @@ from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
 from warploom.attention.hopper.config import CUTS, TABLE, BackwardConfig, ForwardConfig
+from warploom.kernels.distances import head_length
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
 
@@ -21,6 +22,7 @@ SUMS = 7 << 44  # where what blocks hand each other lies
 DROPOUT = "seed least kept first"
 DROPPED = {"seed": ((2,), ()), "least": 1 << 30, "first": 0}
 COUNTERS = 1 << 12
+ENTRIES = 101  # of a table of distances
 NO_CUT = -(1 << 30)
 Tag = tuple[int, ...]
 
@@ -66,8 +68,8 @@ def forward(
     names = names_of(
         "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter",
         config.varlen or config.columns, "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "slopes origin", bool(config.bias),
-        "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
+        DROPOUT, config.dropout, "slopes origin", config.bias == "alibi", "table spread origin", config.bias == "distance",
+        "largest", config.largest, "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
     tiles = -(-heads // config.heads_per_tile) if config.pack_gqa else heads
     values: dict[str, Any] = {
@@ -77,10 +79,11 @@ def forward(
         "out": ((1, seqlen_q, heads, dim_v), (seqlen_q * heads * dim_v, heads * dim_v, dim_v)),
         "lse": ((1, heads, seqlen_q), (heads * seqlen_q, seqlen_q)),
         "parts": ((2 * blocks, 1 << 16, 1), (1 << 16, 1)),
-        "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": 0,
+        "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2,
+        "table": ((heads, ENTRIES), (ENTRIES,)), "spread": ((heads * head_length(ENTRIES),), ()), "largest": ((1, heads), (heads,)),
         "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
     }  # fmt: skip
-    words: dict[int, int] = {}
+    words = _facts(names, heads)
     if config.varlen:
         values |= {
             "q": ((seqlen_q, dim, heads), ()),
@@ -91,8 +94,8 @@ def forward(
             "counter": ((1,), ()),
         }  # fmt: skip
         sequences = sequences or Sequences.thirds(seqlen_q, seqlen_k)
-        packed_values, words = _packed(names, sequences)
-        values |= packed_values
+        packed_values, starts = _packed(names, sequences)
+        values, words = values | packed_values, words | starts
     if mask is not None:
         if sequences is None:
             column_values, column_words = column_mask(names, mask, fine_and_coarse(mask, seqlen_q, seqlen_k))
@@ -100,7 +103,16 @@ def forward(
             column_values, column_words = _packed_mask(names, mask, sequences, config.used)
         values |= column_values | {"counter": ((1,), ()), "pair_heads": heads}
         words |= column_words
-    return launch(traced, values, names, grid=blocks, words=words, reads=config.columns, watched=watched)
+    return launch(traced, values, names, grid=blocks, words=words, reads=config.columns or config.bias == "distance", watched=watched)
+
+
+def _facts(names: list[str], heads: int) -> dict[int, int]:
+    """What is said of each head's table of distances: both ends are plain, and nothing hides."""
+    if "spread" not in names:
+        return {}
+    start = names.index("spread") + 1 << 32
+    facts = [0, 0, 1, 1, 0]
+    return {start + 4 * (h * head_length(ENTRIES) + i): x for h in range(heads) for i, x in enumerate(facts)}
 
 
 def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -84,9 +84,10 @@ class DistanceScores(ForwardBase):
         own.right[0] = facts[RIGHT]
         left = cutlass.max(first - entries + 2, 0) // tile_n
         right = cute.ceil_div(cutlass.max(first + 63, 0), tile_n)
-        own.ends[0] = left if facts[LEFT_FAR] != 0.0 else Int32(0)
-        own.ends[1] = right if facts[RIGHT_FAR] != 0.0 else Int32(1 << 30)
-        own.ends[2] = Int32(1) if facts[HIDES] != 0.0 else Int32(0)
+        words = cute.recast_tensor(facts, Int32)
+        own.ends[0] = left if words[LEFT_FAR] == 1 else Int32(0)
+        own.ends[1] = right if words[RIGHT_FAR] == 1 else Int32(1 << 30)
+        own.ends[2] = words[HIDES]
 
     @cute.jit
     def values_at(self, work, n):

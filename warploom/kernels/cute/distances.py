@@ -22,6 +22,8 @@ from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import assembly
 from warploom.kernels.distances import HEADER, PAD, copy_length, head_length
 
+# The header: what values are less, and what the far right is; then words, 1 where the far left is nothing, where the far right is
+# a number, and where values may hide.
 BASE, RIGHT, LEFT_FAR, RIGHT_FAR, HIDES = range(5)
 SPREAD_THREADS = 1024
 NEAR_ZERO = 64.0  # what may be taken off all values: more would round small ones
@@ -97,9 +99,10 @@ def spread_out(distances, scale, rising):
     if thread == 0:
         into[BASE] = base
         into[RIGHT] = raw(far_right, base, factor, most)
-        into[LEFT_FAR] = Float32(1.0) if far_left == base else Float32(0.0)
-        into[RIGHT_FAR] = Float32(1.0) if (far_right > -Float32.inf) & (far_right < Float32.inf) else Float32(0.0)
-        into[HIDES] = hides.to(Float32)
+        words = cute.recast_tensor(into, Int32)
+        words[LEFT_FAR] = Int32(1) if far_left == base else Int32(0)
+        words[RIGHT_FAR] = Int32(1) if (far_right > -Float32.inf) & (far_right < Float32.inf) else Int32(0)
+        words[HIDES] = hides
 
 
 @cute.jit
