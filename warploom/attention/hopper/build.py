@@ -57,7 +57,8 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     columns: list[Any] = [None] * 6
     if variant.columns:
         columns = [*column_mask()]
-    given = [*packed, *columns, dropout() if variant.dropout else None, slopes() if variant.bias else None]
+    added = distances(variant.bias_grad) if variant.bias == "distance" else _BIASES[variant.bias]()
+    given = [*packed, *columns, dropout() if variant.dropout else None, added]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *given, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
     return {**compile_kernel(kernel, arguments, name, library), "shared": variant.shared_bytes}

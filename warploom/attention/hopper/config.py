@@ -27,11 +27,12 @@ SOURCES = (
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "bias", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "bias", "distances", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "memory", "row_tiles")),
+    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "distances", "memory", "row_tiles")),
+    "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 
@@ -164,6 +165,7 @@ class BackwardConfig:
     columns: bool = False  # of the mask hide rows
     dropout: bool = False
     bias: str = ""  # "alibi", "distance", or none
+    bias_grad: bool = False  # of a table of distances
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
@@ -175,6 +177,7 @@ class BackwardConfig:
         features = "columns", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
+        parts += ["grad"] if self.bias_grad else []
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 

@@ -207,10 +207,10 @@ def bias_refusal(problem: AttentionProblem) -> str | None:
 
 def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
-    if features.bias_grad:
-        return "computes no gradient of a bias"
     if features.bias == "distance":
-        return "has no kernel for a table of distances"
+        return "adds to the gradient of a table in any order" if features.deterministic and features.bias_grad else None
+    if features.bias_grad:
+        return "computes no gradient of slopes"
     if max(backward_dims(features)) == 128:  # registers spill
         if features.softcap:
             return "has no kernel for a bias beside a softcap past head_dim 96"
@@ -301,8 +301,9 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = backward_dims(features)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    biased = features.bias and dims == (64, 64)
-    if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
+    biased = features.bias == "alibi" and dims == (64, 64)
+    # Registers leave no room for more.
+    if softcap or features.columns or features.dropout or ((left or features.bias_grad) and tile_m == 80):
         tile_m = 64
     if biased and deterministic:
         tile_m = 64
@@ -337,6 +338,8 @@ def waves(variant: BackwardConfig, heads: int, seqlen_k: int, shared: int) -> tu
     0.85 to 1.17, to 96 about 0.99.
     """
     if not variant.right or variant.left or variant.claims or variant.deterministic or variant.varlen or variant.columns:
+        return 0, 0
+    if variant.bias == "distance":  # whose near tiles differ from head to head
         return 0, 0
     n_blocks = -(-seqlen_k // variant.tile_n)
     if (variant.head_dim, variant.head_dim_v) != IN_WAVES or max(1, 128 // n_blocks) * shared <= schedule.L2_BYTES:

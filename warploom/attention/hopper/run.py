@@ -170,16 +170,17 @@ def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tu
     return of
 
 
-def added(args: AttentionArgs, beyond: int = 0) -> tuple[Tensor | int, ...] | None:
+def added(args: AttentionArgs, beyond: int = 0, gradient: Tensor | None = None) -> tuple[Tensor | int, ...] | None:
     """What a module takes of a bias: its values, room to spread out a table, and what to add to distances.
 
-    ``beyond``: keys left out at the end.
+    ``beyond``: keys left out at the end; ``gradient``: of a table, which is added to.
     """
     if args.bias is None:
         return None
     values, origin = args.bias.detach(), args.bias_origin + beyond
     if args.bias_kind == "distance":
-        return values, values.new_empty(values.shape[0] * head_length(values.shape[1])), origin
+        spread = values.new_empty(values.shape[0] * head_length(values.shape[1]))
+        return (values, spread, origin) if gradient is None else (values, spread, origin, gradient)
     return values, origin
 
 

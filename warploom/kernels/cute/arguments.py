@@ -54,9 +54,13 @@ def slopes() -> tuple[Any, ...]:
     return rows(2), Int32(0)
 
 
-def distances() -> tuple[Any, ...]:
-    """What `warploom.kernels.cute.distances` takes: a table (heads_q, entries), room to spread it out, what distances begin at."""
-    return rows(2), make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16), Int32(0)
+def distances(gradient: bool = False) -> tuple[Any, ...]:
+    """What `warploom.kernels.cute.distances` takes: a table (heads_q, entries), room to spread it out, what is added to distances.
+
+    ``gradient``: and the table's gradient.
+    """
+    spread = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
+    return (rows(2), spread, Int32(0), *((rows(2),) if gradient else ()))
 
 
 def stream() -> Any:

@@ -36,14 +36,15 @@ class Distances(Fields):
     table: Any  # fp32 (heads_q, entries), contiguous
     spread: Any  # fp32, flat
     origin: Any  # of distances
+    gradient: Any  # fp32 as the table, which sums are added to; or None
 
 
 def distances_of(bias: Any) -> Distances | None:
-    """Of the tuple that the host passes, table, spread values and origin; None of None."""
+    """Of the tuple that the host passes: table, spread values, origin and, where it is asked for, gradient; None of None."""
     if bias is None:
         return None
-    table, spread, origin = bias
-    return Distances(table=table, spread=spread, origin=origin)
+    table, spread, origin, *gradient = bias
+    return Distances(table=table, spread=spread, origin=origin, gradient=gradient[0] if gradient else None)
 
 
 @dsl_user_op
@@ -61,6 +62,13 @@ def load_two(address: Int64, offset: int, *, loc: Any = None, ip: Any = None) ->
     struct = llvm.StructType.get_literal([T.f32()] * 2)
     parts = assembly(struct, values, text, "=f,=f,l", side_effects=True)
     return [Float32(llvm.extractvalue(T.f32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
+def add_to(address: Int64, x: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add to an fp32 in global memory."""
+    values = [Int64(address).ir_value(loc=loc, ip=ip), Float32(x).ir_value(loc=loc, ip=ip)]
+    assembly(None, values, "red.relaxed.gpu.global.add.f32 [$0], $1;", "l,f,~{memory}", side_effects=True)
 
 
 @dsl_user_op
