@@ -445,8 +445,8 @@ class Consumers(Dealer, DropoutSteps, DistanceSteps):
     def step(self, r, m, j, masked, work=None, place=NEAR):
         """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
 
-        ``place``: of the tile in a table of distances. Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask the first wait
-        is over, and ``work`` is the block's.
+        Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask the first wait
+        is over, and ``work`` is the block's. ``place``: of the tile in a table of distances.
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
@@ -463,7 +463,8 @@ class Consumers(Dealer, DropoutSteps, DistanceSteps):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], near)
         # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
-        spare = const_expr(not (config.softcap or config.dropout or self.biased or near or (self.reads_distances and not config.right)))
+        apart = self.reads_distances and not config.right  # far tiles may differ
+        spare = const_expr(not (config.softcap or config.dropout or self.biased or near or apart))
         late = const_expr(not spare or (config.columns and masked))
         if const_expr(not late):
             level = self.statistics(r, stage, 0)

@@ -1,11 +1,12 @@
 """Biases that are read by distance in the backward, and the gradient of their table.
 
-As in the forward, scores of query tiles near the keys begin at the values of their distances; tiles far to the right of the keys
-see nothing of the table, as the rows' lse are less the same as values are, and those far to the left one number.
+As in the forward, scores of query tiles near the keys begin at the values of their distances. Where keys are far to the left of
+all queries of a tile it begins at nothing, as rows' lse are less the same number as values are; far to the right one number is
+added to all.
 
-dS of a near tile is summed along its diagonals: in registers where a thread has two keys, then over the lanes of a warp, which end
-with eight distances next to each other for each pair of columns, and adds them to the gradient. Of far tiles a thread sums what
-it has, for a query head's whole run of them. Sums meet in global memory in any order.
+dS of a near tile is summed along its diagonals: in registers, where a thread has two keys, then over the lanes of a warp, which
+adds the sums to the gradient. Of far tiles a thread sums what it has, for a query head's whole run of them. Sums of warps meet
+in global memory in any order.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """

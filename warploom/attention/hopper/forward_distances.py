@@ -100,7 +100,7 @@ class DistanceScores(ForwardBase):
 
     @cute.jit
     def begin_near(self, work, n, masked):
-        """Scores of key tile ``n`` begin at the values of their distances; of a masked tile the bits of those that do not hide."""
+        """Scores of key tile ``n`` begin at the values of their distances; and of a masked tile which do not hide."""
         rows, address, shown = work.rows_s, self.values_at(work, n), [Int32(0), Int32(0)]
         for i in cutlass.range_constexpr(self.tile_n // 8):
             for r in cutlass.range_constexpr(2):

@@ -35,7 +35,8 @@ def forward_with_largest(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     """As ``forward``, and the largest logits, fp32 (batch, heads) or (sequences, heads)."""
     batch = args.q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
     largest = torch.full((batch, args.q.shape[-2]), float("-inf"), dtype=torch.float32, device=args.q.device)
-    return *bind(args, largest)(*args.tensors()), largest
+    out, lse = bind(args, largest)(*args.tensors())
+    return out, lse, largest
 
 
 def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tuple[Tensor, Tensor]]:

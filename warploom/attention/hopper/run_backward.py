@@ -35,7 +35,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; and the gradient of a table, if asked for."""
+    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; dbias of a table, if asked for."""
     gradient = _table_gradient(args)
     run = bind(args, dlse is not None, gradient)
     found = run(dout, dlse, out, lse, *with_bounds(args, packed=True).tensors())

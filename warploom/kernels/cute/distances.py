@@ -22,8 +22,8 @@ from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import assembly
 from warploom.kernels.distances import HEADER, PAD, copy_length, head_length
 
-# The header: what values are less, and what the far right is; then words, 1 where the far left is nothing, where the far right is
-# a number, and where values may hide.
+# The header: what values are less, and what the far right is; then words, 1 where the far left is nothing, where the far right
+# is a number, and where values may hide.
 BASE, RIGHT, LEFT_FAR, RIGHT_FAR, HIDES = range(5)
 SPREAD_THREADS = 1024
 NEAR_ZERO = 64.0  # what may be taken off all values: more would round small ones
