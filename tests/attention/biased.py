@@ -76,6 +76,14 @@ def _t5(bidirectional: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return matrix
 
 
+def _long(leaf: Tensor, distance: Tensor) -> Tensor:
+    return leaf[:, distance.clamp(-300, 300) + 300][None]
+
+
+def _constant(leaf: Tensor, distance: Tensor) -> Tensor:
+    return leaf[:, torch.zeros_like(distance)][None]
+
+
 SHARED = torch.tensor([0, 1, 1, 2, 0, 3, 3, 3, 1, 2, 2, 0, 0])  # of 2 · REACH + 1 distances
 
 KINDS = {
@@ -93,6 +101,8 @@ KINDS = {
     "relative, buckets": Kind(
         lambda s: (1, 4), lambda t: Relative(t, buckets=SHARED), lambda leaf, d: _two_sided(leaf[:, SHARED], d)
     ),
+    "relative, long": Kind(lambda s: (s[1], 601), Relative, _long),
+    "relative, constant": Kind(lambda s: (s[1], 1), Relative, _constant),
     "t5": Kind(lambda s: (s[1], 8), lambda t: Relative(t, 20, buckets="t5"), _t5(True)),
     "t5, one side": Kind(lambda s: (s[1], 8), lambda t: Relative(t, 20, buckets="t5", bidirectional=False), _t5(False)),
 }

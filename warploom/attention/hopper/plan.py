@@ -192,8 +192,8 @@ def largest_refusal(features: Features, seqlen_q: int, group: int) -> str | None
     """Why the forward does not find a call's largest logits beside, or None."""
     if features.columns:
         return "finds no largest logits under a column mask"
-    if features.dropout or (features.softcap and features.bias):
-        return "finds no largest logits beside dropout, or beside both a softcap and a bias"
+    if features.dropout or features.softcap:  # whose tanh is no closer than P needs
+        return "finds no largest logits beside dropout or a softcap"
     each = not (features.varlen or features.batch_invariant or features.bias == "distance")
     if each and pack_gqa(seqlen_q, group, config(features, True).tile_m):
         return "finds no largest logits where a tile holds several heads"
