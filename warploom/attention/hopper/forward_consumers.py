@@ -149,6 +149,9 @@ class Consumers(BiasedScores, DistanceScores):
                     self.softmax(work, n, True)
                     self.keep_scale(work)
                     self.pack(work, n)
+                    rows = (m_block * self.tile_m, seqlen_q, shift, left, right)
+                    if const_expr(self.reads_distances):
+                        self.clear_unseen(work, n, stage, phase, rows)
                     if const_expr(self.begins and not config.right):
                         # Without a limit on the right only the first tile may be partial.
                         for _ in cutlass.range(n - cutlass.max(work.alibi.right_first[0], whole_first), unroll=1):
@@ -167,7 +170,7 @@ class Consumers(BiasedScores, DistanceScores):
                         whole_end = cutlass.min(whole_end, near_first) if hides == 1 else whole_end
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR)
+                        stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
                     if const_expr(self.reads_distances):
                         for _ in cutlass.range(n - near_first, unroll=1):
                             n -= 1
@@ -178,7 +181,7 @@ class Consumers(BiasedScores, DistanceScores):
                     if const_expr(config.left):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
-                            stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR)
+                            stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
                 q_phase ^= 1
                 if own_first >= own_end:
                     release(shared.q_empty + group)
@@ -298,10 +301,10 @@ class Consumers(BiasedScores, DistanceScores):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked, place=NEAR):
+    def step(self, work, n, last, stage, phase, masked, place=NEAR, rows=None):
         """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV.
 
-        ``place``: of the tile in a table of distances.
+        ``place``: of the tile in a table of distances; ``rows``: as ``clear_unseen`` has them.
         """
         shared = work.shared
         v_stage, v_phase = stage, phase
@@ -330,6 +333,8 @@ class Consumers(BiasedScores, DistanceScores):
             release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
         self.softmax(work, n, masked, shared.v_empty + v_stage, place)
         self.pack(work, n)
+        if const_expr(self.reads_distances and masked):
+            self.clear_unseen(work, n, stage, phase, rows)
         return stage, phase
 
     def pack(self, work: Any, n: Any) -> None:
@@ -536,7 +541,7 @@ class Consumers(BiasedScores, DistanceScores):
         found = -Float32.inf
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = self.top_of(work.largest[r], work) * LN_2
+            top = self.top_of(work.largest[r], work, r) * LN_2
             if (total != total) & (top < Float32.inf):
                 top = total
             if places[r][0] < seqlen_q:
@@ -554,8 +559,10 @@ class Consumers(BiasedScores, DistanceScores):
         """What a row's maximum is multiplied by to be one in log2 units."""
         return Float32(1.0) if self.config.softcap else work.multiplier
 
-    def top_of(self, row_max: Any, work: Any) -> Any:
+    def top_of(self, row_max: Any, work: Any, r: int) -> Any:
         """A row's maximum in log2 units."""
+        if self.leveled:
+            row_max = row_max - self.level_at(work, r)
         top = row_max * self.log2_units(work)
         return top + work.distances.base[0] if self.reads_distances else top
 
@@ -571,7 +578,7 @@ class Consumers(BiasedScores, DistanceScores):
             for c in cutlass.range_constexpr(dim // 8):
                 self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
             if word == 0:
-                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work.row_max[r], work), total)
+                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work.row_max[r], work, r), total)
 
     @cute.jit
     def store_pair(self, target, a, b):
@@ -604,7 +611,7 @@ class Consumers(BiasedScores, DistanceScores):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = self.top_of(work.row_max[r], work)
+            top = self.top_of(work.row_max[r], work, r)
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)

@@ -16,7 +16,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper.forward_base import ForwardBase
-from warploom.kernels.cute.basics import LOG2_E
+from warploom.kernels.cute.barriers import ForwardBarrier, wait
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP
 from warploom.kernels.cute.distances import (
     BASE,
     HIDES,
@@ -110,3 +111,44 @@ class DistanceScores(ForwardBase):
                         shown[r] = with_shown(shown[r], c, rows[r, c])
         for r in cutlass.range_constexpr(2):
             work.mask_words[r] = shown[r]
+
+    @cute.jit
+    def clear_unseen(self, work, n, stage, phase, rows):
+        """Zero the values of key tile ``n``'s keys that no query of the tile sees, if the table may hide some.
+
+        Else NaN among them would not vanish against P = 0. Each warpgroup does it for itself. ``rows``: the tile's first, how many
+        the sequence has, by how much their positions are more, and the limits.
+        """
+        own, shared = work.distances, work.shared
+        hides, group, full = own.ends[2], work.group, shared.v_full + stage
+        head, given, values = own.head[0], own.given, shared.v[None, None, stage]
+        if hides == 1:
+            cute.arch.mbarrier_wait(full, phase)
+            thread = cute.arch.thread_idx()[0] % WARPGROUP
+            if thread < self.tile_n:
+                seen = self.sees_key(head, given, n * self.tile_n + thread, rows)
+                if seen == 0:
+                    for d in cutlass.range(self.config.head_dim_v, unroll=1):
+                        values[thread, d] = self.dtype(0.0)
+            cute.arch.fence_view_async_shared()
+            wait(ForwardBarrier.CLEARED, WARPGROUP, group)
+
+    @cute.jit
+    def sees_key(self, head, given, key, rows):
+        """1 if a query of the tile sees a key; ``head``: address of the head's values."""
+        first, seqlen_q, shift, left, right = rows
+        past = cutlass.min(first + self.tile_m, seqlen_q)
+        if const_expr(self.config.right):
+            first = cutlass.max(first, key - shift - right)
+        if const_expr(self.config.left):
+            past = cutlass.min(past, key - shift + left + 1)
+        entries = given.table.shape[1]
+        length = entries + 2 * PAD
+        pointer = cute.make_ptr(Float32, head, cute.AddressSpace.gmem, assumed_align=4)
+        values = cute.make_tensor(pointer, cute.make_layout((length,)))
+        seen = Int32(0)
+        for row in cutlass.range(first, past, unroll=1):
+            place = PAD + entries - 1 - (row + shift + given.origin - key)
+            value = values[cutlass.min(cutlass.max(place, 0), length - 1)]
+            seen = seen if value == -Float32.inf else Int32(1)
+        return seen

@@ -114,8 +114,8 @@ class Fp8Consumers(Consumers):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked, place=None):
-        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; ``place`` is for tables of distances.
+    def step(self, work, n, last, stage, phase, masked, place=None, rows=None):
+        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; ``place`` and ``rows`` are for tables of distances.
 
         All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
         """

@@ -78,7 +78,7 @@ TILINGS = {
 }
 
 
-WITH_BIAS = ((64, 64), (128, 128))  # head dims of which `warploom build` prepares kernels with ALiBi
+WITH_BIAS = ((64, 64), (128, 128))  # head dims of which `warploom build` prepares kernels with a bias
 
 
 BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"right": True, "left": True})  # of what `warploom build` prepares
@@ -236,8 +236,8 @@ def named_set() -> list[ForwardConfig]:
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
-    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have
-    with it.
+    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, and dense ones with a table of
+    distances, full or causal, of the head dims that models have with them.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -247,6 +247,8 @@ def named_set() -> list[ForwardConfig]:
         found[config(Features(dtype, *dims, **band | extra), long)] = None
     for dims, varlen, long in product(WITH_BIAS, (False, True), (False, True)):
         found[config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), long)] = None
+    for dims, right, long in product(WITH_BIAS, (False, True), (False, True)):
+        found[config(Features(torch.bfloat16, *dims, right=right, bias="distance"), long)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, columns=True, varlen=True), True)] = None
         found.update({config(Features(dtype, *dims, right=right), True, each): None for each in PACK_GQA[:1]})
@@ -396,7 +398,8 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
-    deterministic or not; full and causal ones packed under a column mask; causal ones with ALiBi, dense or packed.
+    deterministic or not; full and causal ones packed under a column mask; causal ones with ALiBi, dense or packed; dense ones
+    with a table of distances and its gradient, full or causal.
 
     Others are compiled when first called for.
     """
@@ -421,5 +424,8 @@ def backward_set() -> list[BackwardConfig]:
             found[backward_config(features, False)] = None
     for dims, varlen, short in product(WITH_BIAS, (False, True), (False, True)):
         found[backward_config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), short)] = None
+    for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
+        features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=True)
+        found[backward_config(features, short)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
     return list(found)
