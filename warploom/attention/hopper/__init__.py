@@ -16,6 +16,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
+    MANY,
     backward_config,
     backward_config_for,
     bias_backward_refusal,
@@ -238,13 +239,14 @@ class Hopper(Beside):
         if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.dtype.itemsize == 1:
             return "does not run this call itself"
         features, packed = Features.of_args(args), args.cu_seqlens_q is not None
-        queries = (args.max_seqlen_q or 0) if packed else args.q.shape[1]
-        refused = largest_refusal(features, queries, args.q.shape[-2] // args.k.shape[-2])
+        few = long = False
+        if not packed and args.q.shape[-2] > args.k.shape[-2] and args.q.shape[1] < MANY:  # branches, for tracers too
+            few = True
+        if (args.max_seqlen_k or 0 if packed else args.k.shape[1]) >= LONG:
+            long = True
+        refused = largest_refusal(features, few)
         if refused is not None:
             return refused
-        long = False
-        if (args.max_seqlen_k or 0 if packed else args.k.shape[1]) >= LONG:  # a branch, for tracers too
-            long = True
         dtype, head_dim, head_dim_v, *flags = features
         return _largest_refusal(long, dtype, *tile_dims(head_dim, head_dim_v), *flags)
 

@@ -137,6 +137,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
 
 # Queries of each head in a tile that holds several; none: every tile holds one head.
 PACK_GQA: tuple[int, ...] = (8, 32)
+MANY = 128  # queries, from which on no tile holds several heads
 # Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
 SPLIT_COST = 16
 
@@ -188,15 +189,14 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
     return None
 
 
-def largest_refusal(features: Features, seqlen_q: int, group: int) -> str | None:
-    """Why the forward does not find a call's largest logits beside, or None."""
+def largest_refusal(features: Features, few: bool) -> str | None:
+    """Why the forward does not find a call's largest logits beside, or None; ``few``: fewer than MANY queries of grouped heads."""
     if features.columns:
         return "finds no largest logits under a column mask"
     if features.dropout or features.softcap:  # whose tanh is no closer than P needs
         return "finds no largest logits beside dropout or a softcap"
-    each = not (features.varlen or features.batch_invariant or features.bias == "distance")
-    if each and pack_gqa(seqlen_q, group, config(features, True).tile_m):
-        return "finds no largest logits where a tile holds several heads"
+    if few and not features.varlen:
+        return f"finds no largest logits of fewer than {MANY} queries of heads that share their keys"
     return None
 
 
