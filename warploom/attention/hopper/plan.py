@@ -315,11 +315,11 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     dims = backward_dims(features)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
-    biased = features.bias == "alibi" and dims == (64, 64)
+    biased = features.bias and dims == (64, 64)
     # Registers leave no room for more.
     if softcap or features.columns or features.dropout or ((left or features.bias_grad) and tile_m == 80):
         tile_m = 64
-    if biased and deterministic:
+    if biased and (deterministic or (features.bias_grad and varlen)):
         tile_m = 64
     if (softcap or features.dropout) and tile_n == 112:
         tile_n = 96  # constants, or Philox, would spill
