@@ -47,7 +47,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 469
+    assert len({c.name for c in found}) == len(found) <= 480
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -148,6 +148,16 @@ def test_alibi_of_common_models_is_prepared() -> None:
         call = problem(head_dim=dim, head_dim_v=dim, layout=layout, right=0, seqlen_q=length, seqlen_k=length, bias="alibi")
         assert config_for(call).name in forward and "_alibi" in config_for(call).name
         assert plan.backward_config_for(replace(call, heads_q=1)).name in backward
+
+
+def test_tables_of_common_models_are_prepared() -> None:
+    forward, backward = {c.name for c in named_set()}, {c.name for c in backward_set()}
+    for dim, right, length in product((64, 128), (None, 0), (1000, 9000)):
+        size = {"head_dim": dim, "head_dim_v": dim, "right": right, "seqlen_q": length, "seqlen_k": length}
+        call = problem(**size, bias="distance", bias_grad=True)
+        assert config_for(call).name in forward and "_distance" in config_for(call).name
+        assert plan.backward_config_for(call).name in backward and "_distance_grad" in plan.backward_config_for(call).name
+        assert not plan.backward_config_for(replace(call, heads_q=8)).waves
 
 
 @pytest.mark.parametrize(

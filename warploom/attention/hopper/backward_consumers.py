@@ -478,8 +478,6 @@ class Consumers(Dealer, DropoutSteps, DistanceSteps):
             self.hide(r)
         if const_expr(late):
             level = self.statistics(r, stage, 0)
-        if const_expr(near):
-            self.hide_by_distance(r)
         self.probabilities(r, m, level, masked, place)
         delta = None
         if const_expr(spare and not self.fold):
@@ -492,12 +490,13 @@ class Consumers(Dealer, DropoutSteps, DistanceSteps):
         if const_expr(not spare and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
-        if const_expr(config.bias_grad and not near):
-            self.add_far(r)
+        if const_expr(config.bias_grad):  # before dS is packed, beside which there are no registers
+            if const_expr(near):
+                self.add_near(r, m)
+            else:
+                self.add_far(r)
         pack(r.acc_dp, r.ds, self.dtype)
         self.share(r, stage)
-        if const_expr(near and config.bias_grad):
-            self.add_near(r, m)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
         cute.arch.fence_view_async_shared()

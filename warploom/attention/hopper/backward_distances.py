@@ -31,10 +31,10 @@ from warploom.kernels.cute.distances import (
     distances_of,
     load_two,
     spread_out,
-    with_shown,
+    values_at,
 )
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.distances import HEADER, PAD, copy_length, head_length
+from warploom.kernels.distances import HEADER, PAD, head_length
 
 # Where a query tile lies: near the keys, or so far that all its values are one.
 NEAR, FAR = "near", "far"
@@ -48,7 +48,6 @@ class KeyDistances(Fields):
     apart: Any  # distance of the block's first query tile's first query to the warpgroup's first key
     right: Any  # log2 units: what all values far right are; then, without a limit on the right, those of the far left: 0
     ends: Any  # query tiles before the first lie far right of it, from the second on far left
-    shown: Any  # bits of each key's queries that the table does not hide
     far: Any  # this thread's sum of a run of far tiles
 
 
@@ -80,7 +79,6 @@ class DistanceSteps(BackwardBase):
             apart=cute.make_rmem_tensor(1, Int32),
             right=cute.make_rmem_tensor(1, Float32),
             ends=cute.make_rmem_tensor(2, Int32),
-            shown=cute.make_rmem_tensor(2, Int32),
             far=cute.make_rmem_tensor(1, Float32),
         )
 
@@ -112,28 +110,14 @@ class DistanceSteps(BackwardBase):
 
     @cute.jit
     def begin_near(self, r, m):
-        """Scores of query tile ``m`` begin at the values of their distances; and the bits of those that do not hide."""
+        """Scores of query tile ``m`` begin at the values of their distances."""
         own, rows = r.distances, r.rows_s
-        entries = own.given.table.shape[1]
-        place = cutlass.min(cutlass.max(PAD + own.apart[0] + m * self.tile_m, 64), PAD + entries + 63)
-        place += r.column + r.group * 64 - r.row
-        odd = place & 1
-        address = first_of_head(own.given, own.head[0]).toint()
-        address += Int64(4 * (HEADER + place - odd + odd * copy_length(entries)))
-        shown = [Int32(0), Int32(0)]
+        head = (first_of_head(own.given, own.head[0]) + HEADER).toint()
+        place, to_thread = PAD + own.apart[0] + m * self.tile_m, r.column + r.group * 64 - r.row
+        address = values_at(head, own.given.table.shape[1], place, to_thread, self.tile_m)
         for n in cutlass.range_constexpr(self.tile_m // 8):
             for i in cutlass.range_constexpr(2):
                 rows[i, 2 * n], rows[i, 2 * n + 1] = load_two(address, 32 * (n - i))
-                for c in cutlass.range_constexpr(2 * n, 2 * n + 2):
-                    shown[i] = with_shown(shown[i], c, rows[i, c])
-        own.shown[0], own.shown[1] = shown
-
-    @cute.jit
-    def hide_by_distance(self, r):
-        """Hide what the table hides, whatever scores are there."""
-        for i in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(self.tile_m // 4):
-                r.rows_s[i, c] = r.rows_s[i, c] if cutlass.Boolean(r.distances.shown[i] & (1 << c)) else -Float32.inf
 
     # The gradient
 

@@ -81,7 +81,6 @@ class ForwardConfig:
     pack_gqa: int = 0
     bias: str = ""  # "alibi", "distance", or none
     largest: bool = False  # the largest logit of each head is found beside
-    remedy: str = ""
 
     @property
     def tile_m(self) -> int:
@@ -97,7 +96,6 @@ class ForwardConfig:
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
         parts += ["largest"] if self.largest else []
-        parts += [self.remedy] if self.remedy else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         return "attn_fwd_sm90_" + "_".join(parts)

@@ -70,8 +70,6 @@ class ForwardBase:
         self.begins = self.biased and not config.softcap  # scores begin at the bias
         self.reads_distances = config.bias == "distance"
         self.multiplies = config.bias_product
-        # Of rows of one head, with no keys right of queries but on the diagonal: scores are more by slope · (row in the warpgroup).
-        self.leveled = config.remedy == "level"
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
 

@@ -83,8 +83,6 @@ class BiasedScores(ForwardBase):
         alibi, first_column = work.alibi, cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(2):
             query, head = places[r]
-            if const_expr(self.leveled):
-                query -= self.row_of(r)
             alibi.apart[r] = (query + shift + alibi.slopes.origin - first_column).to(Float32)
             if const_expr(r < cute.size(alibi.slope)):
                 slope = slope_of(alibi.slopes, batch, head)
@@ -131,15 +129,6 @@ class BiasedScores(ForwardBase):
             alibi.right_first[0] = cute.ceil_div(cutlass.max(last, 0), tile_n)
         return cutlass.max(first + shift + alibi.slopes.origin + 1, 0) // tile_n
 
-    def row_of(self, r: int) -> Any:
-        """A thread's row of its warpgroup."""
-        thread = cute.arch.thread_idx()[0] % 128
-        return thread // 32 * 16 + thread % 32 // 4 + 8 * r
-
-    def level_at(self, work: Any, r: int) -> Any:
-        """What a row's scores are more, so that what depends on the row is the same for all of a warpgroup's."""
-        return self.slope_at(work, r) * self.row_of(r).to(Float32)
-
     def slope_at(self, work: Any, r: int) -> Any:
         slope = work.alibi.slope
         return slope[r % cute.size(slope)]
@@ -155,12 +144,8 @@ class BiasedScores(ForwardBase):
         for r in cutlass.range_constexpr(2):
             slope = -self.slope_at(work, r)
             apart = work.alibi.apart[r] - (n * self.tile_n).to(Float32)
-            level = Float32(0.0)
-            if const_expr(self.leveled):
-                apart += self.row_of(r).to(Float32)
-                level = self.level_at(work, r)
             for c in cutlass.range_constexpr(self.tile_n // 4):
-                rows[r, c] = magnitude(apart - self.column_at(c)) * slope + level
+                rows[r, c] = magnitude(apart - self.column_at(c)) * slope
 
     @cute.jit
     def pack_and_begin(self, work, n):
@@ -187,9 +172,7 @@ class BiasedScores(ForwardBase):
         """What is still to be added to the scores of each row."""
         parts = []
         for r in cutlass.range_constexpr(2):
-            if const_expr(self.leveled and r == 1):
-                parts.append(parts[0])
-            elif const_expr(crossed):
+            if const_expr(crossed):
                 parts.append(Float32(0.0))
             else:
                 last = self.column_at(self.tile_n // 4 - 1)

@@ -541,7 +541,7 @@ class Consumers(BiasedScores, DistanceScores):
         found = -Float32.inf
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = self.top_of(work.largest[r], work, r) * LN_2
+            top = self.top_of(work.largest[r], work) * LN_2
             if (total != total) & (top < Float32.inf):
                 top = total
             if places[r][0] < seqlen_q:
@@ -559,10 +559,8 @@ class Consumers(BiasedScores, DistanceScores):
         """What a row's maximum is multiplied by to be one in log2 units."""
         return Float32(1.0) if self.config.softcap else work.multiplier
 
-    def top_of(self, row_max: Any, work: Any, r: int) -> Any:
+    def top_of(self, row_max: Any, work: Any) -> Any:
         """A row's maximum in log2 units."""
-        if self.leveled:
-            row_max = row_max - self.level_at(work, r)
         top = row_max * self.log2_units(work)
         return top + work.distances.base[0] if self.reads_distances else top
 
@@ -578,7 +576,7 @@ class Consumers(BiasedScores, DistanceScores):
             for c in cutlass.range_constexpr(dim // 8):
                 self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
             if word == 0:
-                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work.row_max[r], work, r), total)
+                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work.row_max[r], work), total)
 
     @cute.jit
     def store_pair(self, target, a, b):
@@ -611,7 +609,7 @@ class Consumers(BiasedScores, DistanceScores):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = self.top_of(work.row_max[r], work, r)
+            top = self.top_of(work.row_max[r], work)
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)

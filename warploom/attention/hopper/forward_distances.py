@@ -28,10 +28,11 @@ from warploom.kernels.cute.distances import (
     distances_of,
     load_two,
     spread_out,
+    values_at,
     with_shown,
 )
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.distances import HEADER, PAD, copy_length, head_length
+from warploom.kernels.distances import HEADER, PAD, head_length
 
 # Where a key tile lies: its scores begin at values of the table; far left or far right of all queries.
 NEAR, FAR_LEFT, FAR_RIGHT = "near", "far left", "far right"
@@ -91,18 +92,11 @@ class DistanceScores(ForwardBase):
         own.ends[2] = words[HIDES]
 
     @cute.jit
-    def values_at(self, work, n):
-        """Address of the values of this thread's first pair of key tile ``n``; of a far one of any that are alike."""
-        own = work.distances
-        entries = own.given.table.shape[1]
-        place = cutlass.min(cutlass.max(own.places[0] + n * self.tile_n, 64), PAD + entries + 63) + own.places[1]
-        odd = place & 1
-        return own.head[0] + Int64(4 * (place - odd + odd * copy_length(entries)))
-
-    @cute.jit
     def begin_near(self, work, n, masked):
         """Scores of key tile ``n`` begin at the values of their distances; and of a masked tile which do not hide."""
-        rows, address, shown = work.rows_s, self.values_at(work, n), [Int32(0), Int32(0)]
+        own, rows, shown = work.distances, work.rows_s, [Int32(0), Int32(0)]
+        place = own.places[0] + n * self.tile_n
+        address = values_at(own.head[0], own.given.table.shape[1], place, own.places[1], -self.tile_n)
         for i in cutlass.range_constexpr(self.tile_n // 8):
             for r in cutlass.range_constexpr(2):
                 rows[r, 2 * i], rows[r, 2 * i + 1] = load_two(address, 32 * (i - r))
@@ -116,8 +110,8 @@ class DistanceScores(ForwardBase):
     def clear_unseen(self, work, n, stage, phase, rows):
         """Zero the values of key tile ``n``'s keys that no query of the tile sees, if the table may hide some.
 
-        Else NaN among them would not vanish against P = 0. Each warpgroup does it for itself. ``rows``: the tile's first, how many
-        the sequence has, by how much their positions are more, and the limits.
+        Else NaN among them would not vanish against P = 0. Each warpgroup does it for itself. ``rows``: the tile's first, how
+        many the sequence has, by how much their positions are more, and the limits.
         """
         own, shared = work.distances, work.shared
         hides, group, full = own.ends[2], work.group, shared.v_full + stage

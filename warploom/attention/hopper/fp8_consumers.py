@@ -115,7 +115,7 @@ class Fp8Consumers(Consumers):
 
     @cute.jit
     def step(self, work, n, last, stage, phase, masked, place=None, rows=None):
-        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; ``place`` and ``rows`` are for tables of distances.
+        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; the last two are for tables of distances.
 
         All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
         """

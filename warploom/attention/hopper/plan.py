@@ -190,7 +190,7 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
 
 
 def largest_refusal(features: Features, few: bool) -> str | None:
-    """Why the forward does not find a call's largest logits beside, or None; ``few``: fewer than MANY queries of grouped heads."""
+    """Why the forward does not find a call's largest logits, or None; ``few``: it has fewer than MANY queries of grouped heads."""
     if features.columns:
         return "finds no largest logits under a column mask"
     if features.dropout or features.softcap:  # whose tanh is no closer than P needs
@@ -316,8 +316,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
     biased = features.bias and dims == (64, 64)
-    # Registers leave no room for more.
-    if softcap or features.columns or features.dropout or ((left or features.bias_grad) and tile_m == 80):
+    if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
     if biased and (deterministic or (features.bias_grad and varlen)):
         tile_m = 64

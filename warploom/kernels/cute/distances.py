@@ -65,6 +65,29 @@ def load_two(address: Int64, offset: int, *, loc: Any = None, ip: Any = None) ->
 
 
 @dsl_user_op
+def fetch_ahead(address: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Have 128 bytes of global memory brought to L1."""
+    assembly(None, [Int64(address).ir_value(loc=loc, ip=ip)], "prefetch.global.L1 [$0];", "l", side_effects=True)
+
+
+@cute.jit
+def values_at(head, entries, place, own, onward):
+    """Address of the values of a thread's first pair.
+
+    ``head``: address of the head's values; ``place`` in them of a tile's first element, which is moved to where all are alike
+    if the tile is far; ``own``: from there to the thread's. The values of the tile ``onward`` from it are asked for.
+    """
+    last, length = PAD + entries + 63, copy_length(entries)
+    lane = cute.arch.lane_idx()
+    following = cutlass.min(cutlass.max(place + onward, 64), last) - 64 + lane // 2 * 32
+    if lane < 16:  # 256 floats of each copy
+        fetch_ahead(head + Int64(4 * (following + lane % 2 * length)))
+    here = cutlass.min(cutlass.max(place, 64), last) + own
+    odd = here & 1
+    return head + Int64(4 * (here - odd + odd * length))
+
+
+@dsl_user_op
 def add_to(address: Int64, x: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Add to an fp32 in global memory."""
     values = [Int64(address).ir_value(loc=loc, ip=ip), Float32(x).ir_value(loc=loc, ip=ip)]
