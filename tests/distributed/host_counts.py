@@ -1,4 +1,4 @@
-"""Sharded calls on a GPU that is pretended are planned twice and launched from then on: `python -m tests.distributed.host_counts`."""
+"""On a GPU that is pretended sharded calls are planned twice, then launched: `python -m tests.distributed.host_counts`."""
 
 from __future__ import annotations
 
