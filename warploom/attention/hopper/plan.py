@@ -190,7 +190,7 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
 
 
 def largest_refusal(features: Features, few: bool) -> str | None:
-    """Why the forward does not find a call's largest logits, or None; ``few``: it has fewer than MANY queries of grouped heads."""
+    """Why the forward does not find a call's largest logits, or None; ``few``: fewer than MANY queries of grouped heads."""
     if features.columns:
         return "finds no largest logits under a column mask"
     if features.dropout or features.softcap:  # whose tanh is no closer than P needs
