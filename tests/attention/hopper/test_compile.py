@@ -94,9 +94,7 @@ BACKWARD = {
     "head_dim 128, causal, ALiBi, waves": backward_config(
         Features(BF16, 128, 128, right=True, bias="alibi"), short=False, waves=True
     ),
-    "head_dim 128, causal, distances": backward_config(
-        Features(BF16, 128, 128, right=True, bias="distance", bias_grad=True), short=False
-    ),
+    "head_dim 128, causal, distances": backward_config(Features(BF16, 128, 128, right=True, bias="distance"), short=False),
     "head_dim 64, distances": backward_config(Features(BF16, 64, 64, bias="distance", bias_grad=True), short=False),
     "head_dim 128, dropout": backward_config(Features(FP16, 128, 128, dropout=True), short=False),
     "head_dim 128, packed, causal, dropout": backward_config(
