@@ -545,7 +545,7 @@ class Consumers(BiasedScores, DistanceScores):
             if (total != total) & (top < Float32.inf):
                 top = total
             if places[r][0] < seqlen_q:
-                found = top if (top > found) | (top != top) | (found != found) else found
+                found = top if (top > found) | (top != top) else found
         for lanes in cutlass.range_constexpr(2, 5):
             other = cute.arch.shuffle_sync_bfly(found, 1 << lanes)
             found = other if (other > found) | (other != other) else found
