@@ -340,7 +340,7 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
-    largest = lse.new_empty(1, 1) if variant.largest else None
+    largest = lse.new_full((1, q.shape[-2]), float("-inf")) if variant.largest else None
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
     dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
     if args.cu_seqlens_q is not None:
