@@ -16,15 +16,15 @@ from tests.attention.hopper.test_plan import OVERHEAD, SHARED, problem
 from tests.compiled import Built, machine_code
 from tests.plain import parameters
 from tests.sources import imported
-from warploom import attention
+from warploom import attention, attention_varlen
 from warploom.attention import fp8, hopper
-from warploom.attention.arguments import dense_args
+from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.features import Features
 from warploom.attention.fp8 import checked
 from warploom.attention.hopper import fp8_run
 from warploom.attention.hopper.fp8_config import FP8_SOURCES, Fp8ForwardConfig
 from warploom.attention.hopper.fp8_plan import fp8_config, fp8_set, problem_refusal
-from warploom.attention.problem import AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi
 from warploom.fp8 import Fp8Tensor, quantize
 from warploom.runtime import module_spec, modules
@@ -60,13 +60,12 @@ def test_what_the_kernel_refuses() -> None:
     def refused(**changes: object) -> str | None:
         return problem_refusal(problem(dtype=E4M3, **changes))
 
-    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True) is None
+    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True, layout="varlen") is None
     assert refused(head_dim=72) == "takes FP8 with head_dim from 16 to 256 in steps of 16, not 72"
     assert refused(head_dim_v=272) == "takes FP8 with head_dim_v from 16 to 256 in steps of 16, not 272"
     assert refused(columns=("lts",)) == "has no FP8 kernel with a column mask"
     assert refused(dropout=True) == "has no FP8 kernel with dropout" and refused(bias="alibi") is not None
-    for layout in ("varlen", "paged"):
-        assert refused(layout=layout) == "takes no FP8 in packed sequences or pages, or with query offsets"
+    assert refused(layout="paged") == "takes no FP8 in pages, or with query offsets"
 
 
 @needs_dsl
@@ -91,7 +90,7 @@ def test_threads_have_the_keys_that_their_operand_wants(tile_n: int) -> None:
 CORE = {
     "head_dim 64": fp8_config(Features(E4M3, 64, 64, right=True), BF16),
     "head_dim 128": fp8_config(Features(E4M3, 128, 128), BF16),
-    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True), BF16),
+    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True, varlen=True), BF16),
 }
 
 
@@ -128,6 +127,9 @@ def test_keys_are_put_together() -> None:
 
 
 def test_the_last_quad_of_keys_is_readable() -> None:
+    packed = torch.arange(8 * 3 * 16).to(torch.uint8).view(8, 3, 16)
+    found = fp8_run.quads_readable(packed)
+    assert torch.equal(found, packed) and found.untyped_storage().nbytes() >= 11 * 3 * 16
     for seqlen in (8, 9, 11):
         k = torch.arange(2 * seqlen * 3 * 16).to(torch.uint8).view(2, seqlen, 3, 16)
         for batch in (slice(0, 1), slice(1, 2)):
@@ -153,17 +155,28 @@ def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor,
-            sink: Any, parts: Any, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int,
-            blocks: int,
+            sink: Any, cu_q: Any, cu_k: Any, used_k: Any, counter: Any, parts: Any, scale: float, softcap: float,
+            left: int, right: int, pair_heads: int, split: int, blocks: int,
         ) -> None:  # fmt: skip
             seen.append(config)
-            # Keys that no query sees are gone, and their scales are not read.
-            scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in (scale_k, scale_v)))
-            x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
-            # The band counts from the last key that is left.
+            scales = (scale_q, scale_k, scale_v)
             window = (left if config.left else None, right if config.right else None)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink, "return_lse": True}
-            found = attention(*x, window=window, backend="reference", **options)
+            options |= {"window": window, "backend": "reference"}
+            if config.varlen:
+                values = torch.zeros(k.shape[0], *v.shape[1:], dtype=torch.uint8)
+                for n in range(len(cu_k) - 1):
+                    begin, end = int(cu_k[n]), int(cu_k[n + 1])
+                    at = (begin // 128 + n) * 128
+                    values[begin:end] = v[at : at + end - begin]
+                given = zip((q, k, values), scales, (cu_q, cu_k, cu_k), strict=True)
+                x = [Fp8Tensor(t.view(E4M3), s, cu).dequantize() for t, s, cu in given]
+                found = attention_varlen(*x, cu_q, cu_k, seqused_k=used_k, **options)
+            else:
+                # Keys that no query sees are gone, and their scales are not read; the band counts from the last that is left.
+                scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in scales[1:]))
+                x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
+                found = attention(*x, **options)
             out.copy_(found[0])
             lse.copy_(found[1])
 
@@ -181,14 +194,16 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Fp8ForwardConfig]:
     monkeypatch.setattr(fp8_run, "_first_launch", lambda *_: None)
     monkeypatch.setattr(fp8_run, "launch_on", lambda index, function, given: function(*given))
     monkeypatch.setattr(fp8_run, "processors", lambda index: 132)
+    monkeypatch.setattr(fp8_run, "counter_on", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
 
-def handed(x: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+def handed(x: Inputs, make: Callable[..., AttentionArgs], *starts: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """What the host makes of a call that no kernel may be asked for here."""
-    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None})
-    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
+    packed = (starts[0], starts[-1]) if starts else None
+    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None}, packed)
+    args = call.as_e4m3(make(*call.stand_ins(), *starts, **options))
     assert problem_refusal(AttentionProblem.from_args(args, False)) is None
     return fp8_run.forward(args, call.scales, torch.bfloat16)
 
@@ -203,9 +218,27 @@ def test_a_dense_call(played: list[Fp8ForwardConfig], granularity: Any, options:
         drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32),
         granularity=granularity,
     )  # fmt: skip
-    out, lse = handed(x, **options)
+    out, lse = handed(x, dense_args, **options)
     want = attention(*x, return_lse=True, out_dtype=torch.bfloat16, backend="reference", **options)
     assert len(played) == 1
+    torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
+    torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
+
+
+@pytest.mark.parametrize("granularity", ["block", "head"])
+@pytest.mark.parametrize("band", [{"causal": True}, {"window": (20, 5)}], ids=str)
+def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any, band: dict[str, Any]) -> None:
+    """NaN among values that no query sees stays where it is."""
+    drawing = secrets.randbelow(2**31)
+    starts_q, starts_k = torch.tensor([0, 40, 40, 200]).int(), torch.tensor([0, 150, 300, 511]).int()
+    used = torch.tensor([149, 3, 211]).int()
+    q, k, v = drawn(drawing, 200, 6, 32), drawn(drawing + 1, 520, 2, 32), drawn(drawing + 2, 520, 2, 48)
+    v[149], v[515] = float("nan"), float("nan")
+    x = quantize(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, granularity=granularity)
+    options: dict[str, Any] = {"seqused_k": used, **band}
+    out, lse = handed(x, varlen_args, starts_q, starts_k, **options)
+    want = attention_varlen(*x, starts_q, starts_k, return_lse=True, out_dtype=BF16, backend="reference", **options)
+    assert played[0].varlen and played[0].used and played[0].right and not want[0].isnan().any()
     torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
     torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 import warploom
-from warploom import attention
+from warploom import attention, attention_varlen
 from warploom.attention import fp8
 from warploom.fp8 import Fp8Tensor, quantize
 
 pytestmark = pytest.mark.gpu
 
 Inputs = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
+NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +48,14 @@ def dense(
     return quantize(q, k, v, **options)
 
 
-def check(x: Inputs, drawing: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+def check(x: Inputs, starts: tuple[Tensor, ...] = (), drawing: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     """Out and lse of the kernel, within what rounding may do to the specification's."""
-    out, lse = attention(*x, return_lse=True, **options)
+    call: Any = attention_varlen if starts else attention
+    out, lse = call(*x, *starts, return_lse=True, **options)
     q, k, v = (t.dequantize() for t in x)
     options.pop("out_dtype", None)
-    want, want_lse = attention(q, k, v, return_lse=True, backend="reference", **options)
-    room = attention(q, k, v.abs(), backend="reference", **options)
+    want, want_lse = call(q, k, v, *starts, return_lse=True, backend="reference", **options)
+    room = call(q, k, v.abs(), *starts, backend="reference", **options)
     keys, dim = x[1].data.shape[-3], q.shape[-1]
     scores = q.norm(dim=-1).max() * k.norm(dim=-1).max() * options.get("scale", dim**-0.5)
     moved = dim / 32 * 2.0**-13 * scores.item()
@@ -130,6 +132,64 @@ def test_values_of_one_give_one() -> None:
     x = dense(5, 1, 300, 5000, 2, 2, 128, 128)
     ones = quantize(*(torch.ones(1, 5000, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3)))[2]
     assert ((attention(x[0], x[1], ones, scale=0.02).float() - 1).abs() < 2.0**-7).all()
+
+
+@pytest.mark.parametrize("dims", [*DIMS, (96, 80), (64, 192)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(dims: tuple[int, int], causal: bool) -> None:
+    """Lengths of every kind; NaN in a sequence, and behind the last, stays there."""
+    drawing = secrets.randbelow(2**31)
+    lengths = [5, 0, 1, 128, 300, 129, 31, 640]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    total = sum(lengths) + 9  # of no sequence
+    q, k, v = (
+        drawn(drawing + n, total, heads, dim) for n, (heads, dim) in enumerate(((6, dims[0]), (2, dims[0]), (2, dims[1])))
+    )
+    v[6 + 3] = NAN  # in tiles of the sequences before
+    v[434 + 128] = NAN  # the last of a sequence, and the first of a tile
+    k[total - 3], v[total - 3] = NAN, NAN
+    x = quantize(q, k, v, cu_seqlens_q=starts)
+    clean = quantize(q, k, v.nan_to_num(1.0), cu_seqlens_q=starts)
+    out, lse = attention_varlen(*x, starts, causal=causal, return_lse=True)
+    other, _ = check(clean, (starts,), causal=causal, drawing=drawing)
+    assert (out[-9:] == 0).all() and (lse[:, -9:] == -float("inf")).all()
+    for n, (begin, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
+        if not v[begin : begin + length].isnan().any():
+            assert torch.equal(out[begin : begin + length], other[begin : begin + length]), (drawing, n)
+
+
+@pytest.mark.parametrize("granularity", ["block", "head"])
+def test_packed_keys_of_their_own(granularity: Any) -> None:
+    drawing = secrets.randbelow(2**31)
+    starts_q = torch.tensor([0, 200, 200, 500, 517]).int().cuda()
+    starts_k = torch.tensor([0, 333, 500, 1203, 1300]).int().cuda()
+    q, k, v = drawn(drawing, 517, 4, 128), drawn(drawing + 1, 1300, 4, 128), drawn(drawing + 2, 1300, 4, 128)
+    x = quantize(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, granularity=granularity)
+    used = torch.tensor([333, 0, 501, 96]).int().cuda()
+    for more in ({"causal": True}, {"causal": True, "seqused_k": used}, {"window": (70, 30), "seqused_k": used}):
+        check(x, (starts_q, starts_k), drawing=drawing, **more)
+    scales = (x[0].scale, x[1].scale, x[2].scale)
+    rows = [t.data.contiguous() for t in x]
+    plain = attention_varlen(*rows, starts_q, starts_k, descale=scales, causal=True)
+    assert torch.equal(plain, attention_varlen(*x, starts_q, starts_k, causal=True))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("options", [{"window": (150, 0)}, {"softcap": 8.0, "sink": 1.0}], ids=str)
+def test_packed_features(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    drawing = secrets.randbelow(2**31)
+    options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
+    starts = torch.tensor([0, 200, 900, 1000]).int().cuda()
+    q, k, v = (drawn(drawing + n, 1000, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1]))))
+    check(quantize(q, k, v, cu_seqlens_q=starts), (starts,), drawing=drawing, **options)
+
+
+def test_scales_whose_product_is_nothing() -> None:
+    """A product of scales that fp32 does not hold leaves scores of 0, and hidden ones hidden."""
+    x = list(dense(4, 1, 200, 300, 2, 2, 128, 128))
+    x[:2] = [Fp8Tensor(t.data, torch.full_like(t.scale, 1e-30), None, t.hadamard_seed) for t in x[:2]]
+    out, _ = check((x[0], x[1], x[2]), causal=True)
+    assert not out.isnan().any()
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

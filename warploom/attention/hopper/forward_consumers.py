@@ -92,7 +92,7 @@ class Consumers(BiasedScores):
         q_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+        m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
@@ -106,7 +106,7 @@ class Consumers(BiasedScores):
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             self.start(work, head, batch, places)
-            self.find_scales(work, head, batch, top)
+            self.find_scales(work, head, batch, top, q_start, k_start)
             if const_expr(self.biased):
                 self.set_bias(work, batch, places, shift)
             if first < end:
@@ -172,7 +172,7 @@ class Consumers(BiasedScores):
             else:
                 self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
-            m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+            m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
 
@@ -248,7 +248,7 @@ class Consumers(BiasedScores):
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
 
-    def find_scales(self, work: Any, head: Any, batch: Any, top: Any) -> None:
+    def find_scales(self, work: Any, head: Any, batch: Any, top: Any, q_start: Any, k_start: Any) -> None:
         """Nothing: 16-bit operands have no scales."""
 
     def while_scoring(self, work: Any, n: Any) -> None:

@@ -25,6 +25,7 @@ class Fp8ForwardConfig(ForwardConfig):
     # runs under the products of other warpgroups alone.
     overlap: bool = False
     pv_columns: int = 0  # columns of O of one PV; 0: all
+    sums: str = "before"
 
     @property
     def name(self) -> str:
@@ -32,6 +33,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts = [super().name.replace("attn_fwd_sm90", "attn_fwd_fp8_sm90")]
         parts += ["overlap"] if self.overlap else []
         parts += [f"pv{self.pv_columns}"] if self.pv_columns else []
+        parts += [self.sums] if self.sums != "before" else []
         return "_".join(parts)
 
     @cached_property

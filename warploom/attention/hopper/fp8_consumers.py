@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper.forward_consumers import Consumers, Rows
-from warploom.attention.hopper.fp8_base import SCALED, Scales
+from warploom.attention.hopper.fp8_base import SCALED, Scales, first_block
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.kernels.cute.instructions import exp2, pack_e4m3
 from warploom.kernels.cute.rings import advance, release
@@ -26,6 +26,8 @@ from warploom.kernels.cute.wgmma import gemm, part_of, words
 # P is 2^(score - reference), at most 2^TOP: below 448, e4m3's largest. A row's reference is set TOP - HEADROOM, a whole number,
 # below its maximum, whose P is then exact, and again where the maximum has grown by more than HEADROOM.
 TOP, HEADROOM = 8.75, 2.75
+# Of scores: a product of scales that is 0 in fp32 would make NaN of a hidden score, -inf.
+LEAST = 2.0**-126
 KEY_SCALE, VALUE_SCALE, PARTIAL_SCALE = 0, 1, 2
 
 
@@ -78,15 +80,22 @@ class Fp8Consumers(Consumers):
     # Scales
 
     @cute.jit
-    def find_scales(self, work, head, batch, top):
+    def find_scales(self, work, head, batch, top, q_start, k_start):
         """The scale of the warpgroup's rows, which lie in one block, and where those of its keys begin."""
         scales = work.scales
-        block = cutlass.min(top // SCALED, scales.q.shape[1] - 1)  # rows past the last query
-        scale = scales.q[batch, block, head]
+        block, first_key = top // SCALED, Int32(0)
+        if const_expr(self.config.varlen):
+            block += first_block(q_start, batch)
+            first_key = first_block(k_start, batch)
+            blocks, lead = scales.q.shape[0], ()
+        else:
+            blocks, lead = scales.q.shape[1], (batch,)
+        block = cutlass.min(block, blocks - 1)  # rows past the last query
+        scale = scales.q[(*lead, block, head)]
         work.query_scale[0] = scale if const_expr(self.config.softcap) else scale * work.multiplier
         head_kv = head // scales.members
-        work.bases[0] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.k.layout))
-        work.bases[1] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.v.layout))
+        work.bases[0] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.k.layout))
+        work.bases[1] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.v.layout))
         if const_expr(self.config.overlap):
             work.partial.fill(0.0)
             work.factors[PARTIAL_SCALE] = 0.0
@@ -122,12 +131,22 @@ class Fp8Consumers(Consumers):
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         if const_expr(self.config.overlap):
-            self.add_partial(work)
-            self.rescale(work)
-            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            if const_expr(self.config.sums == "before"):
+                self.add_partial(work)
+                self.rescale(work)
+                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            if const_expr(self.config.sums == "under2"):
+                self.rescale(work)
+                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             self.wait_ping_pong(work.group)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
+            if const_expr(self.config.sums == "under"):
+                self.add_partial(work)
+                self.rescale(work)
+                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            if const_expr(self.config.sums == "under2"):
+                self.add_rescaled(work)
             gemm(work.mma_pv, work.partial, work.p, work.v, False, v_stage)
             self.pass_ping_pong(work.group)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
@@ -180,6 +199,12 @@ class Fp8Consumers(Consumers):
             work.acc_o[i] = work.acc_o[i] + work.partial[i] * work.factors[PARTIAL_SCALE]
 
     @cute.jit
+    def add_rescaled(self, work):
+        factors = [work.factors[PARTIAL_SCALE] * work.correction[r] for r in range(2)]
+        for i in cutlass.range_constexpr(cute.size(work.partial)):
+            work.acc_o[i] = work.acc_o[i] + work.partial[i] * factors[i // 2 % 2]
+
+    @cute.jit
     def add_values(self, work, stage):
         """O += PV of the last P, times V's scale: some columns after the others, each awaited."""
         registers = self.pv_columns // 2
@@ -199,6 +224,7 @@ class Fp8Consumers(Consumers):
         """Exponentiate the scores of key tile ``n`` against a reference that leaves them 2^TOP; O is left to ``rescale``."""
         rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
         scale = work.factors[KEY_SCALE] * work.query_scale[0]
+        scale = LEAST if scale < LEAST else scale
         if const_expr(self.config.softcap):
             cap_in = work.cap_in * scale
             for i in cutlass.range_constexpr(2 * columns):

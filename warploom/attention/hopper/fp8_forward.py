@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.attention.hopper.forward import LOADER, REGISTERS, SCHEDULER
 from warploom.attention.hopper.forward_base import TILE_WORDS, ForwardShared
 from warploom.attention.hopper.forward_merge import Merge
-from warploom.attention.hopper.fp8_base import E4M3, QUAD, Scales, halved, quads
+from warploom.attention.hopper.fp8_base import E4M3, QUAD, Scales, halved, quads, ragged_quads
 from warploom.attention.hopper.fp8_consumers import Fp8Consumers
 from warploom.attention.hopper.fp8_producer import Fp8Producer
 from warploom.kernels.cute.basics import WARP
@@ -34,15 +34,19 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # bytes, as k and v: (batch, seqlen_q, heads_q, head_dim)
+        q: cute.Tensor,  # bytes, as k and v: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)
         k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v), keys contiguous
+        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v), keys contiguous; of packed calls blocks of 128 of a sequence
         out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
-        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32
-        scale_q: cute.Tensor,  # fp32 (batch, blocks, heads_q)
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32, or packed (heads_q, total_q)
+        scale_q: cute.Tensor,  # fp32 (batch, blocks, heads_q), or packed (blocks, heads_q)
         scale_k: cute.Tensor,
         scale_v: cute.Tensor,
         sink: cute.Tensor | None,  # (heads_q,) fp32
+        cu_q: cute.Tensor | None,  # (sequences + 1,) int32, of packed calls
+        cu_k: cute.Tensor | None,
+        used_k: cute.Tensor | None,  # (sequences,) int32
+        counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         scale: Float32,
         softcap: Float32,
@@ -57,10 +61,12 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         config = self.config
         q, k, v = [cute.make_tensor(cute.recast_ptr(t.iterator, dtype=E4M3), t.layout) for t in (q, k, v)]
         # (seqlen, head_dim, heads, batch), of V (head_dim, seqlen, heads, batch): a tile is the first two modes.
-        q, k = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (q, k)]
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))
-        heads_kv = k.shape[2]
-        k = quads(k)
+        modes = [0, 2, 1] if const_expr(config.varlen) else [1, 3, 2, 0]
+        modes_v = [2, 0, 1] if const_expr(config.varlen) else [3, 1, 2, 0]
+        q, k = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k)]
+        v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=modes_v))
+        total_k, heads_kv = k.shape[0], k.shape[2]
+        k = ragged_quads(k) if const_expr(config.varlen) else quads(k)
         box, box_v = config.boxes
         layout_q = tile_layout(E4M3, (64, config.head_dim), self.warpgroups, box)
         layout_k = tile_layout(E4M3, (self.tile_n, config.head_dim), self.stages, box)
@@ -74,13 +80,13 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         qk = product_e4m3((64, self.tile_n, 32), IN_SHARED)
         pv = product_e4m3((64, self.pv_columns, 32), IN_REGISTERS)
         multiplier, cap_in = multipliers(config, scale, softcap)
-        members = out.shape[2] // heads_kv
+        members = (out.shape[1] if const_expr(config.varlen) else out.shape[2]) // heads_kv
         self.kernel(
-            q, k, v, out, lse, scale_q, scale_k, scale_v, sink, parts, tma_q, tma_k, tma_v, qk, pv,
-            layout_q, layout_k, loads_k, layout_v, multiplier, cap_in, left, right, heads_kv, members, pair_heads, split,
+            q, k, v, out, lse, scale_q, scale_k, scale_v, sink, cu_q, cu_k, used_k, counter, parts, tma_q, tma_k, tma_v, qk, pv,
+            layout_q, layout_k, loads_k, layout_v, multiplier, cap_in, left, right, total_k, heads_kv, members, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
-            self.launch_merge(parts, out, lse, sink, v.shape[1], heads_kv, lse.shape[1], split, blocks, stream)
+            self.launch_merge(parts, out, lse, sink, total_k, heads_kv, lse.shape[1], split, blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -94,6 +100,10 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         scale_k: cute.Tensor,
         scale_v: cute.Tensor,
         sink: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used_k: cute.Tensor | None,
+        counter: cute.Tensor | None,
         parts: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
@@ -108,6 +118,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         cap_in: Float32,
         left: Int32,
         right: Int32,
+        total_k: Int32,
         heads_kv: Int32,
         members: Int32,
         pair_heads: Int32,
@@ -161,18 +172,21 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        seqlen_k = v.shape[1]
         consumer_registers, producer_registers = REGISTERS[warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == LOADER:
                 self.load_fp8(q, k, v, members, shared, placed(storage.k, loads_k), tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
-                self.schedule(seqlen_k, lse.shape, lse.shape[1], shared, left, right, pair_heads, split)
+                if const_expr(self.config.varlen):
+                    self.schedule_packed(total_k, lse.shape, shared, None, cu_q, cu_k, used_k, counter, left, right)
+                else:
+                    self.schedule(total_k, lse.shape, lse.shape[1], shared, left, right, pair_heads, split)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             scales = Scales(q=scale_q, k=scale_k, v=scale_v, members=members)
-            k_shape = (seqlen_k, self.config.head_dim, heads_kv)
+            sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
+            k_shape = (total_k, self.config.head_dim, heads_kv)
             self.compute(
-                out, lse, sink, parts, k_shape, 0, None, None, shared, mma_qk, mma_pv, multiplier, cap_in, left, right, scales
+                out, lse, sink, parts, k_shape, sequences, None, None, shared, mma_qk, mma_pv, multiplier, cap_in, left, right, scales
             )

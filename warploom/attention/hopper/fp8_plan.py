@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 STEP = 16  # of head dims: TMA steps by 16 bytes
+MOST_KEYS = (1 << 24) - 256  # tokens of k, which the views of packed sequences reach with what they round up
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Fp8Tiling:
 
     warpgroups: int
     stages: int
-    overlap: bool = False  # of calls without a window and a softcap, which need the registers
+    overlap: bool = False  # of calls without a window, packed sequences and a softcap, which need the registers
     pv_columns: int = 0
 
 
@@ -43,8 +44,8 @@ def problem_refusal(problem: AttentionProblem) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not STEP <= dim <= 256 or dim % STEP:
             return f"takes FP8 with {name} from {STEP} to 256 in steps of {STEP}, not {dim}"
-    if problem.layout != "dense" or problem.q_offset:
-        return "takes no FP8 in packed sequences or pages, or with query offsets"
+    if problem.layout == "paged" or problem.q_offset:
+        return "takes no FP8 in pages, or with query offsets"
     if problem.batch_invariant:
         return "promises no batch invariance in FP8"
     for there, what in ((problem.columns, "a column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
@@ -63,7 +64,7 @@ def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
     """The variant for a call's features and the dtype of its result."""
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
-    plain = not (features.left or features.softcap)
+    plain = not (features.left or features.varlen or features.softcap)
     return Fp8ForwardConfig(
         str(out).removeprefix("torch."),
         *dims,
@@ -71,7 +72,7 @@ def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
         warpgroups=tiling.warpgroups,
         stages=tiling.stages,
         pv_wait="pingpong",
-        split=True,
+        split=not features.varlen,
         overlap=tiling.overlap and plain,
         pv_columns=tiling.pv_columns,
         **features.flags(Fp8ForwardConfig),
@@ -79,6 +80,9 @@ def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
 
 
 def fp8_set() -> list[Fp8ForwardConfig]:
-    """The variants that `warploom build` prepares: full, causal and windows, in bf16."""
+    """The variants that `warploom build` prepares: full, causal and windows, dense and packed, in bf16."""
     e4m3 = torch.float8_e4m3fn
-    return [fp8_config(Features(e4m3, *dims, **band), torch.bfloat16) for dims, band in product(TILINGS, BANDS)]
+    return [
+        fp8_config(Features(e4m3, *dims, varlen=varlen, **band), torch.bfloat16)
+        for dims, varlen, band in product(TILINGS, (False, True), BANDS)
+    ]

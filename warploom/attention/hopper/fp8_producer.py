@@ -6,10 +6,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from warploom.attention.hopper.forward_producer import KeyRing, Producer
-from warploom.attention.hopper.fp8_base import QUAD
+from warploom.attention.hopper.fp8_base import QUAD, SCALED, first_block, sequence_quads
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.kernels.cute.rings import advance, expect
 from warploom.kernels.cute.tiles import load_tile, tma_views
@@ -28,10 +28,17 @@ class Fp8Producer(Producer):
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, _, _, _, _, _, _ = self.next_tile(shared, tile_stage, tile_phase, Int32(0), Int32(0))
+        m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
+            shared, tile_stage, tile_phase, Int32(0), Int32(0)
+        )
         while head >= 0:
             head_kv = head // members
-            tq, tk, tv = q[None, None, head, batch], k[None, None, None, head_kv, batch], v[None, None, head_kv, batch]
+            if const_expr(config.varlen):
+                tq = cute.domain_offset((q_start, 0), q[None, None, head])
+                tk = sequence_quads(k, head_kv, k_start, seqlen_k)
+                tv = cute.domain_offset((0, first_block(k_start, batch) * SCALED), v[None, None, head_kv])
+            else:
+                tq, tk, tv = q[None, None, head, batch], k[None, None, None, head_kv, batch], v[None, None, head_kv, batch]
             keys, values = self.fp8_rings(tk, tv, shared, loads_k, tma_k, tma_v)
             if first < end:
                 k_stage, k_phase = self.push_keys(keys, end - 1, k_stage, k_phase)
@@ -45,9 +52,16 @@ class Fp8Producer(Producer):
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)
             tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
-            m_block, head, batch, first, end, _, _, _, _, _, _ = self.next_tile(
+            m_block, head, batch, first, end, _, q_start, _, k_start, seqlen_k, _ = self.next_tile(
                 shared, tile_stage, tile_phase, Int32(0), Int32(0)
             )
+
+    @cute.jit
+    def seen_keys(self, k_start, seqlen_k, shift, left, right):
+        """As of 16 bits, but a sequence's first keys stay, as blocks of scales begin with them: values of hidden ones are zeros."""
+        if const_expr(self.config.right):
+            seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
+        return k_start, seqlen_k, shift
 
     def fp8_rings(self, k: Any, v: Any, shared: Any, loads_k: Any, tma_k: Any, tma_v: Any) -> tuple[KeyRing, KeyRing]:
         """The rings of K and of V of one head, K as quads of keys and V as (head_dim, seqlen)."""
