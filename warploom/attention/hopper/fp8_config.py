@@ -26,6 +26,7 @@ class Fp8ForwardConfig(ForwardConfig):
     overlap: bool = False
     pv_columns: int = 0  # columns of O of one PV; 0: all
     sums: str = "before"
+    fast: bool = False  # PV is summed by the tensor cores alone, over all keys: one level
 
     @property
     def name(self) -> str:
@@ -33,6 +34,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts = [super().name.replace("attn_fwd_sm90", "attn_fwd_fp8_sm90")]
         parts += ["overlap"] if self.overlap else []
         parts += [f"pv{self.pv_columns}"] if self.pv_columns else []
+        parts += ["fast"] if self.fast else []
         parts += [self.sums] if self.sums != "before" else []
         return "_".join(parts)
 

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from warploom.attention.hopper.forward_consumers import Consumers, Rows
 from warploom.attention.hopper.fp8_base import SCALED, Scales, first_block
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
-from warploom.kernels.cute.instructions import exp2, pack_e4m3
+from warploom.kernels.cute.instructions import exp2, pack_e4m3, reciprocal
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite
 from warploom.kernels.cute.wgmma import gemm, part_of, words
@@ -35,7 +35,7 @@ class Fp8Rows(Rows):
     """What a warpgroup keeps of its 64 rows besides."""
 
     scales: Scales
-    partial: Any  # the accumulator of one PV
+    partial: Any  # the accumulator of one PV; with one level that of all, O
     query_scale: Any  # of the rows, times what makes log2 units of scores
     bases: Any  # where the scales of K's and V's blocks start
     factors: Any  # scales: of the key tile's K, of its V, and of ``partial``'s V
@@ -60,7 +60,9 @@ class Fp8Consumers(Consumers):
     ) -> Fp8Rows:
         """What warpgroup ``group`` keeps."""
         partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns)))
-        acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
+        acc_o = partial
+        if not self.config.fast:
+            acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
         absent: dict[str, Any] = dict.fromkeys(("mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi"))
         return Fp8Rows(
             **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
@@ -96,7 +98,7 @@ class Fp8Consumers(Consumers):
         head_kv = head // scales.members
         work.bases[0] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.k.layout))
         work.bases[1] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.v.layout))
-        if const_expr(self.config.overlap):
+        if const_expr(self.config.overlap and not self.config.fast):
             work.partial.fill(0.0)
             work.factors[PARTIAL_SCALE] = 0.0
 
@@ -131,7 +133,10 @@ class Fp8Consumers(Consumers):
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         if const_expr(self.config.overlap):
-            if const_expr(self.config.sums == "before"):
+            if const_expr(self.config.fast):
+                self.rescale(work)
+                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            elif const_expr(self.config.sums == "before"):
                 self.add_partial(work)
                 self.rescale(work)
                 cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
@@ -141,13 +146,13 @@ class Fp8Consumers(Consumers):
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             self.wait_ping_pong(work.group)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
-            if const_expr(self.config.sums == "under"):
+            if const_expr(self.config.sums == "under" and not self.config.fast):
                 self.add_partial(work)
                 self.rescale(work)
                 cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             if const_expr(self.config.sums == "under2"):
                 self.add_rescaled(work)
-            gemm(work.mma_pv, work.partial, work.p, work.v, False, v_stage)
+            gemm(work.mma_pv, work.partial, work.p, work.v, self.config.fast, v_stage)
             self.pass_ping_pong(work.group)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
             self.while_scoring(work, n)
@@ -161,12 +166,17 @@ class Fp8Consumers(Consumers):
             cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             self.rescale(work)
             self.wait_ping_pong(work.group)
-            self.add_values(work, v_stage)
+            if const_expr(self.config.fast):
+                gemm(work.mma_pv, work.partial, work.p, work.v, True, v_stage)
+            else:
+                self.add_values(work, v_stage)
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             self.pass_ping_pong(work.group)
             work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = key_scale, value_scale
             warpgroup.wait_group(0)
+            if const_expr(self.config.fast):
+                release(shared.v_empty + v_stage)
             release(shared.k_empty + stage)
             if n == last:
                 release(shared.q_empty + work.group)
@@ -178,11 +188,15 @@ class Fp8Consumers(Consumers):
     def finish(self, work, stage, phase):
         """The last PV of a tile; the stage and phase that follow."""
         shared = work.shared
-        if const_expr(self.config.overlap):
+        if const_expr(self.config.overlap and not self.config.fast):
             self.add_partial(work)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-        if const_expr(self.config.overlap):
+        if const_expr(self.config.fast):
+            gemm(work.mma_pv, work.partial, work.p, work.v, True, stage)
+            warpgroup.wait_group(0)
+            release(shared.v_empty + stage)
+        elif const_expr(self.config.overlap):
             gemm(work.mma_pv, work.partial, work.p, work.v, False, stage)
             warpgroup.wait_group(0)
             release(shared.v_empty + stage)
@@ -232,19 +246,27 @@ class Fp8Consumers(Consumers):
             scale = Float32(1.0)
         if const_expr(masked):
             self.mask(rows, work.limits, n)
+        # With one level V's scale cannot be multiplied in behind a PV: it is part of P.
+        level, share = Float32(0.0), Float32(1.0)
+        if const_expr(self.config.fast):
+            level = cute.math.log2(work.factors[VALUE_SCALE])
+            share = reciprocal(work.factors[VALUE_SCALE])
         offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top = [rows[r, 0], rows[r, 1]]
             for c in cutlass.range_constexpr(2, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4) * scale
+            if const_expr(self.config.fast):
+                new = new + level
             outgrown = new > work.row_max[r] + TOP  # not where both are -inf
             new = new - (TOP - HEADROOM) if outgrown else work.row_max[r]
             work.correction[r] = exp2(work.row_max[r] - new) if outgrown else 1.0
             work.row_max[r] = new
-            offsets[r] = finite(new)
+            offsets[r] = finite(new) - level if const_expr(self.config.fast) else finite(new)
         for r in cutlass.range_constexpr(2):
-            sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
+            before = work.row_sum[r] * work.correction[r]
+            sums = [Float32(0.0) if const_expr(self.config.fast) else before, Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offsets[r])
                 rows[r, c] = p
@@ -252,6 +274,8 @@ class Fp8Consumers(Consumers):
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
                     self.finish_pv(sums[0] + sums[1], work.shared, v_empty)
             work.row_sum[r] = sums[0] + sums[1]
+            if const_expr(self.config.fast):
+                work.row_sum[r] = before + work.row_sum[r] * share
         if const_expr(v_empty is not None and pv_wait == "late"):
             self.finish_pv(work.row_sum[0] + work.row_sum[1], work.shared, v_empty)
         if const_expr(v_empty is not None and pv_wait == "pingpong"):
