@@ -16,7 +16,7 @@ from tests.attention.hopper.test_plan import OVERHEAD, SHARED, problem
 from tests.compiled import Built, machine_code
 from tests.plain import parameters
 from tests.sources import imported
-from warploom import attention, attention_varlen
+from warploom import attention, attention_varlen, explain
 from warploom.attention import fp8, hopper
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.features import Features
@@ -205,7 +205,7 @@ def handed(x: Inputs, make: Callable[..., AttentionArgs], *starts: Tensor, **opt
     call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None}, packed)
     args = call.as_e4m3(make(*call.stand_ins(), *starts, **options))
     assert problem_refusal(AttentionProblem.from_args(args, False)) is None
-    return fp8_run.forward(args, call.scales, torch.bfloat16)
+    return fp8_run.forward(args, call.scales, torch.bfloat16, call.fast)
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
@@ -243,6 +243,15 @@ def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any, band: d
     torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
 
 
+def test_who_asks_for_fast_sums_gets_them(multiplied: list[Fp8ForwardConfig]) -> None:
+    x = quantize(*three(1), accumulate="fast")
+    attention(*x, out_dtype=BF16)
+    assert [config.fast for config in multiplied] == [True] and "fast" in multiplied[0].name
+    assert "summed by tensor cores (fast)" in explain(*x, out_dtype=BF16).reason
+    with pytest.raises(ValueError, match="accumulate must be one of 'fp32', 'fast', got 'slow'"):
+        quantize(*three(1), accumulate="slow")  # type: ignore[arg-type]
+
+
 def test_the_stand_in_takes_what_the_kernel_takes() -> None:
     names = list(inspect.signature(stand_in([])(CORE["head_dim 128"].spec)).parameters)
     assert [*names, "stream"] == parameters("attention/hopper/fp8_forward.py", "Fp8Forward.__call__")
@@ -258,8 +267,8 @@ def test_bands_that_hide_first_keys(options: dict[str, Any], hides: bool, monkey
     x = quantize(drawn(1, 1, 30, 2, 32), drawn(2, 1, 203, 2, 32), drawn(3, 1, 203, 2, 32))
     call = checked(*x, None, None, None, {})
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
-    assert (fp8_run.refusal(args, BF16) is not None) == hides
-    assert fp8_run.refusal(args, torch.float32) is not None
+    assert (fp8_run.refusal(args, BF16, False) is not None) == hides
+    assert fp8_run.refusal(args, torch.float32, False) is not None
 
 
 # Under torch's machinery
@@ -283,7 +292,7 @@ def test_the_op_holds_its_contract(multiplied: list[Fp8ForwardConfig]) -> None:
     call = checked(*quantize(*three(1)), None, None, None, {})
     options: dict[str, Any] = {"window": (150, -20), "softcap": 3.0, "sink": drawn(1, 4)}
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))._replace(backend="hopper")
-    flat = (*args, *call.scales, torch.float16)
+    flat = (*args, *call.scales, torch.float16, False)
     utils = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.warploom.attention_fp8.default, flat, test_utils=utils)
     assert multiplied

@@ -60,8 +60,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 @cache
-def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
-    """The variant for a call's features and the dtype of its result."""
+def fp8_config(features: Features, out: torch.dtype, fast: bool = False) -> Fp8ForwardConfig:
+    """The variant for a call's features and the dtype of its result; ``fast``: sums of one level."""
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
     plain = not (features.left or features.varlen or features.softcap)
@@ -74,7 +74,8 @@ def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
         pv_wait="pingpong",
         split=not features.varlen,
         overlap=tiling.overlap and plain,
-        pv_columns=tiling.pv_columns,
+        pv_columns=0 if fast else tiling.pv_columns,
+        fast=fast,
         **features.flags(Fp8ForwardConfig),
     )
 

@@ -25,7 +25,7 @@ SPLIT_COST = 24
 UNPACKED = (None, None, None, None)  # of a dense call: starts of queries and keys, keys that are used, a counter
 
 
-def refusal(args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
+def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | None:
     """Why a call whose shapes and features have a kernel is kept from it, or None."""
     if args.scale <= 0.0:
         return "takes FP8 with a positive scale only"
@@ -49,7 +49,7 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
     features = Features.of_args(args)
     # What is not text is a flag.
     flags = [each if isinstance(each, str) else _settled(each) for each in features[3:]]
-    return _module_refusal(out_dtype, features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags)
+    return _module_refusal(out_dtype, _settled(fast), features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags)
 
 
 def _settled(flag: bool) -> bool:
@@ -61,19 +61,21 @@ def _settled(flag: bool) -> bool:
 
 
 @traced.constant
-def _module_refusal(out_dtype: torch.dtype, *fields: Any) -> str | None:
+def _module_refusal(out_dtype: torch.dtype, fast: bool, *fields: Any) -> str | None:
     """Why the module can be neither loaded nor built here; ``fields`` are those of the call's Features."""
-    return _found.refusal((out_dtype, *fields), lambda: [fp8_config(Features(*fields), out_dtype).spec])
+    return _found.refusal((out_dtype, fast, *fields), lambda: [fp8_config(Features(*fields), out_dtype, fast).spec])
 
 
 _found = traced.Found()
 
 
-def forward(args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(
+    args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
+) -> tuple[Tensor, Tensor]:
     """Out and lse of a call whose q, k and v are e4m3 with these scales, as `warploom.fp8.Fp8Tensor` has them."""
     if args.cu_seqlens_q is not None:
-        return _forward_packed(args, scales, out_dtype)
-    function, variant = _function(args, out_dtype)
+        return _forward_packed(args, scales, out_dtype, fast)
+    function, variant = _function(args, out_dtype, fast)
     q, k, v, device = args.q, args.k, args.v, args.q.device
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
     out = torch.empty(batch, seqlen_q, heads, head_dim_v, dtype=out_dtype, device=device)
@@ -103,10 +105,10 @@ def forward(args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtyp
 
 
 def _forward_packed(
-    args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype
+    args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
 ) -> tuple[Tensor, Tensor]:
     """As ``forward``, of packed sequences."""
-    function, variant = _function(args, out_dtype)
+    function, variant = _function(args, out_dtype, fast)
     q, cu_q, device = args.q, args.cu_seqlens_q, args.q.device
     assert cu_q is not None
     tokens, heads, _ = q.shape
@@ -131,15 +133,15 @@ def _logits(args: AttentionArgs) -> Tensor | None:
     return None if args.sink is None else args.sink.float().contiguous()
 
 
-def warm(args: AttentionArgs, out_dtype: torch.dtype) -> None:
+def warm(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> None:
     """Load or build the call's module, and launch it on one token."""
-    function, variant = _function(args, out_dtype)
+    function, variant = _function(args, out_dtype, fast)
     _first_launch(args.q.device, function, variant)
 
 
-def _function(args: AttentionArgs, out_dtype: torch.dtype) -> tuple[Callable[..., None], Fp8ForwardConfig]:
+def _function(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> tuple[Callable[..., None], Fp8ForwardConfig]:
     """The compiled variant."""
-    variant = fp8_config(Features.of_args(args), out_dtype)
+    variant = fp8_config(Features.of_args(args), out_dtype, fast)
     function = _ready.get(variant.name)
     if function is None:
         function = _ready[variant.name] = modules.fetch(variant.spec)
