@@ -74,15 +74,16 @@ class Fp8Call(NamedTuple):
         """Make ready what ``run`` of the call over e4m3 runs."""
         dispatch.find(KERNEL).warm_fp8(args, self.out_dtype, self.fast)  # type: ignore[attr-defined]
 
-    def words(self, refused: str | None) -> str:
-        """What happens to the numbers, for explain()."""
+    def words(self, refused: str | None, args: AttentionArgs) -> str:
+        """What happens to the numbers of a validated call, for explain()."""
         scales = ["block" if t.scale.ndim > 1 else "tensor" if t.scale.shape == (1,) else "head" for t in self.given]
         scale = scales[0] if len(set(scales)) == 1 else ", ".join(scales)
         seed = self.given[0].hadamard_seed
         rotated = "" if seed is None else f", q and k rotated by seed {seed}"
         if refused is None:
             summed = "PV of all keys summed by tensor cores (fast)" if self.fast else "each key tile's PV added in float32"
-            return f"FP8 as it is, {summed}: scales by {scale}{rotated}"
+            module = dispatch.find(KERNEL).describe_fp8(args, self.out_dtype, self.fast)  # type: ignore[attr-defined]
+            return f"{module}; FP8 as it is, {summed}: scales by {scale}{rotated}"
         kind = str(self.wide).removeprefix("torch.")
         return f"FP8 is dequantised to {kind} first, as {refused}: scales by {scale}{rotated}"
 

@@ -247,7 +247,8 @@ def test_who_asks_for_fast_sums_gets_them(multiplied: list[Fp8ForwardConfig]) ->
     x = quantize(*three(1), accumulate="fast")
     attention(*x, out_dtype=BF16)
     assert [config.fast for config in multiplied] == [True] and "fast" in multiplied[0].name
-    assert "summed by tensor cores (fast)" in explain(*x, out_dtype=BF16).reason
+    told = explain(*x, out_dtype=BF16).reason
+    assert "summed by tensor cores (fast)" in told and multiplied[0].name in told
     with pytest.raises(ValueError, match="accumulate must be one of 'fp32', 'fast', got 'slow'"):
         quantize(*three(1), accumulate="slow")  # type: ignore[arg-type]
 

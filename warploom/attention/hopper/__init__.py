@@ -184,7 +184,9 @@ class Hopper(Backend):
         return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
 
     def describe(self, problem: AttentionProblem) -> str:
-        """The module, its state, and the backward's, or who runs that, and why."""
+        """The module, its state, and the backward's, or who runs that, and why; of FP8 numbers ``describe_fp8`` has it."""
+        if problem.dtype.itemsize == 1:
+            return ""
         variant = _variant(problem)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
         if problem.batch_invariant:
@@ -254,6 +256,11 @@ class Hopper(Backend):
         from warploom.attention.hopper import fp8_run
 
         return fp8_run.forward(args, scales, out_dtype, fast)
+
+    def describe_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str:
+        """The module of a call over e4m3 numbers, and its state."""
+        variant = fp8_config(Features.of_args(args), out_dtype, fast)
+        return f"module {variant.name} ({modules.outlook(variant.spec)})"
 
     def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> None:
         """As ``warm``, of such a call."""
