@@ -27,6 +27,7 @@ from warploom.attention.hopper.fp8_plan import fp8_config, fp8_set, problem_refu
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi
 from warploom.fp8 import Fp8Tensor, quantize
+from warploom.masks import ColumnMask
 from warploom.runtime import module_spec, modules
 
 needs_dsl = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
@@ -63,7 +64,8 @@ def test_what_the_kernel_refuses() -> None:
     assert refused() is None and refused(left=5, right=0, sink=True, softcap=True, layout="varlen") is None
     assert refused(head_dim=72) == "takes FP8 with head_dim from 16 to 256 in steps of 16, not 72"
     assert refused(head_dim_v=272) == "takes FP8 with head_dim_v from 16 to 256 in steps of 16, not 272"
-    assert refused(columns=("lts",)) == "has no FP8 kernel with a column mask"
+    assert refused(columns=("lts",)) is None
+    assert refused(columns=("lts",), layout="varlen") == "has no FP8 kernel with a packed column mask"
     assert refused(dropout=True) == "has no FP8 kernel with dropout" and refused(bias="alibi") is not None
     assert refused(layout="paged") == "takes no FP8 in pages, or with query offsets"
 
@@ -147,6 +149,13 @@ def test_rows_that_tma_cannot_read_are_copied() -> None:
         assert fp8_run.read_by_tma(strided).is_contiguous()
 
 
+def shown(mask: Any, seqlen_k: int) -> ColumnMask:
+    """The mask that a module is handed."""
+    *vectors, bounds, present = mask
+    assert bounds.shape == (1, 1, -(-seqlen_k // 64) + -(-seqlen_k // 2048), 8)
+    return ColumnMask(**{n: t for i, (n, t) in enumerate(zip(("lts", "lte", "uts", "ute"), vectors, strict=True)) if present >> i & 1})
+
+
 def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None]]:
     """In the place of compiled modules: the specification over what they are handed."""
 
@@ -155,8 +164,8 @@ def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor,
-            sink: Any, cu_q: Any, cu_k: Any, used_k: Any, counter: Any, parts: Any, scale: float, softcap: float,
-            left: int, right: int, pair_heads: int, split: int, blocks: int,
+            sink: Any, cu_q: Any, cu_k: Any, used_k: Any, counter: Any, parts: Any, mask: Any, scale: float,
+            softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
         ) -> None:  # fmt: skip
             seen.append(config)
             scales = (scale_q, scale_k, scale_v)
@@ -176,7 +185,7 @@ def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None
                 # Keys that no query sees are gone, and their scales are not read; the band counts from the last that is left.
                 scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in scales[1:]))
                 x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
-                found = attention(*x, **options)
+                found = attention(*x, mask=None if mask is None else shown(mask, k.shape[1]), **options)
             out.copy_(found[0])
             lse.copy_(found[1])
 
@@ -195,6 +204,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Fp8ForwardConfig]:
     monkeypatch.setattr(fp8_run, "launch_on", lambda index, function, given: function(*given))
     monkeypatch.setattr(fp8_run, "processors", lambda index: 132)
     monkeypatch.setattr(fp8_run, "counter_on", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(fp8_run, "with_bounds", lambda args: args._replace(bounds=torch.zeros(1, 1, 4, 8)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
@@ -239,6 +249,19 @@ def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any, band: d
     out, lse = handed(x, varlen_args, starts_q, starts_k, **options)
     want = attention_varlen(*x, starts_q, starts_k, return_lse=True, out_dtype=BF16, backend="reference", **options)
     assert played[0].varlen and played[0].used and played[0].right and not want[0].isnan().any()
+    torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
+    torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_under_a_column_mask(played: list[Fp8ForwardConfig], causal: bool) -> None:
+    drawing = secrets.randbelow(2**31)
+    x = quantize(drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32))
+    lts = torch.randint(0, 150, (2, 2, 139), generator=torch.Generator().manual_seed(drawing), dtype=torch.int32)
+    mask = ColumnMask(lts, lts + 40, causal=causal)
+    out, lse = handed(x, dense_args, mask=mask)
+    want = attention(*x, mask=mask, return_lse=True, out_dtype=BF16, backend="reference")
+    assert played[0].columns and played[0].right == causal
     torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
     torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
 

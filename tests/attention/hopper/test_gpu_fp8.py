@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import warploom
-from warploom import attention, attention_varlen
+from warploom import attention, attention_varlen, masks
 from warploom.attention import fp8
 from warploom.fp8 import Fp8Tensor, quantize
 
@@ -48,8 +48,10 @@ def dense(
     return quantize(q, k, v, **options)
 
 
-def check(x: Inputs, starts: tuple[Tensor, ...] = (), drawing: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
-    """Out and lse of the kernel, within what rounding may do to the specification's."""
+def check(
+    x: Inputs, starts: tuple[Tensor, ...] = (), drawing: int = 0, loss: float = 0.0, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of the kernel, within what rounding may do to the specification's; ``loss``: of |v|, by sums of one level."""
     call: Any = attention_varlen if starts else attention
     out, lse = call(*x, *starts, return_lse=True, **options)
     q, k, v = (t.dequantize() for t in x)
@@ -57,9 +59,10 @@ def check(x: Inputs, starts: tuple[Tensor, ...] = (), drawing: int = 0, **option
     want, want_lse = call(q, k, v, *starts, return_lse=True, backend="reference", **options)
     room = call(q, k, v.abs(), *starts, backend="reference", **options)
     keys, dim = x[1].data.shape[-3], q.shape[-1]
+    k, v = k.nan_to_num(), v.nan_to_num()  # which no query sees
     scores = q.norm(dim=-1).max() * k.norm(dim=-1).max() * options.get("scale", dim**-0.5)
     moved = dim / 32 * 2.0**-13 * scores.item()
-    bound = room * (1 / 16 + 2 * moved) + keys * 2.0**-16 * v.abs().max() + want.abs() / 128 + 1e-6
+    bound = room * (1 / 16 + 2 * moved + loss) + keys * 2.0**-16 * v.abs().max() + want.abs() / 128 + 1e-6
     error = (out.float() - want).abs()
     assert (error <= bound).all(), (drawing, (error / bound).max(), error.isnan().sum())
     if out.numel() > 4096:
@@ -182,6 +185,54 @@ def test_packed_features(dims: tuple[int, int], options: dict[str, Any]) -> None
     starts = torch.tensor([0, 200, 900, 1000]).int().cuda()
     q, k, v = (drawn(drawing + n, 1000, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1]))))
     check(quantize(q, k, v, cu_seqlens_q=starts), (starts,), drawing=drawing, **options)
+
+
+MASKS: dict[str, Any] = {
+    "documents": masks.Document([100, 1, 250, 349], causal=False),
+    "causal documents": masks.Document([100, 1, 250, 340]),  # and padding, which nothing sees
+    "global window": masks.GlobalWindow(20, 100),
+    "dropped keys": masks.RandomEviction(torch.arange(700)[torch.randperm(700)].clamp(min=30)),
+}
+
+
+@pytest.mark.parametrize("dims", [*DIMS, (96, 80)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_column_masks(dims: tuple[int, int], name: str) -> None:
+    """Keys that no query sees hold NaN."""
+    drawing = secrets.randbelow(2**31)
+    mask = MASKS[name].to("cuda") if hasattr(MASKS[name], "to") else MASKS[name]
+    q, k, v = (drawn(drawing + n, 2, 700, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1]))))
+    if name == "causal documents":
+        k[:, 691:], v[:, 691:] = NAN, NAN
+    out, _ = check(quantize(q, k, v), drawing=drawing, mask=mask)
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (90, 30)}, {"softcap": 8.0, "sink": 1.0}], ids=str)
+def test_column_masks_and_other_features(options: dict[str, Any]) -> None:
+    drawing = secrets.randbelow(2**31)
+    options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
+    lts = torch.randint(0, 900, (2, 4, 5000), generator=torch.Generator().manual_seed(drawing), dtype=torch.int32).cuda()
+    mask = masks.ColumnMask(lts, lts + 300)
+    x = dense(drawing, 2, 900, 5000, 4, 2, 128, 128)
+    check(x, drawing=drawing, mask=mask, **options)
+    out = attention(*x, mask=mask, **options)
+    for _ in range(20):
+        assert torch.equal(out, attention(*x, mask=mask, **options))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("options", [*BANDS, {"window": (200, 0)}, {"sink": 1.0}], ids=str)
+def test_fast_sums(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """Of values that cancel; blocks of values of very different scales."""
+    drawing = secrets.randbelow(2**31)
+    options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
+    shapes = (2, 700, 4, dims[0]), (2, 700, 2, dims[0]), (2, 700, 2, dims[1])
+    q, k, v = (drawn(drawing + n, *shape) for n, shape in enumerate(shapes))
+    v *= (torch.arange(700, device="cuda") // 128 * 3 - 8.0).exp2().bfloat16()[:, None, None]
+    x = quantize(q, k, v, accumulate="fast")
+    check(x, drawing=drawing, loss=2.0**-10, **options)
+    assert "(fast)" in warploom.explain(*x, **options).reason
 
 
 def test_scales_whose_product_is_nothing() -> None:

@@ -348,6 +348,11 @@ class Consumers(BiasedScores):
             return p
         return kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p)
 
+    @property
+    def notes_tiles(self) -> bool:
+        """Whether more of a key tile than its scores depends on its number."""
+        return self.config.dropout
+
     def note_tile(self, work: Any, n: Any) -> None:
         """For dropout, the number of the key tile that is next, where steps do not count them."""
         if self.config.dropout:
@@ -466,7 +471,8 @@ class Consumers(BiasedScores):
             for start in cutlass.range_constexpr(0, columns, MASK_BITS):
                 shown = words[r] >> start
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
-                    rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+                    at = self.element(c)
+                    rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
 
     def first_column(self, lane: Any) -> Any:
         """The first of a lane's columns."""

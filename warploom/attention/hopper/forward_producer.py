@@ -226,6 +226,11 @@ class Producer(Lists):
         return KeyRing(tma=tma, full=full, empty=empty, bytes=self.tile_n * head_dim * 2)
 
     @cute.jit
+    def push_keys(self, ring, n, stage, phase):
+        """As ``push``, of K."""
+        return self.push(ring, n, stage, phase)
+
+    @cute.jit
     def push(self, ring, n, stage, phase):
         """Load key tile ``n`` into the ring once its stage is free; the stage and phase that follow."""
         cute.arch.mbarrier_wait(ring.empty + stage, phase)

@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.attention.hopper.fp8_forward import Fp8Forward
-from warploom.kernels.cute.arguments import rows, stream, vector, view
+from warploom.kernels.cute.arguments import column_mask, rows, stream, vector, view
 from warploom.kernels.cute.basics import DTYPES
 from warploom.runtime.compile import compile_kernel
 
@@ -23,12 +23,13 @@ def compile_fp8(config: dict[str, Any], name: str, library: Path) -> dict[str, A
     modes = 2 if variant.varlen else 3  # besides head_dim
     q, k, v = _bytes(modes, modes), _bytes(modes, modes), _bytes(modes, modes - 2)
     scales = [rows(modes, last=cute.sym_int64()) for _ in range(3)]
-    packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used, variant.varlen)]
+    counted = variant.varlen or variant.columns
+    packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used, counted)]
     parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
     arguments = [
         *(q, k, v, view(DTYPES[variant.dtype], modes), rows(modes), *scales, vector(Float32, variant.sink)),
-        *(*packed, parts, *scalars, stream()),
+        *(*packed, parts, column_mask() if variant.columns else None, *scalars, stream()),
     ]
     return {**compile_kernel(Fp8Forward(variant), arguments, name, library), "shared": variant.shared_bytes}
 

@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.forward_consumers import Consumers, Rows
+from warploom.attention.hopper.forward_columns import ColumnConsumers
+from warploom.attention.hopper.forward_consumers import Rows
 from warploom.attention.hopper.fp8_base import SCALED, Scales, first_block
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.kernels.cute.instructions import exp2, pack_e4m3, reciprocal
@@ -38,10 +39,11 @@ class Fp8Rows(Rows):
     partial: Any  # the accumulator of one PV; with one level that of all, O
     query_scale: Any  # of the rows, times what makes log2 units of scores
     bases: Any  # where the scales of K's and V's blocks start
+    number: Any  # of the next key tile, under a column mask
     factors: Any  # scales: of the key tile's K, of its V, and of ``partial``'s V
 
 
-class Fp8Consumers(Consumers):
+class Fp8Consumers(ColumnConsumers):
     """What every consumer warpgroup runs. A row's maximum (``row_max``) is its reference, which all else is relative to."""
 
     config: Fp8ForwardConfig
@@ -63,10 +65,14 @@ class Fp8Consumers(Consumers):
         acc_o = partial
         if not self.config.fast:
             acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
-        absent: dict[str, Any] = dict.fromkeys(("mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi"))
+        absent: dict[str, Any] = dict.fromkeys(("dropout", "tile", "kept_words", "alibi"))
+        masked = self.config.columns
         return Fp8Rows(
             **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
             **absent,
+            mask_words=cute.make_rmem_tensor(2, Int32) if masked else None,
+            mask_ring=cute.make_rmem_tensor(2, Int32) if masked else None,
+            number=cute.make_rmem_tensor(1, Int32) if masked else None,
             scales=scales,
             partial=partial,
             query_scale=cute.make_rmem_tensor(1, Float32),
@@ -104,7 +110,9 @@ class Fp8Consumers(Consumers):
 
     @cute.jit
     def take_scales(self, work, n):
-        """The scales of key tile ``n``: K's and V's."""
+        """The scales of key tile ``n``, under a column mask of the one noted: K's and V's."""
+        if const_expr(self.config.columns):
+            n = work.number[0]
         block = n // (SCALED // self.tile_n)
         found = []
         for i, t in ((0, work.scales.k), (1, work.scales.v)):
@@ -116,6 +124,15 @@ class Fp8Consumers(Consumers):
     def while_scoring(self, work, n):
         """Ask for the scales of key tile ``n``."""
         work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = self.take_scales(work, n)
+
+    @property
+    def notes_tiles(self) -> bool:
+        """Its scales do."""
+        return True
+
+    def note_tile(self, work: Any, n: Any) -> None:
+        """The number of the key tile that is next, where steps do not count them."""
+        work.number[0] = n
 
     def log2_units(self, work: Any) -> Any:
         """References are in log2 units."""
@@ -156,6 +173,8 @@ class Fp8Consumers(Consumers):
             self.pass_ping_pong(work.group)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
             self.while_scoring(work, n)
+            if const_expr(masked and self.config.columns):
+                self.take_mask(work)
             warpgroup.wait_group(1)
             release(shared.k_empty + stage)
             if n == last:
@@ -174,6 +193,8 @@ class Fp8Consumers(Consumers):
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             self.pass_ping_pong(work.group)
             work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = key_scale, value_scale
+            if const_expr(masked and self.config.columns):
+                self.take_mask(work)
             warpgroup.wait_group(0)
             if const_expr(self.config.fast):
                 release(shared.v_empty + v_stage)
@@ -244,7 +265,9 @@ class Fp8Consumers(Consumers):
             for i in cutlass.range_constexpr(2 * columns):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, cap_in)
             scale = Float32(1.0)
-        if const_expr(masked):
+        if const_expr(masked and self.config.columns):
+            self.apply_mask(rows, work.mask_words)
+        elif const_expr(masked):
             self.mask(rows, work.limits, n)
         # With one level V's scale cannot be multiplied in behind a PV: it is part of P.
         level, share = Float32(0.0), Float32(1.0)

@@ -48,7 +48,8 @@ def problem_refusal(problem: AttentionProblem) -> str | None:
         return "takes no FP8 in pages, or with query offsets"
     if problem.batch_invariant:
         return "promises no batch invariance in FP8"
-    for there, what in ((problem.columns, "a column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
+    packed_mask = problem.columns and problem.layout != "dense"
+    for there, what in ((packed_mask, "a packed column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
         if there:
             return f"has no FP8 kernel with {what}"
     return None
@@ -64,7 +65,7 @@ def fp8_config(features: Features, out: torch.dtype, fast: bool = False) -> Fp8F
     """The variant for a call's features and the dtype of its result; ``fast``: sums of one level."""
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
-    plain = not (features.left or features.varlen or features.softcap)
+    plain = not (features.left or features.varlen or features.softcap or features.columns)
     return Fp8ForwardConfig(
         str(out).removeprefix("torch."),
         *dims,
@@ -72,7 +73,7 @@ def fp8_config(features: Features, out: torch.dtype, fast: bool = False) -> Fp8F
         warpgroups=tiling.warpgroups,
         stages=tiling.stages,
         pv_wait="pingpong",
-        split=not features.varlen,
+        split=not (features.varlen or features.columns),
         overlap=tiling.overlap and plain,
         pv_columns=0 if fast else tiling.pv_columns,
         fast=fast,

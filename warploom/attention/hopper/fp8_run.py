@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from warploom.attention.band import seen
+from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.attention.hopper.fp8_plan import MOST_KEYS, OUT_DTYPES, fp8_config, tile_dims
-from warploom.attention.hopper.run import counter_on, filled, launch_on, numbers_of, parts_shape_of, processors
-from warploom.attention.hopper.schedule import heads_in_pairs, tiles_to_split
+from warploom.attention.hopper.run import column_mask, counter_on, filled, launch_on, numbers_of, parts_shape_of, processors
+from warploom.attention.hopper.schedule import heads_in_pairs, section, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules, traced
 from warploom.runtime.arguments import keeps_nothing
@@ -43,7 +44,7 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | No
         first, end = seen(args.q.shape[1], args.k.shape[1], args.left, args.right)
         if first >= end:
             return "has nothing to multiply"
-        if first > 0:
+        if first > 0 and not (args.lts is not None or args.ute is not None):
             # Their values would be read beside others, and a NaN does not vanish against P = 0; TMA leaves out what is behind.
             return "has no FP8 kernel where a window hides the first keys from all queries"
     features = Features.of_args(args)
@@ -75,6 +76,8 @@ def forward(
     """Out and lse of a call whose q, k and v are e4m3 with these scales, as `warploom.fp8.Fp8Tensor` has them."""
     if args.cu_seqlens_q is not None:
         return _forward_packed(args, scales, out_dtype, fast)
+    if args.lts is not None or args.ute is not None:
+        return _forward_columns(args, scales, out_dtype, fast)
     function, variant = _function(args, out_dtype, fast)
     q, k, v, device = args.q, args.k, args.v, args.q.device
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
@@ -97,7 +100,7 @@ def forward(
     pairs = heads_in_pairs(m_blocks, batch * heads, blocks, end * (head_dim + head_dim_v) * heads_kv // heads)
     given = (
         *(read_by_tma(q), quads_readable(read_by_tma(k)), keys_together(v)),
-        *(out, lse, *scales_of_blocks(args, scales), _logits(args), *UNPACKED, parts),
+        *(out, lse, *scales_of_blocks(args, scales), _logits(args), *UNPACKED, parts, None),
         *numbers_of(args, left, right, pairs, split, blocks),
     )
     launch_on(device.index, function, given)
@@ -121,8 +124,30 @@ def _forward_packed(
     k = filled(read_by_tma(args.k), variant.head_dim, variant.boxes[0])
     given = (
         *(read_by_tma(q), quads_readable(k), values_by_block(args.v, cu_q, cu_k, used, args.left, args.right)),
-        *(out, lse, *scales_of_blocks(args, scales), _logits(args), cu_q, cu_k, used, counter_on(device), None),
+        *(out, lse, *scales_of_blocks(args, scales), _logits(args), cu_q, cu_k, used, counter_on(device), None, None),
         *numbers_of(args, args.left, args.right, blocks=blocks),
+    )
+    launch_on(device.index, function, given)
+    return out, lse
+
+
+def _forward_columns(
+    args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
+) -> tuple[Tensor, Tensor]:
+    """As ``forward``, under a column mask: keys that its band hides are among those whose values count as zeros."""
+    function, variant = _function(args, out_dtype, fast)
+    q, k, v, device = args.q, args.k, args.v, args.q.device
+    (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
+    out = torch.empty(batch, seqlen_q, heads, head_dim_v, dtype=out_dtype, device=device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=device)
+    m_blocks = -(-seqlen_q // variant.tile_m)
+    pairs = section(batch * heads, m_blocks, seqlen_k * (head_dim + head_dim_v) * heads_kv // heads)
+    args = with_bounds(args)
+    given = (
+        *(read_by_tma(q), quads_readable(read_by_tma(k)), keys_together(v)),
+        *(out, lse, *scales_of_blocks(args, scales), _logits(args), None, None, None, counter_on(device), None),
+        column_mask(args.lts, args.lte, args.uts, args.ute, args.bounds),
+        *numbers_of(args, args.left, args.right, pairs, blocks=min(processors(device.index), m_blocks * batch * heads)),
     )
     launch_on(device.index, function, given)
     return out, lse
@@ -167,8 +192,13 @@ def _first_launch(device: torch.device, function: Callable[..., None], variant: 
         ones = torch.arange(2, dtype=torch.int32, device=device)
         starts = ones, ones, ones[1:] if variant.used else None, torch.zeros(1, dtype=torch.int32, device=device)
         v = v.new_zeros(1, variant.head_dim_v, SCALED).permute(2, 0, 1)
+    mask: tuple[Tensor | int, ...] | None = None
+    if variant.columns:
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        starts = None, None, None, counter
+        mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     parts = torch.empty(parts_shape_of(1, variant), dtype=torch.float32, device=device) if variant.split else None
-    given = (q, quads_readable(q), v if variant.varlen else keys_together(v), out, lse, *scales, sink, *starts, parts)
+    given = (q, quads_readable(q), v if variant.varlen else keys_together(v), out, lse, *scales, sink, *starts, parts, mask)
     launch_on(device.index, function, (*given, 1.0, 1.0, 0, 0, 1, int(variant.split), 1))
 
 
