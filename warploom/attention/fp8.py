@@ -67,7 +67,9 @@ class Fp8Call(NamedTuple):
 
     def run(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out and lse of a validated call that is not refused."""
-        found: tuple[Tensor, Tensor] = fp8_op(*self.as_e4m3(args)._replace(backend=KERNEL), *self.scales, self.out_dtype, self.fast)
+        found: tuple[Tensor, Tensor] = fp8_op(
+            *self.as_e4m3(args)._replace(backend=KERNEL), *self.scales, self.out_dtype, self.fast
+        )
         return found
 
     def warm(self, args: AttentionArgs) -> None:
@@ -215,4 +217,3 @@ def _check_starts(given: tuple[Fp8Tensor, ...], cu_seqlens_q: Any, cu_seqlens_k:
             same = cu.device == t.cu_seqlens.device and bool((cu == t.cu_seqlens).all())
         if not same:
             raise ValueError(f"{which} differs from the one that {name} was quantised with, whose blocks begin there")
-

@@ -153,7 +153,9 @@ def shown(mask: Any, seqlen_k: int) -> ColumnMask:
     """The mask that a module is handed."""
     *vectors, bounds, present = mask
     assert bounds.shape == (1, 1, -(-seqlen_k // 64) + -(-seqlen_k // 2048), 8)
-    return ColumnMask(**{n: t for i, (n, t) in enumerate(zip(("lts", "lte", "uts", "ute"), vectors, strict=True)) if present >> i & 1})
+    return ColumnMask(
+        **{n: t for i, (n, t) in enumerate(zip(("lts", "lte", "uts", "ute"), vectors, strict=True)) if present >> i & 1}
+    )
 
 
 def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None]]:

@@ -183,7 +183,9 @@ def test_packed_features(dims: tuple[int, int], options: dict[str, Any]) -> None
     drawing = secrets.randbelow(2**31)
     options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
     starts = torch.tensor([0, 200, 900, 1000]).int().cuda()
-    q, k, v = (drawn(drawing + n, 1000, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1]))))
+    q, k, v = (
+        drawn(drawing + n, 1000, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1])))
+    )
     check(quantize(q, k, v, cu_seqlens_q=starts), (starts,), drawing=drawing, **options)
 
 
@@ -201,7 +203,9 @@ def test_column_masks(dims: tuple[int, int], name: str) -> None:
     """Keys that no query sees hold NaN."""
     drawing = secrets.randbelow(2**31)
     mask = MASKS[name].to("cuda") if hasattr(MASKS[name], "to") else MASKS[name]
-    q, k, v = (drawn(drawing + n, 2, 700, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1]))))
+    q, k, v = (
+        drawn(drawing + n, 2, 700, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1])))
+    )
     if name == "causal documents":
         k[:, 691:], v[:, 691:] = NAN, NAN
     out, _ = check(quantize(q, k, v), drawing=drawing, mask=mask)

@@ -142,7 +142,8 @@ def modules(p: Fp8, backend: str) -> list[Any]:
     base, (left, right) = p.base, dense.band(p.base)
     features = Features(
         torch.float8_e4m3fn, base.head_dim, base.head_dim_v, right=right is not None, left=left is not None,
-        softcap=base.softcap != 0.0, sink=bool(base.sink), varlen=_family(p) is packed, used=getattr(base, "used", None) is not None,
+        softcap=base.softcap != 0.0, sink=bool(base.sink), varlen=_family(p) is packed,
+        used=getattr(base, "used", None) is not None,
     )  # fmt: skip
     return [fp8_config(features, p.of_call).spec]
 

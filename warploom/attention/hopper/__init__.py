@@ -252,7 +252,7 @@ class Hopper(Backend):
     def forward_fp8(
         self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
     ) -> tuple[Tensor, Tensor]:
-        """As ``forward``, of e4m3 numbers with their scales, as `warploom.fp8.Fp8Tensor` has them; ``fast``: sums of one level."""
+        """As ``forward``, of e4m3 numbers with scales, as `warploom.fp8.Fp8Tensor` has them; ``fast``: sums of one level."""
         from warploom.attention.hopper import fp8_run
 
         return fp8_run.forward(args, scales, out_dtype, fast)

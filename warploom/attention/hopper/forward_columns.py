@@ -225,7 +225,7 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def make_mask(self, part, rows, tile, target):
-        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad, ``neighbours`` in each four times as many."""
+        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together)."""
         lane = unknown(cute.arch.lane_idx())  # what is computed of it out of the loop would be spilled
         own = self.neighbours
         column = tile + lane // own * (4 * own) + lane % own + 2 * own * part

@@ -84,8 +84,9 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         multiplier, cap_in = multipliers(config, scale, softcap)
         members = (out.shape[1] if const_expr(config.varlen) else out.shape[2]) // heads_kv
         self.kernel(
-            q, k, v, out, lse, scale_q, scale_k, scale_v, sink, cu_q, cu_k, used_k, counter, parts, mask, tma_q, tma_k, tma_v, qk, pv,
-            layout_q, layout_k, loads_k, layout_v, multiplier, cap_in, left, right, total_k, heads_kv, members, pair_heads, split,
+            q, k, v, out, lse, scale_q, scale_k, scale_v, sink, cu_q, cu_k, used_k, counter, parts, mask, tma_q, tma_k, tma_v,
+            qk, pv, layout_q, layout_k, loads_k, layout_v, multiplier, cap_in, left, right, total_k, heads_kv, members,
+            pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
             self.launch_merge(parts, out, lse, sink, total_k, heads_kv, lse.shape[1], split, blocks, stream)

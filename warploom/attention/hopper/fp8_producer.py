@@ -60,7 +60,7 @@ class Fp8Producer(ColumnProducer):
 
     @cute.jit
     def seen_keys(self, k_start, seqlen_k, shift, left, right):
-        """As of 16 bits, but a sequence's first keys stay, as blocks of scales begin with them: values of hidden ones are zeros."""
+        """As of 16 bits, but first keys stay, with which blocks of scales begin: values of hidden ones are zeros."""
         if const_expr(self.config.right):
             seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
         return k_start, seqlen_k, shift

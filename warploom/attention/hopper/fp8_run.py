@@ -50,7 +50,9 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | No
     features = Features.of_args(args)
     # What is not text is a flag.
     flags = [each if isinstance(each, str) else _settled(each) for each in features[3:]]
-    return _module_refusal(out_dtype, _settled(fast), features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags)
+    return _module_refusal(
+        out_dtype, _settled(fast), features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags
+    )
 
 
 def _settled(flag: bool) -> bool:
@@ -219,9 +221,7 @@ def _blocks(total: int, cu_seqlens: Tensor) -> int:
     return total // SCALED + max(cu_seqlens.shape[0] - 1, 1)
 
 
-def values_by_block(
-    v: Tensor, cu_q: Tensor, cu_k: Tensor, used: Tensor | None, left: int | None, right: int | None
-) -> Tensor:
+def values_by_block(v: Tensor, cu_q: Tensor, cu_k: Tensor, used: Tensor | None, left: int | None, right: int | None) -> Tensor:
     """The bytes of packed V, whose sequences begin new blocks of 128 keys, keys contiguous: TMA begins at multiples of 16.
 
     Zeros fill blocks up, and stand for what no query sees: a NaN there would not vanish against P = 0.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,9 +40,7 @@ def _launch(dim: int, left: bool, right: bool, used: bool, aligned: bool, device
     return Launch(values_kernel, constants, direct=aligned)
 
 
-@triton.jit(
-    do_not_specialize=["stride_s", "stride_h", "stride_d", "total", "heads", "columns", "sequences", "left", "right"]
-)
+@triton.jit(do_not_specialize=["stride_s", "stride_h", "stride_d", "total", "heads", "columns", "sequences", "left", "right"])
 def values_kernel(
     v_ptr, out_ptr, cu_q_ptr, cu_k_ptr, used_ptr, stride_s, stride_h, stride_d, total, heads, columns, sequences,
     left, right,
