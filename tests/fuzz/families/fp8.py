@@ -313,6 +313,7 @@ def _weights_in_e4m3(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """The numbers where they are within their bound, and what they stand for elsewhere; the scales that they have to have."""
+    device, x, numbers = x.device, x.cpu(), numbers.cpu()
     rows = x.float().flatten(0, -3).double()
     if name != "v" and p.rotation is not None:
         rows = oracle.turned(rows, p.rotation)
@@ -324,7 +325,7 @@ def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespa
     clean = torch.where(rows.isfinite(), rows, 0.0)
     top = clean.abs().amax(-1) if rows.shape[-1] else clean.new_zeros(count, heads)
     if not count:
-        return numbers, top.reshape(x.shape[:-1])
+        return numbers.to(device), top.reshape(x.shape[:-1]).to(device)
     if p.granularity == "block":
         block = _blocks(p, name, count)
         tops = top.new_zeros(int(block.max()) + 1, heads).scatter_reduce(0, block[:, None].expand(-1, heads), top, "amax")
@@ -337,7 +338,7 @@ def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespa
     flat = numbers.flatten(0, -3).double()
     near = (flat - rows).abs() <= bound
     ref = torch.where(rows.isfinite(), torch.where(near, flat, rows), torch.nan)
-    return ref.reshape(numbers.shape), scale.reshape(x.shape[:-1])
+    return ref.reshape(numbers.shape).to(device), scale.reshape(x.shape[:-1]).to(device)
 
 
 def refusal(p: Fp8, given: dict[str, Any], backend: str) -> str | None:

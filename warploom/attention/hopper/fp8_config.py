@@ -25,7 +25,6 @@ class Fp8ForwardConfig(ForwardConfig):
     # runs under the products of other warpgroups alone.
     overlap: bool = False
     pv_columns: int = 0  # columns of O of one PV; 0: all
-    sums: str = "before"
     fast: bool = False  # PV is summed by the tensor cores alone, over all keys: one level
 
     @property
@@ -35,7 +34,6 @@ class Fp8ForwardConfig(ForwardConfig):
         parts += ["overlap"] if self.overlap else []
         parts += [f"pv{self.pv_columns}"] if self.pv_columns else []
         parts += ["fast"] if self.fast else []
-        parts += [self.sums] if self.sums != "before" else []
         return "_".join(parts)
 
     @cached_property

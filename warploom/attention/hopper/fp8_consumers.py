@@ -144,31 +144,20 @@ class Fp8Consumers(ColumnConsumers):
     def step(self, work, n, last, stage, phase, masked):
         """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax.
 
-        All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
+        What may be waited for or computed before is, as the other warpgroups wait for the end of this one's turn; with
+        overlap O is added to and rescaled under QKᵀ.
         """
         shared = work.shared
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         if const_expr(self.config.overlap):
-            if const_expr(self.config.fast):
-                self.rescale(work)
-                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
-            elif const_expr(self.config.sums == "before"):
-                self.add_partial(work)
-                self.rescale(work)
-                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
-            if const_expr(self.config.sums == "under2"):
-                self.rescale(work)
-                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             self.wait_ping_pong(work.group)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
-            if const_expr(self.config.sums == "under" and not self.config.fast):
+            if const_expr(not self.config.fast):
                 self.add_partial(work)
-                self.rescale(work)
-                cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
-            if const_expr(self.config.sums == "under2"):
-                self.add_rescaled(work)
+            self.rescale(work)
+            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             gemm(work.mma_pv, work.partial, work.p, work.v, self.config.fast, v_stage)
             self.pass_ping_pong(work.group)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
@@ -185,10 +174,7 @@ class Fp8Consumers(ColumnConsumers):
             cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             self.rescale(work)
             self.wait_ping_pong(work.group)
-            if const_expr(self.config.fast):
-                gemm(work.mma_pv, work.partial, work.p, work.v, True, v_stage)
-            else:
-                self.add_values(work, v_stage)
+            self.add_values(work, v_stage)
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             self.pass_ping_pong(work.group)
@@ -196,8 +182,6 @@ class Fp8Consumers(ColumnConsumers):
             if const_expr(masked and self.config.columns):
                 self.take_mask(work)
             warpgroup.wait_group(0)
-            if const_expr(self.config.fast):
-                release(shared.v_empty + v_stage)
             release(shared.k_empty + stage)
             if n == last:
                 release(shared.q_empty + work.group)
@@ -213,11 +197,7 @@ class Fp8Consumers(ColumnConsumers):
             self.add_partial(work)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-        if const_expr(self.config.fast):
-            gemm(work.mma_pv, work.partial, work.p, work.v, True, stage)
-            warpgroup.wait_group(0)
-            release(shared.v_empty + stage)
-        elif const_expr(self.config.overlap):
+        if const_expr(self.config.overlap and not self.config.fast):
             gemm(work.mma_pv, work.partial, work.p, work.v, False, stage)
             warpgroup.wait_group(0)
             release(shared.v_empty + stage)
@@ -234,21 +214,15 @@ class Fp8Consumers(ColumnConsumers):
             work.acc_o[i] = work.acc_o[i] + work.partial[i] * work.factors[PARTIAL_SCALE]
 
     @cute.jit
-    def add_rescaled(self, work):
-        factors = [work.factors[PARTIAL_SCALE] * work.correction[r] for r in range(2)]
-        for i in cutlass.range_constexpr(cute.size(work.partial)):
-            work.acc_o[i] = work.acc_o[i] + work.partial[i] * factors[i // 2 % 2]
-
-    @cute.jit
     def add_values(self, work, stage):
-        """O += PV of the last P, times V's scale: some columns after the others, each awaited."""
+        """O += PV of the last P, times V's scale where P has it not: some columns after the others, each awaited."""
         registers = self.pv_columns // 2
         for part in cutlass.range_constexpr(self.config.head_dim_v // self.pv_columns):
-            gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), False, stage)
+            gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), self.config.fast, stage)
             warpgroup.wait_group(0)
             if const_expr((part + 1) * self.pv_columns == self.config.head_dim_v):
                 release(work.shared.v_empty + stage)
-            for i in cutlass.range_constexpr(registers):
+            for i in cutlass.range_constexpr(0 if self.config.fast else registers):
                 at = part * registers + i
                 work.acc_o[at] = work.acc_o[at] + work.partial[i] * work.factors[VALUE_SCALE]
 
