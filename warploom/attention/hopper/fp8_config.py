@@ -45,7 +45,7 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def boxes(self) -> tuple[int, int]:
         """Columns of a TMA box of Q and K, and keys of one of V, whose rows are head dims."""
-        return min(self.head_dim, 128), self.tile_n
+        return next(n for n in (128, 64, 32) if self.head_dim % n == 0), self.tile_n
 
     @property
     def shared_bytes(self) -> int:
