@@ -12,6 +12,7 @@ import torch
 
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
+from warploom.attention.hopper.documents import as_packed, packed
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
@@ -86,6 +87,7 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
 
     if parts_fours(args):
         return False
+    args = packed(args) or args
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
@@ -129,6 +131,7 @@ class Hopper(Backend):
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.dtype.itemsize == 1:  # e4m3, which the door gives to `forward_fp8` alone
             return problem_refusal(problem)
+        problem = as_packed(problem)
         refused = halves_refusal(problem, widest=256)
         if refused is not None:
             return refused
@@ -168,16 +171,18 @@ class Hopper(Backend):
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
             )
+        if args.scale > 0.0 and args.k.shape[-3] <= MOST_KEYS and packed(args) is not None:
+            return args
         return with_bounds(args, packed=True)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
-        variant = _variant(AttentionProblem.from_args(args, False))
+        variant = _variant(as_packed(AttentionProblem.from_args(args, False)))
         if args.q.dtype.itemsize == 1:
             return (variant.tile_m, variant.tile_n), variant.tile_n
         return (variant.queries, variant.tile_n), variant.tile_n
 
     def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
-        problem = AttentionProblem.from_args(args, True)
+        problem = as_packed(AttentionProblem.from_args(args, True))
         if _no_backward(problem) is not None:
             return _next(args, True).backward_tiles(args)
         variant = backward_config_for(problem)
@@ -185,8 +190,12 @@ class Hopper(Backend):
 
     def describe(self, problem: AttentionProblem) -> str:
         """The module, its state, and the backward's, or who runs that, and why."""
-        variant = _variant(problem)
+        runs = as_packed(problem)
+        variant = _variant(runs)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
+        if runs is not problem:
+            words += "; its documents as packed sequences"
+            problem = runs
         if problem.batch_invariant:
             words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         if not problem.backward:
@@ -269,6 +278,8 @@ class Hopper(Backend):
             from warploom.attention.hopper.run_backward import backward as run
 
             return run(args, dout, dlse, out, lse)
+        if args.documents is not None:
+            args = with_bounds(args)
         return _next(args, True).backward(args, dout, dlse, out, lse)
 
     def bind_backward(
@@ -279,6 +290,8 @@ class Hopper(Backend):
             from warploom.attention.hopper.run_backward import bind as run
 
             return run(args, dlse is not None)
+        if args.documents is not None:  # whose launches bring no bounds
+            return None
         return _next(args, True).bind_backward(args, dout, dlse, out, lse)
 
 
