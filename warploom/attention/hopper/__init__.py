@@ -12,7 +12,7 @@ import torch
 
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
-from warploom.attention.hopper.documents import as_packed, packed
+from warploom.attention.hopper.documents import MOST_KEYS, as_packed, packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from warploom.attention.hopper.config import ForwardConfig
 
 NAME = "hopper"
-MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -171,9 +170,7 @@ class Hopper(Backend):
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
             )
-        if args.scale > 0.0 and args.k.shape[-3] <= MOST_KEYS and packed(args) is not None:
-            return args
-        return with_bounds(args, packed=True)
+        return settled(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         variant = _variant(as_packed(AttentionProblem.from_args(args, False)))

@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from warploom.attention.bounds import with_bounds
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+
+MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
 Launch = Callable[..., tuple[Tensor, ...]]
 
@@ -32,9 +35,15 @@ def as_packed(problem: AttentionProblem) -> AttentionProblem:
 
 def packed(args: AttentionArgs) -> AttentionArgs | None:
     """The packed call that a call is run as, or None; its vectors are left out."""
-    if args.documents is None or as_packed(AttentionProblem.from_args(args, False)).documents:
+    if args.documents is None or args.scale <= 0.0 or args.k.shape[1] > MOST_KEYS:
         return None
-    return _packed(args)
+    apart = as_packed(AttentionProblem.from_args(args, False)).documents
+    return None if apart else _packed(args)
+
+
+def settled(args: AttentionArgs) -> AttentionArgs:
+    """The call, with bounds of its column mask if it is not run as a packed one for its documents."""
+    return with_bounds(args, packed=True) if packed(args) is None else args
 
 
 def _packed(args: AttentionArgs) -> AttentionArgs:

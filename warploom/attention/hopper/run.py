@@ -27,6 +27,7 @@ FOUR = 4  # keys that share the words of a Philox counter
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    args = documents.settled(args)
     return bind(args)(*args.tensors())
 
 

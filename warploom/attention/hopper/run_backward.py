@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from warploom.attention.band import reach, seen
-from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents, schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
@@ -36,8 +35,7 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    if args.documents is None:
-        args = with_bounds(args, packed=True)
+    args = documents.settled(args)
     return bind(args, dlse is not None)(dout, dlse, out, lse, *args.tensors())
 
 
