@@ -140,7 +140,7 @@ def check_documents() -> None:
     seqlen, recorder = 4 * SEQLEN, Recorder()
     with hopper(recorder) as fresh:
         fresh()
-        q, k, v = (torch.randn(1, seqlen, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+        q, k, v = (torch.randn(1, seqlen, heads, 96).bfloat16().requires_grad_() for heads in (4, 2, 2))
 
         def step(mask: masks.Mask, **options: Any) -> None:
             out, lse = warploom.attention(q, k, v, mask=mask, backend="hopper", return_lse=True, **options)
@@ -157,10 +157,10 @@ def check_documents() -> None:
             if n == 2:
                 patched = patch.object(api, "dense_args", side_effect=AssertionError("checked again"))
                 patched.start()
-            preparing, *kernels = names(mask)
-            assert preparing == "document_kernel" and len(kernels) == 2, recorder.launches
-            assert all("varlen" in name and "columns" not in name for name in kernels)
-            assert names(mask) == kernels
+            vectors, forward, bounds, backward = names(mask)
+            assert (vectors, bounds) == ("document_kernel", "bounds_kernel")
+            assert "varlen" in forward and "columns" not in forward and "columns" in backward
+            assert names(mask) == [forward, backward]
         patched.stop()
         for apart, options in (
             (mask, {"dropout_p": 0.1}),

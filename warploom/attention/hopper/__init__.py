@@ -12,7 +12,7 @@ import torch
 
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
-from warploom.attention.hopper.documents import MOST_KEYS, as_packed, packed, settled
+from warploom.attention.hopper.documents import MOST_KEYS, as_packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
@@ -86,7 +86,6 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
 
     if parts_fours(args):
         return False
-    args = packed(args) or args
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
         return False
@@ -130,7 +129,6 @@ class Hopper(Backend):
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.dtype.itemsize == 1:  # e4m3, which the door gives to `forward_fp8` alone
             return problem_refusal(problem)
-        problem = as_packed(problem)
         refused = halves_refusal(problem, widest=256)
         if refused is not None:
             return refused
@@ -153,7 +151,7 @@ class Hopper(Backend):
         long = False
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
-        return _absence(long, False, Features.of(problem))
+        return _absence(long, False, Features.of(as_packed(problem)))
 
     def rows_apart(self, problem: AttentionProblem) -> bool:
         """Of a window tiles of keys are counted from the first key that some row sees."""
@@ -179,7 +177,7 @@ class Hopper(Backend):
         return (variant.queries, variant.tile_n), variant.tile_n
 
     def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
-        problem = as_packed(AttentionProblem.from_args(args, True))
+        problem = AttentionProblem.from_args(args, True)
         if _no_backward(problem) is not None:
             return _next(args, True).backward_tiles(args)
         variant = backward_config_for(problem)
@@ -192,7 +190,6 @@ class Hopper(Backend):
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
         if runs is not problem:
             words += "; its documents as packed sequences"
-            problem = runs
         if problem.batch_invariant:
             words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         if not problem.backward:

@@ -27,6 +27,7 @@ class Tile:
     keys: int
     stages: int = 2
     pv_wait: str = "late"
+    q_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         pv_wait=tile.pv_wait,
+        q_stages=tile.q_stages,
         split=not (features.varlen or features.columns or features.dropout),
         pack_gqa=each,
         **features.flags(ForwardConfig),

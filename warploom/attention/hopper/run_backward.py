@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.band import reach, seen
+from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents, schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
@@ -35,7 +36,7 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
-    args = documents.settled(args)
+    args = with_bounds(args, packed=True)
     return bind(args, dlse is not None)(dout, dlse, out, lse, *args.tensors())
 
 
@@ -44,7 +45,7 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
     if args.cu_seqlens_q is not None:
         return _bind_packed(args, with_dlse)
     if args.documents is not None:
-        return documents.bind_backward(args, with_dlse, _bind_packed)
+        return documents.bind_backward(args, lambda masked: bind(masked, with_dlse))
     seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
     left, right, masked, first, end = args.left, args.right, _masked(args), 0, seqlen_k
     if left is not None or right is not None:
@@ -142,7 +143,6 @@ def _waves(args: AttentionArgs, variant: BackwardConfig) -> tuple[int, int]:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the module of a call's backward pass, and launch it on one token."""
-    args = documents.packed(args) or args
     packed = args.cu_seqlens_q is not None
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
