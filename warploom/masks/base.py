@@ -45,6 +45,13 @@ class BaseMask:
         """As ``_resolve``, and the ``documents`` of `Kept`."""
         return self._resolve(seqlen_q, seqlen_k, device), None
 
+    def _documents(self, seqlen_q: int, seqlen_k: int) -> int | None:
+        """How many documents follow each other from position 0 on, if it hides nothing but those of others, and a band.
+
+        None: it is no such mask, or does not say where they start.
+        """
+        return None
+
     def _extent(self) -> int | None:
         """seqlen_k where the mask itself determines it."""
         return None

@@ -89,13 +89,13 @@ def test_senseless_rows_lead_to_no_row_outside() -> None:
 
 def test_who_says_where_documents_start() -> None:
     """Those of one batch entry from position 0 on, as many queries as keys, and not many more than tiles."""
-    in_a_row = masks.Document([300, 212])._in_a_row
-    assert in_a_row(512, 512) and not in_a_row(511, 512) and not in_a_row(511, 511)
+    assert masks.Document([300, 212])._documents(512, 512) == 2
     of_cu = masks.Document.from_cu_seqlens
-    assert of_cu([0, 300, 512])._in_a_row(512, 512) and not of_cu([1, 300, 512])._in_a_row(512, 512)
-    ids = torch.arange(512)
+    assert of_cu([0, 300, 512])._documents(512, 512) == 2
+    ids, two = torch.arange(512), masks.Document([300, 211])
     for other in (
-        masks.Document([[300, 212]] * 2), masks.Document([]), masks.Document.from_position_ids(ids),
-        masks.Document.from_segment_ids(ids // 256), masks.Document([300, 211, 1]),
+        masks.Document([[300, 212]] * 2), masks.Document([]), masks.Document.from_position_ids(ids), of_cu([1, 300, 512]),
+        masks.Document.from_segment_ids(ids // 256), masks.Document([300, 211, 1]), two & masks.SlidingWindow(3),
     ):  # fmt: skip
-        assert not other._in_a_row(512, 512)
+        assert other._documents(512, 512) is None
+    assert two._documents(511, 512) is two._documents(511, 511) is None

@@ -176,6 +176,10 @@ class Hopper(Backend):
             return (variant.tile_m, variant.tile_n), variant.tile_n
         return (variant.queries, variant.tile_n), variant.tile_n
 
+    def packs(self, problem: AttentionProblem) -> bool:
+        """Documents in a row."""
+        return as_packed(problem) is not problem
+
     def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
         problem = AttentionProblem.from_args(args, True)
         if _no_backward(problem) is not None:

@@ -107,22 +107,24 @@ class Document(Mask):
         return ResolvedMask(None, None, lts, None, None, ute)
 
     def _resolve_with_starts(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[ResolvedMask, Tensor | None]:
-        vectors = self._launched(seqlen_q, seqlen_k, device, True) if self._in_a_row(seqlen_q, seqlen_k) else None
+        if self._documents(seqlen_q, seqlen_k) is None:
+            return self._resolve(seqlen_q, seqlen_k, device), None
+        vectors = self._launched(seqlen_q, seqlen_k, device, True)
         if vectors is None:
             return self._resolve(seqlen_q, seqlen_k, device), None
         return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1]), vectors[2]
 
-    def _in_a_row(self, seqlen_q: int, seqlen_k: int) -> bool:
-        """Whether documents of one batch entry follow each other from position 0, in number and kind as packed calls have them.
-
-        Where the first one starts is not read from a device.
-        """
+    def _documents(self, seqlen_q: int, seqlen_k: int) -> int | None:
+        """Of one batch entry, in number as packed calls have them. Where the first one starts is not read from a device."""
         rows = self.bounds
         if rows is None or rows.shape[0] != 1 or seqlen_q != seqlen_k:
-            return False
-        if not 0 < (rows.shape[1] - (self.kind == "cu_seqlens")) * SHORTEST <= seqlen_k:
-            return False
-        return self.kind == "lengths" or (rows.device.type == "cpu" and readable(rows) and int(rows[0, 0]) == 0)
+            return None
+        count = rows.shape[1] - (self.kind == "cu_seqlens")
+        if not 0 < count * SHORTEST <= seqlen_k:
+            return None
+        if self.kind == "cu_seqlens" and not (rows.device.type == "cpu" and readable(rows) and int(rows[0, 0]) == 0):
+            return None
+        return count
 
     def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device, starts: bool) -> tuple[Tensor | None, ...] | None:
         """lts, ute and, if asked for, where documents start, by one kernel, or None."""
