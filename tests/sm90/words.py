@@ -102,7 +102,7 @@ class Words(Core):
             for i in range(LANES):
                 if mask >> i & 1:
                     at = lane(where, i)
-                    self.words[at] = (self.words.get(at, 0) + lane(by, i)) % 2**32
+                    self.words[at] = self.words.get(at, 0) + lane(by, i)
                     self._release(warp, at)
             return True
 

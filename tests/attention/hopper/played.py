@@ -171,9 +171,9 @@ def backward_names(config: BackwardConfig) -> list[str]:
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
-    sequences: Sequences | None = None, cuts: dict[int, int] | None = None, batches: int = 1,
+    sequences: Sequences | None = None, cuts: dict[int, int] | None = None,
 ) -> Launch:  # fmt: skip
-    """As ``forward``, of dense calls so many ``batches``; ``blocks`` 0: one for each key block.
+    """As ``forward``; ``blocks`` 0: one for each key block.
 
     ``bounds``: of a column mask, ``fine_and_coarse``; ``handed_out`` of its key blocks before the first, ``cuts``: pieces of
     those that are cut.
@@ -182,8 +182,8 @@ def backward(
     span = config.tile_n * (2 if config.pair else 1)
     m_blocks, n_blocks = -(-seqlen_q // config.tile_m), -(-seqlen_k // span)
     values: dict[str, Any] = {
-        "q": ((seqlen_q, dim, heads, batches), ()), "do": ((seqlen_q, dim_v, heads, batches), ()),
-        "k": ((seqlen_k, dim, 1, batches), ()), "v": ((seqlen_k, dim_v, 1, batches), ()),
+        "q": ((seqlen_q, dim, heads, 1), ()), "do": ((seqlen_q, dim_v, heads, 1), ()),
+        "k": ((seqlen_k, dim, 1, 1), ()), "v": ((seqlen_k, dim_v, 1, 1), ()),
         "dk": ((1, seqlen_k, 1, dim), (seqlen_k * dim, dim, dim)),
         "dv": ((1, seqlen_k, 1, dim_v), (seqlen_k * dim_v, dim_v, dim_v)),
     }  # fmt: skip
@@ -199,7 +199,7 @@ def backward(
     steps = heads * m_blocks
     values |= {
         "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((COUNTERS,), ()),
-        "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": batches,
+        "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
         **DROPPED, "slopes": ((1, heads), (heads,)), "origin": 0,
         "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
         "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,

@@ -259,25 +259,6 @@ def test_deterministic_blocks_take_turns(name: str, heads: int, processors: int,
 
 
 @builds
-@pytest.mark.parametrize(("name", "heads", "processors"), [(*DETERMINISTIC[0], 3), (*DETERMINISTIC[1], 1)])
-def test_turns_from_the_last_block_on(name: str, heads: int, processors: int, built: Built) -> None:
-    """Of all sections but the last, here of one batch entry each, where tiles rise from the diagonal."""
-    seed, config = random.randrange(2**32), COLUMNS[name]
-    print(f"seed {seed}")
-    resolved, bounds, options = masked(name, heads, seed)
-    traced, m_blocks = built.traced(name), -(-QUERIES // config.tile_m)
-    launch = backward(traced, config, QUERIES, KEYS, blocks_of(config, processors), bounds=bounds, batches=2, **options)
-    machine = Turning(traced.kernel, launch, seed, processors).run()
-    expected = defaultdict(list)
-    for key, (row, head) in visible_steps(name, resolved):
-        tile = head * m_blocks + row // config.tile_m
-        expected[2 * tile].insert(0, key // 128 + 1)
-        expected[2 * (tile + 2 * m_blocks)].append(key // 128 + 1)
-    first = min(machine.turns) // (1 << 32) * (1 << 32)
-    assert {(at - first) // 4: order for at, order in machine.turns.items()} == expected
-
-
-@builds
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_turns_across_more_blocks_than_lanes(first: int, built: Built) -> None:
     """Of 35 key blocks two see anything: the loader looks for the former among the 32 before the latter, then further on."""

@@ -152,8 +152,8 @@ class BackwardBase:
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
         # Sections but the last begin with the last key block.
-        self.mixed = config.deterministic and config.right and not (config.columns and config.tile_n < 128)
-        self.abreast = config.deterministic or config.waves or "abreast" in config.trial  # all heads of the group pass a query tile before the next one
+        self.mixed = config.deterministic and config.right and not config.columns
+        self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
         self.slots = 2  # tiles of dS
         # Warpgroups issue S and dP one after the other, and dP begins at minus its rows' delta. Measured: +2 to 5 % at 96 and

@@ -103,20 +103,6 @@ class ColumnWalk(BackwardBase):
         first, end, gap, past, other, other_past, *_ = runs
         return end - first - (past - gap) - (other_past - other)
 
-    def turn_about(self, runs: Any, i: Any) -> Any:
-        """The number of the tile that is walked as the i-th from the end, where the last run and those before go by turns.
-
-        Blocks that begin together are then at one tile at a time in both, though they see different numbers of tiles.
-        """
-        _, end, _, past, other, other_past, *_ = runs
-        total = self.tiles_of(runs)
-        upper = choose(end > other_past, end - other_past, other - past)
-        lower, done = total - upper, total - 1 - i
-        pairs = cutlass.min(upper, lower)
-        by_turns = choose(done % 2 == 0, total, lower) - 1 - done // 2
-        alone = choose(upper > lower, total, lower) - 1 - (done - pairs)
-        return choose(done < 2 * pairs, by_turns, alone)
-
     def tile_at(self, runs: Any, i: Any) -> Any:
         """The i-th of them."""
         first, _, gap, past, other, other_past, *_ = runs
@@ -174,13 +160,7 @@ class ColumnWalk(BackwardBase):
             member += abreast
             at = self.keep_runs(work, member)
         runs = self.kept_runs(work.shared.words)
-        if const_expr("mixed" in self.config.trial):
-            m = self.tile_at(runs, self.turn_about(runs, at - 1))
-        else:
-            i = at - 1
-            if const_expr(self.mixed):
-                i = choose(work.rising == 1, self.tiles_of(runs) - at, i)
-            m = self.tile_at(runs, i)
+        m = self.tile_at(runs, at - 1)
         tested = self.is_tested(runs, m, work.seqlen_q)
         if const_expr(self.config.deterministic):  # noqa: SIM102
             if beside == 0:
@@ -207,8 +187,6 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def turn_of(self, work, head, m):
         """The last key block before this one that sees a query tile of a head, counted from 1; 0: none does."""
-        if const_expr(self.mixed):
-            return self.turn_either_way(work, head, m)
         mask = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
         found, past, begin = Int32(0), Int32(0) + self.walker(work), Int32(0)
         if const_expr(self.config.left):
@@ -217,29 +195,6 @@ class ColumnWalk(BackwardBase):
             n_block = past - 1 - cute.arch.lane_idx()
             found = cute.arch.warp_reduction_max(self.sees(work, n_block, mask, m) * (n_block + 1))
             past = choose(found > 0, 0, past - WARP)
-        return found
-
-    @cute.jit
-    def turn_either_way(self, work, head, m):
-        """As ``turn_of``; where tiles rise blocks come from the last one on, of which no causal one sees the tile."""
-        mask = mask_row(work.batch, head, work.heads_q, work.given.columns.bounds)
-        own, lane, rising = self.walker(work), cute.arch.lane_idx(), work.rising == 1
-        begin = Int32(0)
-        if const_expr(self.config.left):
-            begin = cutlass.max(m * self.tile_m + work.shift - work.given.left, 0) // self.span
-        last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + work.given.right, 0) // self.span
-        last = cutlass.min(last, (work.seqlen_k - 1) // self.span)
-        others, toward = choose(rising, last - own, own - begin), choose(rising, 1, -1)
-        found, passed = Int32(0), Int32(0)
-        while passed < others:
-            n_block = own + toward * (passed + 1 + lane)
-            seen = Int32(0)
-            if passed + lane < others:
-                seen = self.sees(work, n_block, mask, m)
-            seeing = cute.arch.vote_ballot_sync(seen == 1)
-            nearest = cute.arch.popc((seeing & -seeing) - 1)
-            found = choose(seeing != 0, own + toward * (passed + 1 + nearest) + 1, 0)
-            passed = choose(seeing != 0, others, passed + WARP)
         return found
 
     @cute.jit

@@ -45,7 +45,7 @@ class Producer(Dealer):
         if const_expr(self.abreast):
             i = j // work.group_size
             member = j - i * work.group_size
-            if const_expr(self.config.waves or "abreast" in self.config.trial):  # blocks that come to a tile together begin with other heads
+            if const_expr(self.config.waves):  # blocks that come to a tile together begin with other heads
                 member = (member + work.n_block) % work.group_size
             m = choose(work.rising == 1, first + i, end - 1 - i)
         elif const_expr(self.config.stream_k):

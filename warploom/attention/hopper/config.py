@@ -78,7 +78,6 @@ class ForwardConfig:
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
     bias: str = ""  # "alibi", or none
-    trial: str = ""
 
     @property
     def tile_m(self) -> int:
@@ -96,7 +95,6 @@ class ForwardConfig:
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         parts += ["q2"] if self.q_stages == 2 else []
-        parts += [self.trial] if self.trial else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -165,7 +163,6 @@ class BackwardConfig:
     dropout: bool = False
     bias: str = ""  # "alibi", or none
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
-    trial: str = ""
 
     @property
     def name(self) -> str:
@@ -177,7 +174,6 @@ class BackwardConfig:
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
-        parts += [self.trial] if self.trial else []
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property

@@ -1,7 +1,8 @@
 """Calls whose mask is nothing but documents in a row: their forward passes run as packed sequences.
 
-Tiles begin where documents do, so that none straddles two of them, and nothing of a mask is read. Of tiles that are counted
-from key 0 causal documents of 200 to 6000 tokens show 0.90 of the elements.
+Tiles begin where documents do, so that none straddles two of them, and nothing of a mask is read. Documents of 200 to 6000 tokens,
+TFLOP/s of what is visible, as packed sequences and under the column mask: 32768 keys, head_dim 128, 688 and 631, causal 670 and 615;
+8192 keys, 64, 509 and 424, causal 415 and 351. Their backward passes are no faster so: causal 471 and 477.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from warploom.attention.problem import AttentionArgs, AttentionProblem
 
 MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
-NARROW = 64  # head dims up to it, whose packed calls do without turns of the warpgroups: 551 TFLOP/s, 589 with
-
 Launch = Callable[..., tuple[Tensor, ...]]
 
 
@@ -27,8 +26,6 @@ def as_packed(problem: AttentionProblem) -> AttentionProblem:
     Dropout counts batch entries and rows of whole calls, a token of no document has no sink in packed ones, and the others
     are features that not all packed calls are known to have.
     """
-    if max(problem.head_dim, problem.head_dim_v) <= NARROW:
-        return problem
     apart = problem.dropout or problem.sink or problem.bias or problem.batch_invariant or problem.q_offset
     if not problem.documents or apart:
         return problem
