@@ -1,0 +1,53 @@
+"""Which variant serves a call over a latent cache, and how many blocks share a sequence. Nothing here is a sequence's length."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TILE, LatentConfig
+from warploom.decode.hopper.plan import DTYPES
+
+LEAST = 8  # tiles of a split, at least
+MOST_LOG = 6  # a sequence has up to 2^6 splits
+LEAST_BOX = 8  # keys of a page, at least
+BOXES = (64, 16, 8)
+
+
+@cache
+def config(dtype: torch.dtype, page_size: int | None, one: bool) -> LatentConfig:
+    """The variant of a call; ``page_size`` None: the keys are contiguous, ``one``: a sequence has one page, of any size."""
+    if page_size is None:
+        return LatentConfig(DTYPES[dtype])
+    return LatentConfig(DTYPES[dtype], TILE if one else next(box for box in BOXES if box <= page_size), True)
+
+
+def row_blocks(queries: int, heads: int) -> int:
+    """Blocks of rows of a sequence."""
+    return -(-queries * heads // ROWS)
+
+
+def blocks_log(units: int, tiles: int, processors: int) -> int:
+    """2^this blocks share the splits of each of so many ``units``, rows of sequences of up to so many tiles.
+
+    As many as take the fewest rounds of a whole unit's time; of those that are as good the fewest.
+    """
+    most = splits_log(tiles)
+    return min(range(most + 1), key=lambda log: (-(-(units << log) // processors) / (1 << log), log))
+
+
+def splits_log(tiles: int) -> int:
+    """2^this splits has a sequence of so many tiles."""
+    return min(max(tiles // LEAST, 1).bit_length() - 1, MOST_LOG)
+
+
+def kept_floats(tiles: int, log: int, blocks: int) -> int:
+    """Of what so many ``blocks`` keep while they put splits together: a place for each level of a tree of their own ones."""
+    return max(splits_log(tiles) - log, 0) * STATE_FLOATS * THREADS * blocks
+
+
+def named_set() -> list[LatentConfig]:
+    """The variants that `warploom build` prepares: all there are."""
+    plain = [LatentConfig(dtype) for dtype in DTYPES.values()]
+    return plain + [LatentConfig(dtype, box, True) for dtype in DTYPES.values() for box in BOXES]
