@@ -12,7 +12,7 @@ from warploom.kernels.cute.instructions import pack16, weighted_sum
 from warploom.kernels.cute.softmax import log_sum_exp
 
 AHEAD_LOG = 3  # 2^this parts are loaded before the first is used
-LEVELS = 3  # of as many of those as there can be
+LEVELS = 4  # of as many of those as there can be
 PART_FLOATS = 6  # four columns, the reference and the sum
 
 
