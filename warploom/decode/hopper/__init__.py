@@ -88,7 +88,8 @@ def _latent_refusal(p: DecodeProblem) -> str | None:
     if p.heads_kv != 1:
         return f"takes one key head of a latent cache, not {p.heads_kv}"
     if (p.head_dim, p.head_dim_v) != (LATENT_DIM, LATENT_DIM_V):
-        return f"takes latent caches of {LATENT_DIM} columns, {LATENT_DIM_V} of them values, not {p.head_dim} and {p.head_dim_v}"
+        dims = f"{p.head_dim} and {p.head_dim_v}"
+        return f"takes latent caches of {LATENT_DIM} columns, {LATENT_DIM_V} of them values, not {dims}"
     return None
 
 

@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.decode.hopper.latent_base import EVEN, ODD, OTHER, OWN
-from warploom.decode.hopper.latent_config import HALF, PIECE_BYTES, PIECES, ROWS, THREADS, TILE
+from warploom.decode.hopper.latent_base import EVEN, ODD, OTHER, OWN, Cut
+from warploom.decode.hopper.latent_config import HALF, PIECE, PIECE_BYTES, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_results import LatentResults
 from warploom.kernels.cute.barriers import LatentBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
@@ -49,10 +49,8 @@ class Work(Fields):
     correction: Any
     row: Any  # the first of the two, in the block
     lane: Any
-    past: Any  # of each row: keys from here on are hidden, and those from ``first`` on visible, less this thread's first one
-    first: Any
-    live: Any  # of all rows together the first visible key, and the first hidden one behind it
-    whole: Any  # tiles that all rows see whole: the first, and the one behind the last
+    ends: Any  # of the sequence: the end of its keys, and of those that some row sees
+    call: Any
     multiplier: Any
 
 
@@ -62,52 +60,51 @@ class LatentConsumers(LatentResults):
     @cute.jit
     def consume(self, role, call, outputs, shared, mmas, multiplier, items):
         """All that the block works on."""
-        work = self.work(role, shared, mmas, multiplier)
+        work = self.work(role, call, shared, mmas, multiplier)
         q_phase, even, odd, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             place = self.place(call, item)
             cut = self.cut(call, place.batch)
-            self.set_limits(work, call, cut, place)
+            self.set_ends(work, cut)
+            self.clear(work)
             if self.has_splits(cut, place) > 0:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
                 q_phase ^= 1
                 first, splits = self.first_split(cut, place), Int32(1) << cut.each_log
                 for i in cutlass.range(splits, unroll=1):
                     begin, end = self.split(cut, first + i)
-                    self.clear(work)
                     for pair in cutlass.range((end - begin) // 2, unroll=1):
                         if const_expr(role == EVEN):
-                            self.score_first(work, shared, begin + 2 * pair, True, even, odd)
+                            self.score_first(work, shared, place.row_block, begin + 2 * pair, True, even, odd)
                         else:
-                            self.score_second(work, shared, begin + 2 * pair, True, even, odd)
+                            self.score_second(work, shared, place.row_block, begin + 2 * pair, True, even, odd)
                         even ^= 1
                         odd ^= 1
                     if (end - begin) % 2 == 1:
                         if const_expr(role == EVEN):
-                            self.score_first(work, shared, end - 1, False, even, odd)
+                            self.score_first(work, shared, place.row_block, end - 1, False, even, odd)
                         else:
-                            self.score_second(work, shared, end - 1, False, even, odd)
+                            self.score_second(work, shared, place.row_block, end - 1, False, even, odd)
                         even ^= 1
                     if i + 1 == splits:
                         release(shared.q_empty)
                     self.add_sums(work, shared, turn)
                     turn ^= 1
                     self.fold(work, outputs, i, splits)
-            else:
-                self.clear(work)
+                    if i + 1 < splits:
+                        self.clear(work)
             # A block without splits has a part all the same where the sequence has no keys at all.
             if self.first_split(cut, place) < (Int32(1) << cut.log):
                 self.finish(work, call, outputs, place)
 
-    def work(self, role: int, shared: Any, mmas: Any, multiplier: Any) -> Work:
+    def work(self, role: int, call: Any, shared: Any, mmas: Any, multiplier: Any) -> Work:
         """What a thread keeps of all."""
         mma_scores, mma_own, mma_other = mmas
         scores, own, other = (m.get_slice(0) for m in mmas)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = thread % WARP
-        values = cute.make_tensor(
-            shared.v.iterator + role * (HALF * TILE), cute.make_layout(((64, HALF // 64), *shared.v.shape[1:]), stride=shared.v.stride)
-        )
+        half = cute.make_layout(((PIECE, HALF // PIECE), *shared.v.shape[1:]), stride=shared.v.stride)
+        values = cute.make_tensor(shared.v.iterator + role * (HALF * TILE), half)
         return Work(
             role=role,
             mma_scores=mma_scores,
@@ -125,35 +122,45 @@ class LatentConsumers(LatentResults):
             correction=cute.make_rmem_tensor(2, Float32),
             row=thread // WARP * 16 + lane // 4,
             lane=lane,
-            past=cute.make_rmem_tensor(2, Int32),
-            first=cute.make_rmem_tensor(2, Int32),
-            live=cute.make_rmem_tensor(2, Int32),
-            whole=cute.make_rmem_tensor(2, Int32),
+            ends=cute.make_rmem_tensor(2, Int32),
+            call=call,
             multiplier=multiplier,
         )
 
+    def set_ends(self, work: Work, cut: Cut) -> None:
+        """What masks are made from."""
+        work.ends[0], work.ends[1] = cut.length, cut.last
+
     @cute.jit
-    def set_limits(self, work, call, cut, place):
-        """Which keys the rows see."""
-        offset = work.lane % 4 * 2
-        before = cut.length - call.queries  # position of the first query
+    def is_whole(self, work, tile):
+        """Whether all rows see all keys of a tile."""
+        call, length, last = work.call, work.ends[0], work.ends[1]
+        key = tile * TILE
+        return (key >= length - 1 - call.left) & (key + TILE <= cutlass.min(last, length - call.queries + call.right + 1))
+
+    @cute.jit
+    def hide(self, work, rows, tile, row_block):
+        """Hide keys that a row does not see."""
+        call, length, last = work.call, work.ends[0], work.ends[1]
+        offset = tile * TILE + work.lane % 4 * 2
         for r in cutlass.range_constexpr(2):
-            row = place.row_block * ROWS + work.row + 8 * r
-            position = before + cutlass.min(row // call.heads, call.queries - 1)
-            work.past[r] = cutlass.min(cut.last, position + call.right + 1) - offset
-            work.first[r] = position - call.left - offset
-        work.live[0], work.live[1] = before - call.left, cut.last
-        work.whole[0] = (cutlass.max(cut.length - 1 - call.left, 0) + TILE - 1) // TILE
-        work.whole[1] = cutlass.min(cut.last, before + call.right + 1) // TILE
+            row = row_block * ROWS + work.row + 8 * r
+            position = length - call.queries + cutlass.min(row // call.heads, call.queries - 1)
+            past = cutlass.min(last, position + call.right + 1) - offset
+            first = position - call.left - offset
+            for c in cutlass.range_constexpr(TILE // 4):
+                column = c // 2 * 8 + c % 2
+                x = rows[r, c] if column < past else -Float32.inf
+                rows[r, c] = x if column >= first else -Float32.inf
 
     # A pair of tiles
 
     @cute.jit
-    def score_first(self, work, shared, tile, both, even, odd):
+    def score_first(self, work, shared, row_block, tile, both, even, odd):
         """The even tile is this warpgroup's; then the other one's, if there are both."""
         self.scores(work, shared, even)
         warpgroup.wait_group(0)
-        self.softmax(work, tile)
+        self.softmax(work, row_block, tile)
         self.publish(work, shared, tile)
         self.rescale(work)
         gemm(work.mma_own, work.acc, work.p, work.v, True, EVEN)
@@ -166,15 +173,15 @@ class LatentConsumers(LatentResults):
             release(shared.empty + (2 * ODD + OTHER))
 
     @cute.jit
-    def score_second(self, work, shared, tile, both, even, odd):
-        """The odd tile is this warpgroup's, if there are both: it is scored before the other one is added, and exponentiated after."""
+    def score_second(self, work, shared, row_block, tile, both, even, odd):
+        """The odd tile is this warpgroup's, if there are both: it is scored before the other one is added."""
         if const_expr(both):
             self.scores(work, shared, odd)
         self.adopt(work, shared, tile)
         gemm(work.mma_other, work.acc, work.p_other, work.v, True, EVEN)
         if const_expr(both):
             warpgroup.wait_group(1)
-            self.softmax(work, tile + 1)
+            self.softmax(work, row_block, tile + 1)
             self.publish(work, shared, tile + 1)
         warpgroup.wait_group(0)
         release(shared.empty + (2 * EVEN + OTHER))
@@ -186,7 +193,7 @@ class LatentConsumers(LatentResults):
 
     @cute.jit
     def scores(self, work, shared, phase):
-        """Issue S = Q Kᵀ of the warpgroup's tile, piece by piece as they land: its own half, the other one, the last columns."""
+        """Issue S = Q Kᵀ of the warpgroup's tile, piece by piece as they land: its own half first."""
         atom = cute.make_mma_atom(work.mma_scores.op)
         role = work.role
         warpgroup.fence()
@@ -200,18 +207,13 @@ class LatentConsumers(LatentResults):
         warpgroup.commit_group()
 
     @cute.jit
-    def softmax(self, work, tile):
+    def softmax(self, work, row_block, tile):
         """P of the warpgroup's scores, and what O is to be multiplied by; P's sums are of what is not rounded yet."""
-        rows, key = accumulator_rows(work.acc_s, TILE), tile * TILE
+        rows = accumulator_rows(work.acc_s, TILE)
         for i in cutlass.range_constexpr(TILE // 2):
             work.acc_s[i] = work.acc_s[i] * work.multiplier
-        if (tile < work.whole[0]) | (tile >= work.whole[1]):
-            for r in cutlass.range_constexpr(2):
-                past, first = work.past[r] - key, work.first[r] - key
-                for c in cutlass.range_constexpr(TILE // 4):
-                    column = c // 2 * 8 + c % 2
-                    x = rows[r, c] if column < past else -Float32.inf
-                    rows[r, c] = x if column >= first else -Float32.inf
+        if not self.is_whole(work, tile):
+            self.hide(work, rows, tile, row_block)
         for r in cutlass.range_constexpr(2):
             tops = [rows[r, 0], rows[r, 1]]
             for c in cutlass.range_constexpr(2, TILE // 4):
@@ -231,7 +233,7 @@ class LatentConsumers(LatentResults):
 
     @cute.jit
     def publish(self, work, shared, tile):
-        """Hand P to the other warpgroup, over the columns of the tile that only its scores needed; clear values that nobody sees."""
+        """Hand P to the other warpgroup, over columns that only the scores needed; clear values that nobody sees."""
         role, lane = work.role, work.lane
         wait(LatentBarrier.SCORED, WARPGROUP, role)  # all four warps have their scores: those columns are free
         packed = words(work.p)
@@ -250,8 +252,9 @@ class LatentConsumers(LatentResults):
     @cute.jit
     def clear_hidden(self, work, shared, tile, slot):
         """Of a tile's values, this warpgroup's half, zeros for keys that no row sees, whatever they hold."""
-        if (tile < work.whole[0]) | (tile >= work.whole[1]):
-            first, past = work.live[0] - tile * TILE, work.live[1] - tile * TILE
+        if not self.is_whole(work, tile):
+            first = work.ends[0] - work.call.queries - work.call.left - tile * TILE
+            past = work.ends[1] - tile * TILE
             thread = work.row // 16 * WARP + work.lane
             zeros = cute.make_rmem_tensor(4, Int32)
             zeros.fill(0)

@@ -5,7 +5,9 @@ columns; two warpgroups multiply (`latent_consumers`). There is room for Q and t
 soon as nobody needs it. How a sequence is cut depends on its own length alone, and how its splits are put together on nothing
 (`latent_results`).
 
-Here: the launches, shared memory and which warp does what. Imports the CuTe DSL; only what compiles kernels imports this module.
+Here: the launches, shared memory and which warp does what.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.decode.hopper.latent_base import EVEN, ODD, Call, Shared
@@ -82,7 +84,8 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             q, k, out, lse, lengths, table, parts, stats, kept, tma_q, tma_k, scores, own, other, layout_q, layout_k, loads,
             scale * LOG2_E, *numbers, items,
         ).launch(
-            grid=[cutlass.min(items, blocks), 1, 1], block=[THREADS + WARPGROUP, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=[cutlass.min(items, blocks), 1, 1], block=[THREADS + WARPGROUP, 1, 1], stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
         )  # fmt: skip
         if blocks_log > 0:
             self.merge_kernel(out, lse, lengths, parts, stats, kept, *numbers).launch(

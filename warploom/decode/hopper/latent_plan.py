@@ -1,4 +1,4 @@
-"""Which variant serves a call over a latent cache, and how many blocks share a sequence. Nothing here is a sequence's length."""
+"""Which variant serves a call over a latent cache, and how many blocks share a sequence; no length counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warp that asks for queries and for tiles of keys. Imports the CuTe DSL; only what compiles kernels imports this module."""
+"""The warp that asks for queries and tiles of keys. Imports the CuTe DSL; only what compiles kernels imports this module."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.decode.hopper.latent_base import EVEN, LatentBase
 from warploom.decode.hopper.latent_config import HALF, HEAD_DIM_V, ROWS, STATE_FLOATS, THREADS
@@ -99,6 +99,8 @@ class LatentResults(LatentBase):
             work.reference[r] = new
         four = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(HALF // 8):
+            if const_expr(i % 4 == 0):
+                cute.arch.sync_warp()  # loads of more than this at once would leave no registers
             cute.autovec_copy(self.four(at, i), four)
             for c in cutlass.range_constexpr(4):
                 work.acc[4 * i + c] = weighted_sum(before[c // 2], four[c], own[c // 2], work.acc[4 * i + c])
