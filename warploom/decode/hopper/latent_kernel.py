@@ -34,7 +34,7 @@ SLOTS = 2
 SLOT = HEAD_DIM * TILE  # elements
 LOADER = THREADS // WARP  # the first warp behind those that compute
 # Of a thread that computes, and of one of the warpgroup of the loader: what there is at the start is shared out anew.
-REGISTERS, LOADER_REGISTERS = 240, 24
+REGISTERS, LOADER_REGISTERS = 232, 40
 
 
 class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):

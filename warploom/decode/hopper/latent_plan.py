@@ -31,10 +31,14 @@ def row_blocks(queries: int, heads: int) -> int:
 def blocks_log(units: int, tiles: int, processors: int) -> int:
     """2^this blocks share the splits of each of so many ``units``, rows of sequences of up to so many tiles.
 
-    As many as take the fewest rounds of a whole unit's time; of those that are as good the fewest.
+    The fewest that take a tenth less rounds of a whole unit's time than fewer do: parts cost time too.
     """
-    most = splits_log(tiles)
-    return min(range(most + 1), key=lambda log: (-(-(units << log) // processors) / (1 << log), log))
+    best, least = 0, float("inf")
+    for log in range(splits_log(tiles) + 1):
+        rounds = -(-(units << log) // processors) / (1 << log)
+        if rounds < 0.9 * least:
+            best, least = log, rounds
+    return best
 
 
 def splits_log(tiles: int) -> int:
