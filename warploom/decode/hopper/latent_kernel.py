@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.decode.hopper.latent_base import EVEN, ODD, Call, Shared
 from warploom.decode.hopper.latent_config import HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
-from warploom.decode.hopper.latent_merge import LatentMerge
+from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMerge
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
 from warploom.decode.hopper.latent_results import Outputs
 from warploom.kernels.cute.basics import LOG2_E, WARP, WARPGROUP
@@ -89,7 +89,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         )  # fmt: skip
         if blocks_log > 0:
             self.merge_kernel(out, lse, lengths, parts, stats, kept, *numbers).launch(
-                grid=[batch * rows, 1, 1], block=[HEAD_DIM_V // 4, 1, 1], stream=stream, use_pdl=True
+                grid=[batch * rows, 1, 1], block=[GROUPS * COLUMN_THREADS, 1, 1], stream=stream, use_pdl=True
             )
 
     @cute.kernel
