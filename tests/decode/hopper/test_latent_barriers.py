@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"nee
 PAGED = "pages of 16"
 CORE = {PAGED: LatentConfig("bfloat16", 16, True)}
 FAR = 1 << 30
-NAMES = (
-    "q k out lse lengths table parts stats kept tma_q tma_k mma mma mma multiplier left right capacity page_shift least "
-    "most_log blocks_log levels items"
-).split()
+NAMES = [
+    "q", "k", "out", "lse", "lengths", "table", "parts", "stats", "kept", "tma_q", "tma_k", "mma", "mma", "mma", "multiplier",
+    "left", "right", "capacity", "page_shift", "least", "most_log", "blocks_log", "levels", "items",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,8 @@ def problem(
     values: dict[str, Any] = {
         "q": ((rows, HEAD_DIM, batch), ()), "k": ((page, HEAD_DIM, 1, each * batch), ()),
         "out": ((batch, rows, HEAD_DIM_V), (rows * HEAD_DIM_V, HEAD_DIM_V)),
-        "lse": ((batch, rows // queries, queries), (rows, queries)), "lengths": ((batch,), ()), "table": ((batch, each), (each,)),
+        "lse": ((batch, rows // queries, queries), (rows, queries)),
+        "lengths": ((batch,), ()), "table": ((batch, each), (each,)),
         **{name: ((1 << 24,), ()) for name in ("parts", "stats", "kept")},
         "left": left, "right": 0, "capacity": capacity, "page_shift": 4, "least": 3, "most_log": 2, "blocks_log": blocks_log,
         "levels": 2, "items": batch * -(-rows // ROWS) << blocks_log,

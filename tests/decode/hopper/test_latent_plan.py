@@ -17,7 +17,8 @@ from warploom.runtime import dispatch, module_spec, modules
 
 BF16 = torch.bfloat16
 PLAIN = DecodeProblem(
-    device="cuda", dtype=BF16, batch=4, queries=1, capacity=4096, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, latent=True
+    device="cuda", dtype=BF16, batch=4, queries=1, capacity=4096, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512,
+    latent=True,
 )  # fmt: skip
 
 
@@ -30,14 +31,17 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "changes,name",
     [
-        ({}, "bfloat16"),
-        ({"queries": 16, "heads_q": 16}, "bfloat16"),
+        ({"heads_q": 64}, "bfloat16"),
+        ({}, "bfloat16_pair"),
+        ({"queries": 3, "heads_q": 16}, "bfloat16"),
+        ({"queries": 16, "heads_q": 16}, "bfloat16_pair"),
         ({"heads_q": 1, "dtype": torch.float16}, "float16"),
-        ({"page_size": 8, "left": 100}, "bfloat16_paged8"),
-        ({"page_size": 32}, "bfloat16_paged16"),
-        ({"page_size": 64}, "bfloat16_paged64"),
-        ({"page_size": 256, "batch": 65535}, "bfloat16_paged64"),
-        ({"page_size": 90, "capacity": 90}, "bfloat16_paged64"),
+        ({"page_size": 8, "left": 100, "heads_q": 16}, "bfloat16_paged8"),
+        ({"page_size": 32, "heads_q": 16}, "bfloat16_paged16"),
+        ({"page_size": 64, "heads_q": 16}, "bfloat16_paged64"),
+        ({"page_size": 64}, "bfloat16_paged32_pair"),
+        ({"page_size": 256, "batch": 65535, "heads_q": 16}, "bfloat16_paged64"),
+        ({"page_size": 90, "capacity": 90, "heads_q": 16}, "bfloat16_paged64"),
     ],
 )
 def test_takes(changes: dict[str, object], name: str, builds: None) -> None:
@@ -102,8 +106,8 @@ def test_names_and_the_named_set() -> None:
         assert LatentConfig(**dict(told.config)) == variant and told == variant.spec
     for dtype in (BF16, torch.float16):
         for size in (None, *(8 << n for n in range(6))):
-            assert config(dtype, size, False) in found
-        assert config(dtype, 90, True) in found
+            assert config(dtype, size, False) in found and config(dtype, size, False, True) in found
+        assert config(dtype, 90, True) in found and config(dtype, 90, True, True) in found
 
 
 def test_sources_are_what_the_kernel_imports() -> None:

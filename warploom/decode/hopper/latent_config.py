@@ -42,6 +42,7 @@ class LatentConfig:
     dtype: str  # "float16" or "bfloat16"
     box: int = TILE  # keys of a TMA box: a tile's, or of pages as many as lie in one
     paged: bool = False
+    pair: bool = False  # two blocks of rows are a cluster, and each asks for half of their tiles for both
 
     @property
     def boxes(self) -> int:
@@ -49,9 +50,14 @@ class LatentConfig:
         return TILE // self.box
 
     @property
+    def cluster(self) -> int:
+        """Blocks."""
+        return 2 if self.pair else 1
+
+    @property
     def name(self) -> str:
         """File name and symbol."""
-        return f"decode_latent_sm90_{self.dtype}" + (f"_paged{self.box}" if self.paged else "")
+        return f"decode_latent_sm90_{self.dtype}" + (f"_paged{self.box}" if self.paged else "") + "_pair" * self.pair
 
     @cached_property
     def spec(self) -> ModuleSpec:

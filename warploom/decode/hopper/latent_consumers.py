@@ -22,7 +22,7 @@ from warploom.kernels.cute.barriers import LatentBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import exp2, hidden, store_matrices
-from warploom.kernels.cute.rings import release
+from warploom.kernels.cute.rings import release, release_everywhere
 from warploom.kernels.cute.softmax import finite
 from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, words
 
@@ -165,12 +165,12 @@ class LatentConsumers(LatentResults):
         self.rescale(work)
         gemm(work.mma_own, work.acc, work.p, work.v, True, EVEN)
         warpgroup.wait_group(0)
-        release(shared.empty + (2 * EVEN + OWN))
+        self.release(shared.empty + (2 * EVEN + OWN))
         if const_expr(both):
             self.adopt(work, shared, tile + 1)
             gemm(work.mma_other, work.acc, work.p_other, work.v, True, ODD)
             warpgroup.wait_group(0)
-            release(shared.empty + (2 * ODD + OTHER))
+            self.release(shared.empty + (2 * ODD + OTHER))
 
     @cute.jit
     def score_second(self, work, shared, row_block, tile, both, even, odd):
@@ -184,12 +184,16 @@ class LatentConsumers(LatentResults):
             self.softmax(work, row_block, tile + 1)
             self.publish(work, shared, tile + 1)
         warpgroup.wait_group(0)
-        release(shared.empty + (2 * EVEN + OTHER))
+        self.release(shared.empty + (2 * EVEN + OTHER))
         if const_expr(both):
             self.rescale(work)
             gemm(work.mma_own, work.acc, work.p, work.v, True, ODD)
             warpgroup.wait_group(0)
-            release(shared.empty + (2 * ODD + OWN))
+            self.release(shared.empty + (2 * ODD + OWN))
+
+    def release(self, barrier: Any) -> None:
+        """This warp has read a part of a tile, which whoever asks for the next one is to know."""
+        release_everywhere(barrier, self.config.cluster)
 
     @cute.jit
     def scores(self, work, shared, phase):

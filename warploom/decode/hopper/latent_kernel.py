@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.decode.hopper.latent_base import EVEN, ODD, Call, Shared
@@ -26,7 +26,7 @@ from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMe
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
 from warploom.decode.hopper.latent_results import Outputs
 from warploom.kernels.cute.basics import LOG2_E, WARP, WARPGROUP
-from warploom.kernels.cute.rings import Mbarriers
+from warploom.kernels.cute.rings import Mbarriers, meet
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
 
@@ -72,7 +72,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         layout_k = tile_layout(self.dtype, (TILE, HEAD_DIM), SLOTS, PIECE)
         loads = tile_layout(self.dtype, (config.box, PIECE), SLOTS * PIECES * config.boxes, PIECE)
         tma_q, q = tma_load(q, layout_q, (ROWS, HEAD_DIM))
-        tma_k, k = tma_load(k, loads, (config.box, PIECE))
+        tma_k, k = tma_load(k, loads, (config.box, PIECE), config.pair)
         scores = product(self.dtype, (ROWS, TILE, 16), IN_SHARED, BY_K, BY_K)
         own = product(self.dtype, (ROWS, HALF, 16), IN_REGISTERS, BY_K, BY_MN)
         other = product(self.dtype, (ROWS, HALF, 16), IN_SHARED, BY_K, BY_MN)
@@ -85,7 +85,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             scale * LOG2_E, *numbers, items,
         ).launch(
             grid=[cutlass.min(items, blocks), 1, 1], block=[THREADS + WARPGROUP, 1, 1], stream=stream, use_pdl=True,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=1, cluster=[config.cluster, 1, 1],
         )  # fmt: skip
         if blocks_log > 0:
             self.merge_kernel(out, lse, lengths, parts, stats, kept, *numbers).launch(
@@ -162,9 +162,9 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
                 for i in cutlass.range_constexpr(SLOTS * PIECES):
                     cute.arch.mbarrier_init(shared.full + i, 1)
                 for i in cutlass.range_constexpr(SLOTS * 2):
-                    cute.arch.mbarrier_init(shared.empty + i, 4)
+                    cute.arch.mbarrier_init(shared.empty + i, 4 * self.config.cluster)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        meet(self.config.cluster)
         # Queries, lengths and the newest keys are what the kernel before wrote; the next one may wait for its turn from now on.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -182,6 +182,8 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
                 self.consume(EVEN, call, outputs, shared, (scores, own, other), multiplier, items)
             else:
                 self.consume(ODD, call, outputs, shared, (scores, own, other), multiplier, items)
+        if const_expr(self.config.pair):
+            meet(2)  # the other block may still send and tell this one something
 
     @cute.kernel
     def merge_kernel(

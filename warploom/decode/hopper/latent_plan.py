@@ -16,16 +16,26 @@ BOXES = (64, 16, 8)
 
 
 @cache
-def config(dtype: torch.dtype, page_size: int | None, one: bool) -> LatentConfig:
-    """The variant of a call; ``page_size`` None: the keys are contiguous, ``one``: a sequence has one page, of any size."""
+def config(dtype: torch.dtype, page_size: int | None, one: bool, pair: bool = False) -> LatentConfig:
+    """The variant of a call; ``page_size`` None: the keys are contiguous, ``one``: a sequence has one page, of any size.
+
+    ``pair``: blocks of rows come in pairs.
+    """
+    most = TILE // 2 if pair else TILE
     if page_size is None:
-        return LatentConfig(DTYPES[dtype])
-    return LatentConfig(DTYPES[dtype], TILE if one else next(box for box in BOXES if box <= page_size), True)
+        return LatentConfig(DTYPES[dtype], most, False, pair)
+    box = most if one else min(next(box for box in BOXES if box <= page_size), most)
+    return LatentConfig(DTYPES[dtype], box, True, pair)
 
 
 def row_blocks(queries: int, heads: int) -> int:
     """Blocks of rows of a sequence."""
     return -(-queries * heads // ROWS)
+
+
+def pairs(queries: int, heads: int) -> bool:
+    """Whether blocks of rows come in pairs, and a tile of keys is read once for two."""
+    return True if row_blocks(queries, heads) % 2 == 0 else False  # noqa: SIM210 - a tracer's symbols make no constant
 
 
 def blocks_log(units: int, tiles: int, processors: int) -> int:
@@ -53,5 +63,5 @@ def kept_floats(tiles: int, log: int, blocks: int) -> int:
 
 def named_set() -> list[LatentConfig]:
     """The variants that `warploom build` prepares: all there are."""
-    plain = [LatentConfig(dtype) for dtype in DTYPES.values()]
-    return plain + [LatentConfig(dtype, box, True) for dtype in DTYPES.values() for box in BOXES]
+    sizes = (None, *BOXES)
+    return [config(dtype, size, False, pair) for dtype in DTYPES for size in sizes for pair in (False, True)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int16, Int32, const_expr
 
 from warploom.decode.hopper.latent_base import OTHER, OWN, LatentBase
 from warploom.decode.hopper.latent_config import HEAD_DIM, PIECE, PIECE_BYTES, PIECES, ROWS, TILE
@@ -72,19 +72,21 @@ class LatentProducer(LatentBase):
         config = self.config
         at = slot * PIECES + piece
         expect(shared.full, PIECE_BYTES, at)
-        if const_expr(config.paged):
-            for j in cutlass.range_constexpr(config.boxes):
+        each = config.boxes // config.cluster
+        for i in cutlass.range_constexpr(each):
+            j = i + each * (cute.arch.block_idx()[0] % 2) if const_expr(config.pair) else i
+            if const_expr(config.paged):
                 key = cutlass.min(tile * TILE + j * config.box, last - 1)
                 box = (key - (key >> call.page_shift << call.page_shift)) // config.box
-                own = cute.arch.shuffle_sync(page, j)
-                self.copy(loads.tma_k, loads.k[None, None, 0, own], shared, (box, piece), at * config.boxes + j, at)
-        else:
-            self.copy(loads.tma_k, loads.k[None, None, 0, place.batch], shared, (tile, piece), at, at)
+                keys = loads.k[None, None, 0, cute.arch.shuffle_sync(page, j)]
+            else:
+                box, keys = tile * config.boxes + j, loads.k[None, None, 0, place.batch]
+            self.copy(loads.tma_k, keys, shared, (box, piece), at * config.boxes + j, at)
 
     def copy(self, atom: Any, keys: Any, shared: Any, box: Any, to: Any, at: Any) -> None:
         """A box of keys (key, column) into the ``to``-th of shared memory."""
         views = tma_views(atom, shared.loads, cute.local_tile(keys, (self.config.box, PIECE), (None, None)))
-        load_tile(views, box, to, shared.full, at)
+        load_tile(views, box, to, shared.full, at, Int16(3) if self.config.pair else None)
 
     @cute.jit
     def pages(self, call, place, tile, last):

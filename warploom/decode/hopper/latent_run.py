@@ -79,11 +79,11 @@ def _plan_of(args: DecodeArgs) -> _Launch:
     """How a call is launched; nothing in it changes a bit of any sequence's result."""
     table = args.block_table
     size, one = (None, False) if table is None else (args.k.shape[1], table.shape[1] == 1)
-    variant = plan.config(args.q.dtype, size, one)
-    shift = 31 if size is None or one else size.bit_length() - 1
     batch, queries, heads, _ = args.q.shape
+    variant = plan.config(args.q.dtype, size, one, plan.pairs(queries, heads))
+    shift = 31 if size is None or one else size.bit_length() - 1
     units, tiles = batch * plan.row_blocks(queries, heads), -(-args.capacity // TILE)
-    blocks = processors(args.q.device.index)
+    blocks = processors(args.q.device.index) // variant.cluster * variant.cluster
     log = plan.blocks_log(units, tiles, blocks)
     levels = max(plan.splits_log(tiles) - log, 0)
     parts = (units << log) * ROWS if log else 0
