@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "2 queries": {"lengths": [900, 2], "queries": 2},
     "7 queries of 12 heads": {"lengths": [900, 33, 0], "queries": 7, "heads_q": 12},
     "16 queries": {"lengths": [700, 7], "queries": 16, "heads_q": 16},
-    "window, pages of 16": {"lengths": [3000, 70], "queries": 3, "heads_q": 9, "page_size": 16, "keywords": {"window": (500, 0)}},
+    "window, pages of 16": {"lengths": [900, 70], "queries": 3, "heads_q": 9, "page_size": 16, "keywords": {"window": (500, 0)}},
     "window that hides the newest": {"lengths": [3000, 4], "queries": 2, "heads_q": 16, "keywords": {"window": (500, -5)}},
     "window that hides all": {"lengths": [100, 4], "heads_q": 16, "keywords": {"window": (-1, None)}},
     "negative scale": {"lengths": [900], "keywords": {"scale": -0.05}, "heads_q": 16},
