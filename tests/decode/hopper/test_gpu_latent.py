@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from typing import Any
 
@@ -38,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "2 queries": {"lengths": [900, 2], "queries": 2},
     "7 queries of 12 heads": {"lengths": [900, 33, 0], "queries": 7, "heads_q": 12},
     "16 queries": {"lengths": [700, 7], "queries": 16, "heads_q": 16},
-    "window, pages of 16": {"lengths": [900, 70], "queries": 3, "heads_q": 9, "page_size": 16, "keywords": {"window": (500, 0)}},
+    "window, pages": {"lengths": [900, 70], "queries": 3, "heads_q": 9, "page_size": 16, "keywords": {"window": (500, 0)}},
     "window that hides the newest": {"lengths": [3000, 4], "queries": 2, "heads_q": 16, "keywords": {"window": (500, -5)}},
     "window that hides all": {"lengths": [100, 4], "heads_q": 16, "keywords": {"window": (-1, None)}},
     "negative scale": {"lengths": [900], "keywords": {"scale": -0.05}, "heads_q": 16},
@@ -51,6 +52,22 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str) -> None:
     check(Case(secrets.randbelow(2**31), **(SHAPE | CASES[name])), "hopper")
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_drawn(number: int) -> None:
+    """Any lengths, heads, queries, pages, windows and scores."""
+    seed = secrets.randbelow(2**31)
+    draw = random.Random(seed)
+    heads, queries = draw.choice([1, 5, 16, 24, 64, 100, 128]), draw.choice([1, 1, 1, 2, 3, 8, 16])
+    longest = draw.choice([70, 700, 3000])
+    lengths = [draw.choice([0, draw.randint(1, 70), draw.randint(1, longest), longest]) for _ in range(draw.randint(1, 5))]
+    options: dict[str, Any] = {"heads_q": heads, "queries": queries, "dtype": draw.choice([torch.bfloat16, torch.float16])}
+    options |= {"page_size": draw.choice([None, None, 8, 16, 32, 64, 128]), "spread": draw.choice([1.0, 1.0, 5.0])}
+    options["capacity"] = max(*lengths, 1) + draw.choice([0, 0, 1, 100])
+    if draw.random() < 0.4:
+        options["keywords"] = {"window": (draw.choice([None, draw.randint(5, longest)]), draw.choice([None, 0, -3]))}
+    check(Case(seed, lengths, **(SHAPE | options)), "hopper")
 
 
 @pytest.mark.parametrize("heads", [16, 128])
