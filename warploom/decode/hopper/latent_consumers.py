@@ -67,6 +67,8 @@ class LatentConsumers(LatentResults):
             cut = self.cut(call, place.batch)
             self.set_ends(work, cut)
             self.clear(work)
+            # Of a warp without rows nothing is kept or stored.
+            there = choose(place.row_block * ROWS + work.row // 16 * 16 < call.rows, 1, 0)
             if self.has_splits(cut, place) > 0:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
                 q_phase ^= 1
@@ -90,11 +92,11 @@ class LatentConsumers(LatentResults):
                         release(shared.q_empty)
                     self.add_sums(work, shared, turn)
                     turn ^= 1
-                    self.fold(work, outputs, i, splits)
+                    self.fold(work, outputs, i, splits, there)
                     if i + 1 < splits:
                         self.clear(work)
             # A block without splits has a part all the same where the sequence has no keys at all.
-            if self.first_split(cut, place) < (Int32(1) << cut.log):
+            if (there > 0) & (self.first_split(cut, place) < (Int32(1) << cut.log)):
                 self.finish(work, call, outputs, place)
 
     def work(self, role: int, call: Any, shared: Any, mmas: Any, multiplier: Any) -> Work:

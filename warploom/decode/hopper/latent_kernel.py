@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.decode.hopper.latent_base import EVEN, ODD, Call, Shared
 from warploom.decode.hopper.latent_config import HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
-from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMerge
+from warploom.decode.hopper.latent_merge import AHEAD_LOG, COLUMN_THREADS, GROUPS, LatentMerge
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
 from warploom.decode.hopper.latent_results import Outputs
 from warploom.kernels.cute.basics import LOG2_E, WARP, WARPGROUP
@@ -88,9 +88,12 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             min_blocks_per_mp=1, cluster=[config.cluster, 1, 1],
         )  # fmt: skip
         if blocks_log > 0:
-            self.merge_kernel(out, lse, lengths, parts, stats, kept, *numbers).launch(
-                grid=[batch * rows, 1, 1], block=[GROUPS * COLUMN_THREADS, 1, 1], stream=stream, use_pdl=True
-            )
+            tensors = (out, lse, lengths, parts, stats, kept)
+            for groups in (1, GROUPS):
+                if (blocks_log > AHEAD_LOG) == (groups > 1):
+                    self.merge_kernel(*tensors, *numbers, groups).launch(
+                        grid=[batch * rows, 1, 1], block=[groups * COLUMN_THREADS, 1, 1], stream=stream, use_pdl=True
+                    )
 
     @cute.kernel
     def kernel(
@@ -202,11 +205,10 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         most_log: Int32,
         blocks_log: Int32,
         levels: Int32,
+        groups: cutlass.Constexpr,
     ):
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         call = self.call(out, lse, lengths, None, left, right, capacity, page_shift, 0, least, most_log, blocks_log)
-        self.merge(call, Outputs(out=out, lse=lse, parts=parts, stats=stats, kept=kept, levels=levels))
+        self.merge(call, Outputs(out=out, lse=lse, parts=parts, stats=stats, kept=kept, levels=levels), groups)
 
     def call(self, out: Any, lse: Any, lengths: Any, table: Any, left: Any, right: Any, capacity: Any, *rest: Any) -> Call:
         """What all blocks work on."""

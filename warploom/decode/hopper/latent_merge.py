@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.decode.hopper.latent_config import HEAD_DIM_V, ROWS
 from warploom.decode.hopper.latent_results import LatentResults, inverse_of, weights_of
@@ -15,7 +15,7 @@ from warploom.kernels.cute.softmax import log_sum_exp
 
 COLUMNS = 4  # of a thread
 COLUMN_THREADS = HEAD_DIM_V // COLUMNS
-GROUPS = 4  # of threads, each with as many of a row's parts
+GROUPS = 4  # of threads, where the parts of a row are more than one has registers for
 AHEAD_LOG = 3  # 2^this parts are loaded before the first is used
 LEVELS = 2  # of as many of those as a group may have: 2^2
 PART = COLUMNS + 2  # floats: columns, the reference and the sum
@@ -25,43 +25,53 @@ class LatentMerge(LatentResults):
     """A block puts together a row."""
 
     @cute.jit
-    def merge(self, call, outputs):
+    def merge(self, call, outputs, groups):
+        """``groups``: of threads, each with as many of a row's parts."""
         index, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         group, column = thread // COLUMN_THREADS, thread % COLUMN_THREADS * COLUMNS
-
-        @cute.struct
-        class Storage:
-            columns: cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * HEAD_DIM_V], 16]
-            stats: cute.struct.MemRange[Float32, GROUPS * 2]
-
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        stats = storage.stats.get_tensor(cute.make_layout((2, GROUPS)))
         batch = index // call.rows
         row = index - batch * call.rows
         cut = self.cut(call, batch)
+        # Lengths are older than the kernel before, which writes the parts.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         count = Int32(1) << cutlass.min(cut.log, call.blocks_log)
-        each = cutlass.max(count // GROUPS, 1)
+        each = cutlass.max(count // groups, 1)
         row_block = row // ROWS
         first = batch * call.row_blocks + row_block << call.blocks_log
         place = Int64(first) * ROWS + (row - row_block * ROWS)
         own = self.subtree(outputs, place, group * each, cutlass.min(group * each + each, count), column)
-        target = storage.columns.data_ptr() + (group * HEAD_DIM_V + column)
-        self.copy_columns(own, target)
-        if thread % COLUMN_THREADS == 0:
+        if const_expr(groups == 1):
+            self.store_columns(call, outputs, own, batch, row, column)
+        else:
+            parts = self.exchange(own, group, column, groups)
+            if group == 0:
+                self.store_columns(call, outputs, add_all(parts), batch, row, column)
+
+    @cute.jit
+    def exchange(self, own, group, column, groups):
+        """Of some columns the parts of all groups."""
+
+        @cute.struct
+        class Storage:
+            columns: cute.struct.Align[cute.struct.MemRange[Float32, groups * HEAD_DIM_V], 16]
+            stats: cute.struct.MemRange[Float32, groups * 2]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        stats = storage.stats.get_tensor(cute.make_layout((2, groups)))
+        self.copy_columns(own, storage.columns.data_ptr() + (group * HEAD_DIM_V + column))
+        if column == 0:
             stats[0, group], stats[1, group] = own[COLUMNS], own[COLUMNS + 1]
         cute.arch.sync_threads()
-        if group == 0:
-            parts = [cute.make_rmem_tensor(PART, Float32) for _ in range(GROUPS)]
-            for g in cutlass.range_constexpr(GROUPS):
-                part = parts[g]
-                four = cute.make_rmem_tensor(COLUMNS, Float32)
-                source = storage.columns.data_ptr() + (g * HEAD_DIM_V + column)
-                cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(COLUMNS)), four)
-                for c in cutlass.range_constexpr(COLUMNS):
-                    part[c] = four[c]
-                part[COLUMNS], part[COLUMNS + 1] = stats[0, g], stats[1, g]
-            add_all(parts)
-            self.store_columns(call, outputs, parts[0], batch, row, column)
+        parts = [cute.make_rmem_tensor(PART, Float32) for _ in range(groups)]
+        for g in cutlass.range_constexpr(groups):
+            four = cute.make_rmem_tensor(COLUMNS, Float32)
+            source = storage.columns.data_ptr() + (g * HEAD_DIM_V + column)
+            cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(COLUMNS)), four)
+            for c in cutlass.range_constexpr(COLUMNS):
+                parts[g][c] = four[c]
+            parts[g][COLUMNS], parts[g][COLUMNS + 1] = stats[0, g], stats[1, g]
+        return parts
 
     @cute.jit
     def subtree(self, outputs, place, begin, end, column):
@@ -77,9 +87,9 @@ class LatentMerge(LatentResults):
                 clear(parts[i])
                 if begin + chunk * ahead + i < end:
                     self.load_part(outputs, parts[i], place + Int64(begin + chunk * ahead + i) * ROWS, column)
-            add_all(parts)
+            together = add_all(parts)
             for i in cutlass.range_constexpr(PART):
-                result[i] = parts[0][i]
+                result[i] = together[i]
             going = Int32(1)
             for level in cutlass.range_constexpr(LEVELS):
                 if going > 0:
@@ -144,10 +154,11 @@ def add(part, after):
     part[COLUMNS] = top
 
 
-def add_all(parts: list[Any]) -> None:
+def add_all(parts: list[Any]) -> Any:
     """Put all together into the first, as a tree."""
     step = 1
     while step < len(parts):
         for i in range(0, len(parts), 2 * step):
             add(parts[i], parts[i + step])
         step *= 2
+    return parts[0]

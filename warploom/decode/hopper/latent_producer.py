@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, const_expr
+from cutlass import Int16, Int32, Int64, const_expr
 
 from warploom.decode.hopper.latent_base import OTHER, OWN, LatentBase
 from warploom.decode.hopper.latent_config import HEAD_DIM, PIECE, PIECE_BYTES, PIECES, ROWS, TILE
@@ -14,6 +14,9 @@ from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.rings import expect
 from warploom.kernels.cute.tiles import load_tile, tma_views
+
+# What L2 is to do with keys, as CUTLASS encodes it: evict them first. What blocks keep of their splits is to stay there.
+ONCE = 0x12F0000000000000
 
 
 class Loads(Fields):
@@ -85,8 +88,12 @@ class LatentProducer(LatentBase):
 
     def copy(self, atom: Any, keys: Any, shared: Any, box: Any, to: Any, at: Any) -> None:
         """A box of keys (key, column) into the ``to``-th of shared memory."""
-        views = tma_views(atom, shared.loads, cute.local_tile(keys, (self.config.box, PIECE), (None, None)))
-        load_tile(views, box, to, shared.full, at, Int16(3) if self.config.pair else None)
+        tma = tma_views(atom, shared.loads, cute.local_tile(keys, (self.config.box, PIECE), (None, None)))
+        more = {"mcast_mask": Int16(3)} if self.config.pair else {}
+        cute.copy(
+            tma.atom, tma.tiles[(None, *box)], tma.shared[None, to], tma_bar_ptr=shared.full + at,
+            cache_policy=Int64(ONCE), **more,
+        )  # fmt: skip
 
     @cute.jit
     def pages(self, call, place, tile, last):

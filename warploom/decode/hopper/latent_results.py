@@ -56,16 +56,16 @@ class LatentResults(LatentBase):
             work.row_sum[r] = sums[work.row + 8 * r, 0, turn] + sums[work.row + 8 * r, 1, turn]
 
     @cute.jit
-    def fold(self, work, outputs, index, splits):
+    def fold(self, work, outputs, index, splits, there):
         """Put the ``index``-th of the block's splits together with those before it that make a subtree with it.
 
         What is left is kept, each thread's own numbers, unless it is the last, and so all.
         """
         level = Int32(0)
-        while ((index >> level) & 1) == 1:
+        while (there > 0) & ((index >> level) & 1 == 1):
             self.add_kept(work, self.place_of(work, outputs, level))
             level += 1
-        if index + 1 < splits:
+        if (there > 0) & (index + 1 < splits):
             self.keep(work, self.place_of(work, outputs, level))
 
     def place_of(self, work: Any, outputs: Any, level: Any) -> Any:
