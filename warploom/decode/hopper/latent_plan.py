@@ -9,7 +9,10 @@ import torch
 from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TILE, LatentConfig
 from warploom.decode.hopper.plan import DTYPES
 
-LEAST = 8  # tiles of a split, at least
+# Tiles of a split, at least. Two sequences' worth of time each: putting two splits together costs a block some 10 us on an H100,
+# a tile 2 us; one sequence of 8192 keys took 30 us with 8, 40 with 16.
+LEAST = 16
+LEAST_ROWS = 17  # queries × heads from which on it runs unasked: with 16 Triton's kernel takes as long
 MOST_LOG = 6  # a sequence has up to 2^6 splits
 LEAST_BOX = 8  # keys of a page, at least
 BOXES = (64, 16, 8)
