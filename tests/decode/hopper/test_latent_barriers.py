@@ -35,9 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
         yield built
 
 
-def problem(
-    traced: Traced, lengths: list[int], blocks: int, blocks_log: int = 0, queries: int = 1, left: int = FAR
-) -> Launch:
+def problem(traced: Traced, lengths: list[int], blocks: int, blocks_log: int = 0, queries: int = 1, left: int = FAR) -> Launch:
     """128 rows, which a pair of blocks shares; pages of 16 keys in turn, splits of three tiles at least."""
     capacity, batch, page, rows = 1024, len(lengths), 16, 2 * ROWS
     each = capacity // page
