@@ -90,7 +90,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
             "attention backward": [config.spec for config in backward_set()],
             "attention in FP8": [config.spec for config in fp8_set()],
             "linear attention": [config.spec for config in linear_set()],
-            "decode": [config.spec for config in (*decode_set(), *latent_set())],
+            "decode": [config.spec for config in decode_set()] + [config.spec for config in latent_set()],
             "gated delta rule": [config.spec for config in delta_set()],
         }
     found = [config.spec for capability, compiled in ARCHS.items() if compiled == arch for config in ampere(capability)]
