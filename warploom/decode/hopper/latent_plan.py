@@ -10,7 +10,7 @@ from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TI
 from warploom.decode.hopper.plan import DTYPES
 
 # Tiles of a split, at least. On an H100 a tile takes 2 us and putting two splits together 14: with 8, 16 and 32 tiles 64
-# sequences of 4096 keys took 225, 174 and 143 us, one of 8192 keys 30, 40 and more than Triton's 50.
+# sequences of 4096 keys took 225, 174 and 143 us, one of 8192 keys with 8 and 16 took 30 and 40.
 LEAST = 16
 LEAST_ROWS = 17  # queries × heads from which on it runs unasked: with 16 Triton's kernel takes as long
 MOST_LOG = 6  # a sequence has up to 2^6 splits
