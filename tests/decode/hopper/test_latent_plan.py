@@ -77,7 +77,7 @@ def test_runs_unasked_where_rows_are_many(builds: None, monkeypatch: pytest.Monk
     for batch in (1, 64):
         assert dispatch.choose(replace(PLAIN, batch=batch), None, "decode") == "hopper"
         assert dispatch.choose(replace(few, batch=batch), None, "decode") == "triton"
-    assert dispatch.choose(replace(few, queries=2), None, "decode") == "hopper"
+    assert dispatch.choose(replace(few, queries=4), None, "decode") == "hopper"
     assert dispatch.choose(replace(PLAIN, sink=True), None, "decode") == "triton"
     assert dispatch.choose(few, "hopper", "decode") == "hopper"
     assert "ask for it by backend='hopper'" in (BACKEND.refusal(few) or "")

@@ -9,10 +9,11 @@ import torch
 from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TILE, LatentConfig
 from warploom.decode.hopper.plan import DTYPES
 
-# Tiles of a split, at least. On an H100 a tile takes 2 us and putting two splits together 14: with 8, 16 and 32 tiles 64
-# sequences of 4096 keys took 225, 174 and 143 us, one of 8192 keys with 8 and 16 took 30 and 40.
-LEAST = 16
-LEAST_ROWS = 17  # queries × heads from which on it runs unasked: with 16 Triton's kernel takes as long
+# Tiles of a split, at least. Many sequences would rather have few splits, one sequence many: with 8, 16 and 32 tiles 64
+# sequences of 4096 keys took 236, 198 and 176 us on an H100 (128 heads), one of 8192 keys 36, 53 and 88; Triton 569 and 51.
+LEAST = 8
+# Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
+LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
 LEAST_BOX = 8  # keys of a page, at least
 BOXES = (64, 16, 8)
