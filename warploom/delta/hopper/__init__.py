@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.delta.backend import DeltaBackend
-from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of, width
+from warploom.delta.hopper.plan import LONGEST, WIDEST, back_modules_of, modules_of, width
 from warploom.runtime import dispatch, modules, traced
 
 if TYPE_CHECKING:
@@ -30,6 +30,12 @@ _DTYPES = {torch.bfloat16: "bfloat16"}
 def _module_refusal(dtype: str, width: int) -> str | None:
     """Why a module can be neither loaded nor built here."""
     return _found.refusal((dtype, width), lambda: [variant.spec for variant in modules_of(dtype, width)])
+
+
+@traced.constant
+def _back_refusal(dtype: str, width: int) -> str | None:
+    """The same of a backward pass."""
+    return _found.refusal((dtype, width, "back"), lambda: [variant.spec for variant in back_modules_of(dtype, width)])
 
 
 _found = traced.Found()
@@ -82,16 +88,27 @@ class Hopper(DeltaBackend):
     def backward(
         self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients from the next implementation that takes the call: they read no result of the forward pass."""
+        """Gradients, which read no result of the forward pass; from the next implementation where modules are missing."""
+        if self._goes_back(call):
+            from warploom.delta.hopper.run_back import backward as run
+
+            return run(call, dout, dstate)
         return self._beside(call).backward(call, dout, dstate)
 
     def bind_backward(
         self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None] | None:
+        if self._goes_back(call):
+            from warploom.delta.hopper.run_back import bind_backward as run
+
+            return run(call, dout, dstate)
         return self._beside(call).bind_backward(call, dout, dstate)
 
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._beside(args.call()).step(args, into)
+
+    def _goes_back(self, call: DeltaCall) -> bool:
+        return _back_refusal(_DTYPES[call.v.dtype], width(call.q.shape[3])) is None
 
     def _beside(self, call: DeltaCall) -> DeltaBackend:
         beside = dispatch.delegate(NAME, call, "delta")

@@ -1,0 +1,147 @@
+"""What the walks of a backward pass share. Imports the CuTe DSL; only what compiles kernels imports this module.
+
+A pass is cut into ranges of chunks, each of which is walked, walked back and gives its gradients before the one before it. A
+range has `size` chunks of every sequence, or, unless `per_sequence`, `size` slots, whose boundaries cut a sequence each at
+most. Of a chunk of a range (an "entry") and a value head walks leave, for every COLUMNS value columns, tiles as they lie in
+shared memory: a state (width, COLUMNS) and Y (CHUNK, COLUMNS), 16 bits, with a swizzle of 128 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+
+from warploom.delta.hopper.config import BOX, BOX_ROWS, CHUNK, COLUMNS
+from warploom.delta.hopper.walk_base import WalkBase
+from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared, pack16, store_matrices
+from warploom.kernels.cute.memory import bulk_load
+
+TILE = CHUNK * COLUMNS  # elements of a tile of tokens
+
+
+class BackPart(Fields):
+    """What a block works on."""
+
+    block: Any  # which columns of v, in tiles of COLUMNS: its first
+    tiles: Any  # of v, over all blocks
+    head: Any  # of values
+    head_qk: Any
+    heads: Any  # of values
+    batch: Any
+    sequence: Any
+    start: Any  # row of the sequence's first token in its batch
+    live: Any  # tokens of the sequence that count
+    slot: Any  # of the first chunk
+    count: Any  # chunks of the sequence
+    low: Any  # chunks from low to high are walked
+    high: Any
+    origin: Any  # what a chunk's number is added to for its place in all ranges
+    shift: Any  # and that for its entry
+    carrier: Any  # which state of those at a boundary is the sequence's
+
+
+class BackBase(WalkBase):
+    """Ranges, states in fp32, tiles that leave."""
+
+    @cute.jit
+    def part(self, index, heads, heads_qk, columns, seqlen, lengths, cu, size, begin, end, per_sequence):
+        """What a block walks: ranges ``begin`` to ``end``, of which the last has entries."""
+        tiles = cute.ceil_div(columns, COLUMNS)
+        blocks = cute.ceil_div(tiles, self.config.warpgroups)
+        pair = index // blocks
+        sequence = pair // heads
+        head = pair - sequence * heads
+        batch, start, _, live, slot = self.tokens(sequence, lengths, cu, seqlen)
+        count = cute.ceil_div(live, CHUNK)
+        origin = choose(per_sequence != 0, 0, slot)
+        low = cutlass.min(cutlass.max(begin * size - origin, 0), count)
+        high = cutlass.min(cutlass.max((end + 1) * size - origin, 0), count)
+        shift = origin - end * size + choose(per_sequence != 0, sequence * size, 0)
+        carrier = choose(per_sequence != 0, sequence, 0)
+        return BackPart(
+            block=(index - pair * blocks) * self.config.warpgroups,
+            tiles=tiles,
+            head=head,
+            head_qk=head // (heads // heads_qk),
+            heads=heads,
+            batch=batch,
+            sequence=sequence,
+            start=start,
+            live=live,
+            slot=slot,
+            count=count,
+            low=low,
+            high=high,
+            origin=origin,
+            shift=shift,
+            carrier=carrier,
+        )
+
+    @cute.jit
+    def load_matrix(self, to, item, barrier):
+        """One thread loads a matrix of ``prepared``: each box from the first row on that is not 0."""
+        for box in cutlass.range_constexpr(len(BOX_ROWS)):
+            words = BOX_ROWS[box] * BOX // 2
+            bulk_load(to + (box * CHUNK + CHUNK - BOX_ROWS[box]) * BOX, item, 4 * words, barrier)
+            item = item + words
+
+    @cute.jit
+    def get_state(self, s, states, index, head, column, lane):
+        """A state in fp32, transposed, past its dims zeros."""
+        for i in cutlass.range_constexpr(cute.size(s)):
+            e, m = i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8
+            if e < states.shape[2] and m < states.shape[3]:
+                s[i] = states[index, head, e, m]
+
+    @cute.jit
+    def put_state(self, s, states, index, head, column, lane):
+        """The way back."""
+        for i in cutlass.range_constexpr(cute.size(s)):
+            e, m = i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8
+            if e < states.shape[2] and m < states.shape[3]:
+                states[index, head, e, m] = s[i]
+
+    @cute.jit
+    def put_tile(self, found, target):
+        """An operand, transposed, into a tile: columns down."""
+        for i in cutlass.range_constexpr(cute.size(found) // 4):
+            store_matrices(target + i * (16 * COLUMNS), [found[4 * i + j] for j in range(4)], transposed=True)
+
+    @cute.jit
+    def take_tile(self, address, found):
+        """The words of an operand out of a tile, transposed: its rows down."""
+        for i in cutlass.range_constexpr(cute.size(found) // 4):
+            four = ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True)
+            for j in cutlass.range_constexpr(4):
+                found[4 * i + j] = four[j]
+
+    @cute.jit
+    def scale_words(self, source, target, numbers, row):
+        """The words of an operand times a row of numbers along its columns."""
+        for i in cutlass.range_constexpr(CHUNK // 8):
+            pair = load_shared(numbers, (row * CHUNK + 8 * i) * 4, 2)
+            for r in cutlass.range_constexpr(2):
+                word = source[2 * i + r]
+                low, high = from_bfloat16(word, 0), from_bfloat16(word, 1)
+                target[2 * i + r] = pack16(low * pair[0], high * pair[1], self.dtype)
+
+    @cute.jit
+    def rounded(self, y, found):
+        """An accumulator as the rounded values of its words."""
+        for i in cutlass.range_constexpr(cute.size(y)):
+            y[i] = from_bfloat16(found[i // 2], i % 2)
+
+
+def entry(given: Any, chunk: Any, group: Any) -> Any:
+    """The number of a chunk's tiles of a warpgroup's columns."""
+    return (Int64(chunk + given.shift) * given.heads + given.head) * given.tiles + (given.block + group)
+
+
+def item_of(given: Any, chunk: Any) -> Any:
+    """The number of a chunk in ``prepared``."""
+    return Int64(given.slot + chunk) * given.heads + given.head

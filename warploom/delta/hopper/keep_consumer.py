@@ -1,0 +1,119 @@
+"""The warpgroups of the walk that leaves states and Y, each with COLUMNS columns of the state.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from warploom.delta.hopper.back_base import TILE, BackBase, entry
+from warploom.delta.hopper.config import BETA, CHUNK, COLUMNS, NUMBERS, READS, WHOLE, WRITES
+from warploom.kernels.cute.barriers import DeltaBarrier, wait
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared
+from warploom.kernels.cute.memory import bulk_store
+from warploom.kernels.cute.rings import advance, release
+from warploom.kernels.cute.tiles import transposed
+from warploom.kernels.cute.wgmma import gemm, pack, words
+
+
+class KeepConsumer(BackBase):
+    """What each of the warpgroups runs."""
+
+    @cute.jit
+    def play(self, given, shared, group, state, resume, states, missing, size, begin, end, carriers, mma, mma_update):
+        """Tiles of range ``end``, and states at the starts of those behind ``begin``."""
+        config = self.config
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        lane, warp = own % 32, own // 32
+        part, update = mma.get_slice(0), mma_update.get_slice(0)
+        keys, matrices = (mma.make_fragment_B(part.partition_B(t)) for t in (shared.k, shared.matrices))
+        keys_turned = mma_update.make_fragment_B(update.partition_B(transposed(shared.k)))
+        s = mma_update.make_fragment_C(update.partition_shape_C((COLUMNS, config.width)))
+        s_operand = mma.make_fragment_A(part.partition_shape_A((COLUMNS, config.width)))
+        y = mma.make_fragment_C(part.partition_shape_C((COLUMNS, CHUNK)))
+        operand, written = (mma.make_fragment_A(part.partition_shape_A((COLUMNS, CHUNK))) for _ in range(2))
+        column = (given.block + group) * COLUMNS + warp * 16 + lane // 4
+        matrix = lane // 8
+        # Where this lane's row of the first four 8 x 8 tiles of this warp lies: tokens, or key dims, down, columns across.
+        tiles = (matrix // 2 * 8 + lane % 8) * 64 + ((warp * 2 + matrix % 2) ^ lane % 8) * 8
+        kept = shared.kept + group * (config.width * COLUMNS + TILE)
+        values = (shared.v_start + (group * TILE + tiles)).toint()
+        s.fill(0.0)
+        if given.low == 0:
+            if state.shape[0] > given.sequence:
+                self.get_state(s, state, given.sequence, given.head, column, lane)
+        elif given.low < given.high:
+            self.get_state(s, resume, (begin - 1) * carriers + given.carrier, given.head, column, lane)
+        stage, phase = Int32(0), Int32(0)
+        for n in cutlass.range(given.low, given.high, unroll=1):
+            place = given.origin + n
+            if place > begin * size and place % size == 0 and n > given.low:
+                self.put_state(s, resume, (place // size - 1) * carriers + given.carrier, given.head, column, lane)
+            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            numbers = (shared.numbers + stage * NUMBERS).toint() + lane % 4 * 8
+            pack(s, s_operand, self.dtype)
+            gemm(mma, y, s_operand, keys[None, None, None, stage], False)
+            warpgroup.wait_group(0)
+            whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = s[i] * whole
+            self.take_values(y, values + stage * (2 * config.warpgroups * TILE), numbers)
+            pack(y, operand, self.dtype)
+            self.rounded(y, words(operand))
+            gemm(mma, y, operand, matrices[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            pack(y, operand, self.dtype)
+            self.scale_twice(y, numbers)
+            pack(y, written, self.dtype)
+            gemm(mma_update, s, written, keys_turned[None, None, None, stage], True)
+            if place >= end * size:
+                self.send(given, group, kept, tiles, words(s_operand), words(operand), states, missing, n, warp, lane)
+            warpgroup.wait_group(0)
+            release(shared.empty + stage)
+            stage, phase = advance(stage, phase, config.stages)
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def take_values(self, y, address, numbers):
+        """y becomes v less what the state answers, y, times the decay since the chunk's start."""
+        for i in cutlass.range_constexpr(CHUNK // 16):
+            four = ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True)
+            for half in cutlass.range_constexpr(2):
+                reads = load_shared(numbers, (READS * CHUNK + 16 * i + 8 * half) * 4, 2)
+                for r in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        at = 8 * i + 4 * half + 2 * r + e
+                        y[at] = from_bfloat16(four[2 * half + r], e) - y[at] * reads[e]
+
+    @cute.jit
+    def scale_twice(self, y, numbers):
+        """Y as it is written: times beta and the decay until the chunk's end."""
+        for i in cutlass.range_constexpr(CHUNK // 8):
+            beta = load_shared(numbers, (BETA * CHUNK + 8 * i) * 4, 2)
+            until = load_shared(numbers, (WRITES * CHUNK + 8 * i) * 4, 2)
+            for j in cutlass.range_constexpr(4):
+                y[4 * i + j] = y[4 * i + j] * (beta[j % 2] * until[j % 2])
+
+    @cute.jit
+    def send(self, given, group, kept, tiles, of_state, of_y, states, missing, n, warp, lane):
+        """The state before a chunk and its Y, by way of shared memory."""
+        config = self.config
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait(DeltaBarrier.OUT_FREE, WARPGROUP, group)
+        self.put_tile(of_state, kept + tiles)
+        self.put_tile(of_y, kept + (config.width * COLUMNS + tiles))
+        cute.arch.fence_view_async_shared()
+        wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
+        if warp == 0:
+            with cute.arch.elect_one():
+                item = entry(given, n, group)
+                bulk_store(states.iterator + item * (config.width * COLUMNS), kept, 2 * config.width * COLUMNS)
+                bulk_store(missing.iterator + item * TILE, kept + config.width * COLUMNS, 2 * TILE)
+            cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,100 @@
+"""How a backward pass is cut into ranges of chunks, so that what kernels leave each other stays within a bound."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from warploom.delta.hopper.config import BACK_ITEM, CHUNK, COLUMNS
+from warploom.delta.hopper.plan import width
+from warploom.delta.problem import DeltaCall
+
+_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+class Ranges(NamedTuple):
+    """Each range of chunks is walked, walked back, and gives its gradients before the one before it."""
+
+    per_sequence: bool  # each holds `size` chunks of every sequence; else `size` slots
+    size: int
+    number: int
+    entries: int  # chunks of one range
+    carriers: int  # sequences that a boundary may cut
+
+
+class Sizes(NamedTuple):
+    """What room depends on."""
+
+    sequences: int
+    tokens: int  # of all sequences
+    chunks: int  # of a sequence, where they are not packed
+    slots: int
+    packed: bool
+    heads: int
+    heads_v: int
+    e: int
+    m: int
+
+    @classmethod
+    def of(cls, c: DeltaCall) -> Sizes:
+        batch, seqlen, heads, e = c.q.shape
+        packed, chunks = c.cu_seqlens is not None, -(-seqlen // CHUNK)
+        slots = seqlen // CHUNK + c.sequences + 1 if packed else batch * chunks
+        return cls(c.sequences, batch * seqlen, chunks, slots, packed, heads, c.v.shape[2], e, c.v.shape[3])
+
+    @property
+    def tiles(self) -> int:
+        """Of value columns."""
+        return -(-self.m // COLUMNS)
+
+    def ranges(self) -> Ranges:
+        """The fewest whose room is no more than the bytes of q, k, v and out; the least room where there are none."""
+        allowed = self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2
+        cuts = [self.cut(each, n) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
+        return next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
+
+    def cut(self, per_sequence: bool, wanted: int) -> Ranges:
+        """About so many ranges; those of packed sequences, whose lengths only the device knows, are of slots."""
+        chunks = self.chunks if per_sequence else self.slots
+        size = -(-chunks // wanted)
+        entries, carriers = (size * self.sequences, self.sequences) if per_sequence else (size, 1)
+        return Ranges(per_sequence, size, -(-chunks // size), entries, carriers)
+
+    def room(self, cut: Ranges) -> int:
+        """Bytes that a backward pass takes beside its results."""
+        kept = 2 * self.tiles * COLUMNS * (2 * width(self.e) + CHUNK)
+        boundaries = 0
+        if cut.number > 1:
+            boundaries = (cut.number - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * self.e * self.m * 4
+        return self.heads_v * (4 * BACK_ITEM * self.slots + kept * cut.entries + boundaries)
+
+
+class Kept(NamedTuple):
+    """What kernels of a backward pass leave each other; see `back_base`."""
+
+    prepared: Tensor
+    states: Tensor
+    dstates: Tensor
+    missing: Tensor
+    resume: Tensor
+    carry: Tensor
+
+    @classmethod
+    def of(cls, sizes: Sizes, cut: Ranges, nothing: Tensor, dtype: torch.dtype) -> Kept:
+        """New memory; ``nothing`` stands for what lies between ranges where there is one."""
+        device, count, size = nothing.device, cut.entries * sizes.heads_v * sizes.tiles, width(sizes.e) * COLUMNS
+
+        def states(number: int) -> Tensor:
+            shape = (number, sizes.heads_v, sizes.e, sizes.m)
+            return torch.empty(shape, dtype=torch.float32, device=device) if cut.number > 1 else nothing
+
+        return cls(
+            torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
+            torch.empty((count, size), dtype=dtype, device=device),
+            torch.empty((count, size), dtype=dtype, device=device),
+            torch.empty((count, CHUNK * COLUMNS), dtype=dtype, device=device),
+            states((cut.number - 1) * cut.carriers),
+            states(cut.carriers if cut.per_sequence else 2),
+        )
