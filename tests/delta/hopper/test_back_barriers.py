@@ -25,9 +25,13 @@ CORE: dict[str, Any] = {
     "gradients": GradientConfig("bfloat16", WIDTH),
 }
 NAMES = {
-    "keep": "k v prepared state resume states missing lengths cu tma_k tma_v mma mma_update heads size begin end per_sequence carriers",
-    "back": "q k dout dv prepared last first carry dstates lengths cu tma_q tma_k tma_dout tma_dv mma mma_turned mma_update heads size current per_sequence",
-    "gradients": "q k dout dv decay prepared states dstates missing dq dk dbeta ddecay lengths cu tma_q tma_k tma_dout tma_dv tma_dq tma_dk mma_square mma_state mma_tokens mma_turned eps normalize decays size current per_sequence total slots heads seqlen",
+    "keep": "k v prepared state resume states missing lengths cu tma_k tma_v mma mma_update heads size begin end per_sequence "
+    "carriers",
+    "back": "q k dout dv prepared last first carry dstates lengths cu tma_q tma_k tma_dout tma_dv mma mma_turned mma_update "
+    "heads size current per_sequence",
+    "gradients": "q k dout dv decay prepared states dstates missing dq dk dbeta ddecay lengths cu tma_q tma_k tma_dout tma_dv "
+    "tma_dq tma_dk mma_square mma_state mma_tokens mma_turned eps normalize decays size current per_sequence total slots heads "
+    "seqlen",
 }
 
 
@@ -47,7 +51,8 @@ def problem(name: str, traced: Traced, chunks: int, group: int = 2) -> Launch:
     values |= {name: ((chunks * group * 2, WIDTH * COLUMNS), ()) for name in ("states", "dstates")}
     values |= {"missing": ((chunks * group * 2, CHUNK * COLUMNS), ()), "prepared": ((chunks * group, BACK_ITEM), ())}
     values |= {"lengths": ((0,), ()), "cu": ((0,), ()), "heads": 1, "size": chunks, "begin": 0, "end": 0, "current": 0}
-    values |= {"per_sequence": 1, "carriers": 1, "total": chunks, "slots": chunks, "seqlen": seqlen, "normalize": 1, "decays": 1}
+    values |= {"per_sequence": 1, "carriers": 1, "normalize": 1, "decays": 1}
+    values |= {"total": chunks, "slots": chunks, "seqlen": seqlen}
     return launch(traced, values, NAMES[name].split(), grid=1)
 
 

@@ -28,7 +28,9 @@ class BackConsumer(BackBase):
     """What each of the warpgroups runs."""
 
     @cute.jit
-    def play(self, given, shared, group, dv, last, first, carry, dstates, current, per_sequence, tma_dv, mma, mma_turned, mma_update):
+    def play(
+        self, given, shared, group, dv, last, first, carry, dstates, current, per_sequence, tma_dv, mma, mma_turned, mma_update
+    ):
         """dv of each chunk, the state's gradient after it, and at the end that of the state before them all."""
         config = self.config
         own = cute.arch.thread_idx()[0] % WARPGROUP

@@ -9,9 +9,9 @@ tokens times their decay and the beta of the column:
          - N k - e^G dV S0ᵀ                         of what is read,
     dbeta_j = dV_j . Y_j / beta_j = k_j . (dk of what is written)_j / beta_j,
 
-and the gradient of G_i is q_i . dq_i, and of k_i . dk_i what is read less what is written: of each pair of tokens both ends have
-the same number, up to fp32's sums. A block stays and takes one chunk of a key head after the other, whose value heads it sums;
-one warp loads, three warpgroups have a sum each: `gradients_asked`, `gradients_read` and `gradients_written`.
+and the gradient of G_i is q_i . dq_i, and of k_i . dk_i what is read less what is written: of each pair of tokens both ends
+have the same number, up to fp32's sums. A block stays and takes one chunk of a key head after the other, whose value heads it
+sums; one warp loads, three warpgroups have a sum each: `gradients_asked`, `gradients_read` and `gradients_written`.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """

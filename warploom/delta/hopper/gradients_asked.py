@@ -12,7 +12,6 @@ from warploom.delta.hopper.gradients_base import OF_QUERIES, GradientBase, numbe
 from warploom.delta.hopper.walk_base import rows_of
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
-from warploom.kernels.cute.instructions import load_shared
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, pack, words
@@ -42,7 +41,7 @@ class Asked(GradientBase):
         for _ in cutlass.range(group, unroll=1):
             cute.arch.mbarrier_wait(shared.numbers_full + parity % 2, parity // 2)
             numbers = numbers_at(shared, parity % 2)
-            of_rows = [load_shared(numbers + (warp * 16 + lane // 4) * 4, (QUERIES * CHUNK + 8 * r) * 4, 1)[0] for r in range(2)]
+            of_rows = self.factors(numbers, QUERIES, warp, lane)
             weights.fill(0.0)
             total = Float32(0.0)
             for _ in cutlass.range(tiles, unroll=1):
@@ -55,7 +54,7 @@ class Asked(GradientBase):
                 warpgroup.wait_group(0)
                 release(shared.empty + stage)
                 stage, phase = advance(stage, phase, config.stages)
-            of_rows = [load_shared(numbers + (warp * 16 + lane // 4) * 4, (OF_Q * CHUNK + 8 * r) * 4, 1)[0] for r in range(2)]
+            of_rows = self.factors(numbers, OF_Q, warp, lane)
             self.weigh(weights, numbers, of_rows, 0, warp, lane)
             release(shared.numbers_empty + parity % 2)
             pack(weights, operand, self.dtype)

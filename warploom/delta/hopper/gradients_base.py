@@ -37,8 +37,9 @@ from warploom.kernels.cute.instructions import (
 
 TILE = CHUNK * COLUMNS  # elements of a tile of tokens
 BOX_BYTES = 2 * TILE
-# Rows of CHUNK fp32 that roles tell each other of a value head, and what passes through the chunk, of each warp.
-OF_QUERIES, OF_READS, LONE, WROTE, ALL_WROTE, OTHER_WROTE, OTHER_ALL_WROTE, THROUGH = range(8)
+# Rows of CHUNK fp32 that roles tell each other of a value head, two of them for two heads by turns; and of each warp what
+# passes through the chunk.
+OF_QUERIES, OF_READS, LONE, WROTE, ALL_WROTE, _, _, THROUGH = range(8)
 SUMS = 8 * CHUNK
 # Below it beta is taken for so much: no gradient notices, and it may be divided by.
 LEAST_BETA = 1e-12
@@ -149,6 +150,10 @@ class GradientBase:
             for j in cutlass.range_constexpr(4):
                 low, high = from_bfloat16(four[j], 0), from_bfloat16(four[j], 1)
                 found[4 * i + j] = pack16(low * factors[j % 2], high * factors[j % 2], self.dtype)
+
+    def factors(self, numbers: Any, line: int, warp: Any, lane: Any) -> list[Any]:
+        """Both rows' numbers of a line."""
+        return [load_shared(numbers + (warp * 16 + lane // 4) * 4, (line * CHUNK + 8 * r) * 4, 1)[0] for r in range(2)]
 
     @cute.jit
     def dots(self, acc, address, warp, lane):
@@ -261,5 +266,3 @@ def beta_of(x):
 def numbers_at(shared: Any, parity: Any) -> Any:
     """The address of a value head's numbers."""
     return (shared.numbers + parity * ALL_NUMBERS).toint()
-
-

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from warploom.delta.hopper.config import CHUNK, COLUMNS, OF_K, READS
 from warploom.delta.hopper.gradients_base import LONE, OF_READS, GradientBase, numbers_at
 from warploom.kernels.cute.basics import WARPGROUP
-from warploom.kernels.cute.instructions import load_shared, store_shared
+from warploom.kernels.cute.instructions import store_shared
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.tiles import transposed
 from warploom.kernels.cute.wgmma import gemm, pack, words
@@ -40,7 +40,7 @@ class Read(GradientBase):
         for _ in cutlass.range(group, unroll=1):
             cute.arch.mbarrier_wait(shared.numbers_full + parity % 2, parity // 2)
             numbers = numbers_at(shared, parity % 2)
-            of_rows = [-load_shared(numbers + (warp * 16 + lane // 4) * 4, (READS * CHUNK + 8 * r) * 4, 1)[0] for r in range(2)]
+            of_rows = [-x for x in self.factors(numbers, READS, warp, lane)]
             weights.fill(0.0)
             total = Float32(0.0)
             for _ in cutlass.range(tiles, unroll=1):
@@ -55,7 +55,7 @@ class Read(GradientBase):
                 stage, phase = advance(stage, phase, config.stages)
             cute.arch.mbarrier_wait(shared.sums_empty, (parity % 2) ^ 1)
             self.put_diagonal(weights, shared.sums, warp, lane)
-            of_rows = [-load_shared(numbers + (warp * 16 + lane // 4) * 4, (OF_K * CHUNK + 8 * r) * 4, 1)[0] for r in range(2)]
+            of_rows = [-x for x in self.factors(numbers, OF_K, warp, lane)]
             self.weigh(weights, numbers, of_rows, 1, warp, lane)
             release(shared.numbers_empty + parity % 2)
             pack(weights, operand, self.dtype)

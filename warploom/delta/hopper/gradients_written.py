@@ -40,14 +40,15 @@ class Written(GradientBase):
 
     @cute.jit
     def write(
-        self, shared, at, stage, phase, parity, turn, group, tiles, decays, normalize, eps, decay, dk, dbeta, ddecay, tma_dk, mmas
-    ):
+        self, shared, at, stage, phase, parity, turn, group, tiles, decays, normalize, eps, decay, dk, dbeta, ddecay, tma_dk,
+        mmas,
+    ):  # fmt: skip
         """A chunk."""
         config = self.config
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane, warp = own % 32, cute.arch.make_warp_uniform(own // 32)
-        _, mma_state, mma_tokens, mma_turned = mmas
-        state, turned, tokens = (m.get_slice(0) for m in (mma_state, mma_turned, mma_tokens))
+        _, mma_state, _, mma_turned = mmas
+        state, turned = (m.get_slice(0) for m in (mma_state, mma_turned))
         states = mma_state.make_fragment_B(state.partition_B(shared.dstate))
         queries, keys = (mma_turned.make_fragment_B(turned.partition_B(transposed(t))) for t in (shared.q, shared.k))
         asked, read = (mma_turned.make_fragment_A(turned.partition_A(transposed(t))) for t in (shared.asked, shared.read))
@@ -58,12 +59,8 @@ class Written(GradientBase):
         for g in cutlass.range(group, unroll=1):
             cute.arch.mbarrier_wait(shared.numbers_full + parity % 2, parity // 2)
             numbers = numbers_at(shared, parity % 2)
-            of_rows = []
-            for r in cutlass.range_constexpr(2):
-                both = [
-                    load_shared(numbers + (warp * 16 + lane // 4) * 4, (line * CHUNK + 8 * r) * 4, 1)[0] for line in (WRITES, BETA)
-                ]
-                of_rows.append(both[0] * beta_of(both[1]))
+            until, betas = self.factors(numbers, WRITES, warp, lane), self.factors(numbers, BETA, warp, lane)
+            of_rows = [until[r] * beta_of(betas[r]) for r in range(2)]
             acc.fill(0.0)
             for _ in cutlass.range(tiles, unroll=1):
                 cute.arch.mbarrier_wait(shared.full + stage, phase)

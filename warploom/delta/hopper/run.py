@@ -30,8 +30,8 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
     prepared = torch.empty((slots * heads_v, ITEM), dtype=torch.float32, device=v.device)
     dtype = str(v.dtype).removeprefix("torch.")
     sequences = call.sequences + (call.cu_seqlens is not None)
-    processors = processors(q.device.index)
-    variants = prepare(dtype, q.shape[3]), walk(dtype, q.shape[3], m, sequences * heads_v, processors)
+    count = processors(q.device.index)
+    variants = prepare(dtype, q.shape[3]), walk(dtype, q.shape[3], m, sequences * heads_v, count)
     first, second = (modules.fetch(variant.spec) for variant in variants)
     with on_device(q):
         first(
