@@ -15,7 +15,6 @@ from tests.delta.cases import check as hold
 from warploom import gated_delta_rule
 from warploom.delta import hopper
 from warploom.delta.hopper import run, run_back
-from warploom.delta.hopper.ranges import Sizes
 from warploom.delta.problem import DeltaCall
 
 pytestmark = [
@@ -142,11 +141,12 @@ def test_ranges(kind: str, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None
         shape = {"sequences": (0, 300, 1, 64, 250, 0)}
     case = drawn(tokens=700, heads=4, e=64, m=128, state=True, **shape)
     found = []
-    for n in (wanted, 1):
-        monkeypatch.setattr(Sizes, "ranges", lambda sizes, n=n: sizes.cut(each, n))
+    for n, beside in ((wanted, 50), (wanted, 0), (1, 0)):
+        cut = lambda sizes, _, n=n, beside=beside: (sizes.cut(each, n, 2 if beside else 1), beside)  # noqa: E731
+        monkeypatch.setattr(run_back, "schedule", cut)
         check(case)
         found.append(results(*case.call()))
-    assert equal(*found)
+    assert equal(found[0], found[2]) and equal(found[1], found[2])
 
 
 def test_a_backward_pass_takes_no_more_room_than_it_says() -> None:

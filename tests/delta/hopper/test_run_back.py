@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -197,7 +198,7 @@ def load(spec: ModuleSpec) -> Callable[..., None]:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "fetch", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
-    monkeypatch.setattr(run_back, "processors", lambda index: 132)
+    monkeypatch.setattr(run_back, "processors", lambda index: 0)  # none beside walks
 
 
 def check(case: Case) -> None:
@@ -222,9 +223,9 @@ def test_ranges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a pass is cut."""
     shape: dict[str, Any] = {"batch": 2, "lengths": (200, 0)} if kind != "packed" else {"sequences": (0, 64, 1, 130, 0)}
     case = drawn(tokens=200, state=True, **shape)
-    for wanted in (3, 2, 1):
-        cut = lambda sizes, n=wanted: sizes.cut(kind == "chunks of each sequence", n)  # noqa: E731
-        monkeypatch.setattr(Sizes, "ranges", cut)
+    for wanted, held in ((3, 1), (2, 2), (1, 1)):
+        cut = Sizes.of(case.call()[0]).cut(kind == "chunks of each sequence", wanted, held)
+        monkeypatch.setattr(run_back, "schedule", lambda sizes, processors, cut=cut: (cut, 0))
         check(case)
 
 
@@ -240,8 +241,65 @@ def test_as_many_ranges_as_room_needs() -> None:
     call, *_ = drawn(tokens=4, heads=1, group=2, e=128, m=128).call()
     long = replace(call, **{n: getattr(call, n)[:, :1].expand(1, 32768, -1, -1) for n in ("q", "k", "v")})
     sizes = Sizes.of(long)
-    assert sizes.ranges() == Ranges(True, 171, 3, 171, 1)
-    assert sizes.room(sizes.ranges()) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, 2))
+    assert sizes.ranges() == Ranges(True, 171, 3, 171, 1, 1)
+    assert sizes.ranges(2) == Ranges(True, 86, 6, 86, 1, 2)
+    for held, fewer in ((1, 2), (2, 4)):
+        assert sizes.room(sizes.ranges(held)) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, fewer, held))
+
+
+def test_what_runs_beside_walks() -> None:
+    """Gradients, where walks leave a third of the processors; of 16 sequences they leave none."""
+    call, *_ = drawn(tokens=4, heads=16, group=2, e=128, m=128).call()
+    sizes = Sizes.of(call)
+    assert run_back.schedule(sizes, 132) == (sizes.ranges(2), 132 - 64)
+    many = sizes._replace(sequences=16)
+    assert run_back.schedule(many, 132) == (many.ranges(), 0)
+
+
+class Stream:
+    """What has been done before what comes next."""
+
+    def __init__(self) -> None:
+        self.done: set[Any] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.done |= other.done
+
+    def wait_event(self, event: frozenset[Any]) -> None:
+        self.done |= event
+
+    def record_event(self) -> frozenset[Any]:
+        return frozenset(self.done)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_the_order_of_two_streams(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients follow their walk, a walk those gradients whose tiles it writes over, and the call's end all of them."""
+    main, other = Stream(), Stream()
+    current = [main]
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(run_back, "_stream", lambda device: other)
+    held: dict[int, int] = {}
+
+    def walk(n: int, half: int) -> None:
+        assert half not in held or ("taken", held[half]) in current[-1].done
+        held[half] = n
+        current[-1].done.add(("walked", n))
+
+    def take(n: int, half: int, blocks: int) -> None:
+        assert held[half] == n and ("walked", n) in current[-1].done
+        current[-1].done.add(("taken", n))
+
+    run_back._beside(Ranges(True, 1, number, 1, 1, 2), walk, take, torch.device("cpu"), 68, 132)
+    assert {("taken", n) for n in range(number)} <= main.done and len(current) == 1
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,6 +11,7 @@ from warploom.delta.hopper.config import BACK_ITEM, CHUNK, COLUMNS
 from warploom.delta.hopper.plan import width
 from warploom.delta.problem import DeltaCall
 
+TILE = CHUNK * COLUMNS
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -22,6 +23,7 @@ class Ranges(NamedTuple):
     number: int
     entries: int  # chunks of one range
     carriers: int  # sequences that a boundary may cut
+    held: int  # ranges whose tiles are there at a time: 2 where one is walked while the other's gradients are taken
 
 
 class Sizes(NamedTuple):
@@ -49,18 +51,18 @@ class Sizes(NamedTuple):
         """Of value columns."""
         return -(-self.m // COLUMNS)
 
-    def ranges(self) -> Ranges:
+    def ranges(self, held: int = 1) -> Ranges:
         """The fewest whose room is no more than the bytes of q, k, v and out; the least room where there are none."""
         allowed = self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2
-        cuts = [self.cut(each, n) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
+        cuts = [self.cut(each, n, held) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
         return next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
 
-    def cut(self, per_sequence: bool, wanted: int) -> Ranges:
+    def cut(self, per_sequence: bool, wanted: int, held: int = 1) -> Ranges:
         """About so many ranges; those of packed sequences, whose lengths only the device knows, are of slots."""
         chunks = self.chunks if per_sequence else self.slots
         size = -(-chunks // wanted)
         entries, carriers = (size * self.sequences, self.sequences) if per_sequence else (size, 1)
-        return Ranges(per_sequence, size, -(-chunks // size), entries, carriers)
+        return Ranges(per_sequence, size, -(-chunks // size), entries, carriers, held)
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""
@@ -68,16 +70,16 @@ class Sizes(NamedTuple):
         boundaries = 0
         if cut.number > 1:
             boundaries = (cut.number - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * self.e * self.m * 4
-        return self.heads_v * (4 * BACK_ITEM * self.slots + kept * cut.entries + boundaries)
+        return self.heads_v * (4 * BACK_ITEM * self.slots + kept * cut.entries * cut.held + boundaries)
 
 
 class Kept(NamedTuple):
     """What kernels of a backward pass leave each other; see `back_base`."""
 
     prepared: Tensor
-    states: Tensor
-    dstates: Tensor
-    missing: Tensor
+    states: list[Tensor]  # of each range that is held
+    dstates: list[Tensor]
+    missing: list[Tensor]
     resume: Tensor
     carry: Tensor
 
@@ -92,9 +94,7 @@ class Kept(NamedTuple):
 
         return cls(
             torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
-            torch.empty((count, size), dtype=dtype, device=device),
-            torch.empty((count, size), dtype=dtype, device=device),
-            torch.empty((count, CHUNK * COLUMNS), dtype=dtype, device=device),
+            *([torch.empty((count, n), dtype=dtype, device=device) for _ in range(cut.held)] for n in (size, size, TILE)),
             states((cut.number - 1) * cut.carriers),
             states(cut.carriers if cut.per_sequence else 2),
         )
