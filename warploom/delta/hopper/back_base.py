@@ -16,7 +16,8 @@ from cutlass import Int64
 
 from warploom.delta.hopper.config import BOX, BOX_ROWS, CHUNK, COLUMNS
 from warploom.delta.hopper.walk_base import WalkBase
-from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.barriers import DeltaBarrier, wait
+from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared, pack16, store_matrices
 from warploom.kernels.cute.memory import bulk_load
@@ -107,6 +108,13 @@ class BackBase(WalkBase):
                 states[index, head, e, m] = s[i]
 
     @cute.jit
+    def clear_way(self, group, warp):
+        """What left before has been read."""
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait(DeltaBarrier.OUT_FREE, WARPGROUP, group)
+
+    @cute.jit
     def put_tile(self, found, target):
         """An operand, transposed, into a tile: columns down."""
         for i in cutlass.range_constexpr(cute.size(found) // 4):
@@ -129,6 +137,16 @@ class BackBase(WalkBase):
                 word = source[2 * i + r]
                 low, high = from_bfloat16(word, 0), from_bfloat16(word, 1)
                 target[2 * i + r] = pack16(low * pair[0], high * pair[1], self.dtype)
+
+    def line(self, numbers: Any, row: int) -> list[Any]:
+        """Numbers of a row for a lane's columns of an accumulator. Loaded before a wait, they come while it lasts."""
+        return [x for i in range(CHUNK // 8) for x in load_shared(numbers, (row * CHUNK + 8 * i) * 4, 2)]
+
+    @cute.jit
+    def scaled(self, y, factors):
+        """An accumulator times a number for each column."""
+        for i in cutlass.range_constexpr(cute.size(y)):
+            y[i] = y[i] * factors[i // 4 * 2 + i % 2]
 
     @cute.jit
     def rounded(self, y, found):

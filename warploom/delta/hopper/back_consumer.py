@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.delta.hopper.back_base import TILE, BackBase, entry
@@ -73,21 +73,29 @@ class BackConsumer(BackBase):
             self.take_tile(douts + stage * (2 * config.warpgroups * TILE), words(given_out))
             gemm(mma_turned, weighted, given_out, matrices[None, None, None, 2 * stage + 1], False)
             self.scale_words(words(given_out), words(asked), numbers, QUERIES)
-            warpgroup.wait_group(0)
             whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
+            # Two warpgroups have too few registers to hold both while they wait.
+            if const_expr(config.warpgroups == 1):
+                until, betas = self.line(numbers, WRITES), self.line(numbers, BETA)
             for j in cutlass.range_constexpr(cute.size(s)):
                 s[j] = s[j] * whole
+            warpgroup.wait_group(0)
             gemm(mma_update, s, asked, queries_turned[None, None, None, stage], True)
-            self.join(y, weighted, numbers)
+            if const_expr(config.warpgroups == 2):
+                until, betas = self.line(numbers, WRITES), self.line(numbers, BETA)
+            self.join(y, weighted, until, betas)
             pack(y, operand, self.dtype)
             self.rounded(y, words(operand))
             gemm(mma_turned, y, operand, matrices[None, None, None, 2 * stage], True)
+            reads = [-x for x in self.line(numbers, READS)]
             warpgroup.wait_group(0)
             pack(y, given_out, self.dtype)
-            self.scale_read(y, numbers)
+            self.scaled(y, reads)
             pack(y, operand, self.dtype)
             gemm(mma_update, s, operand, keys_turned[None, None, None, stage], True)
-            self.send(given, group, kept, tiles, target, words(s_operand), words(given_out), dstates, store_dv, n, warp)
+            self.clear_way(group, warp)
+            self.put_tile(words(s_operand), kept + tiles)
+            self.send(given, group, kept, target, words(given_out), dstates, store_dv, n, warp)
             warpgroup.wait_group(0)
             release(shared.empty + stage)
             stage, phase = advance(stage, phase, config.stages)
@@ -104,30 +112,16 @@ class BackConsumer(BackBase):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def join(self, y, weighted, numbers):
+    def join(self, y, weighted, until, betas):
         """The gradient of Y, as without the inverse: beta times what the state and out give to what is written."""
-        for i in cutlass.range_constexpr(CHUNK // 8):
-            until = load_shared(numbers, (WRITES * CHUNK + 8 * i) * 4, 2)
-            beta = load_shared(numbers, (BETA * CHUNK + 8 * i) * 4, 2)
-            for j in cutlass.range_constexpr(4):
-                y[4 * i + j] = beta[j % 2] * (y[4 * i + j] * until[j % 2] + weighted[4 * i + j])
+        for i in cutlass.range_constexpr(cute.size(y)):
+            column = i // 4 * 2 + i % 2
+            y[i] = betas[column] * (y[i] * until[column] + weighted[i])
 
     @cute.jit
-    def scale_read(self, y, numbers):
-        """dV as it comes to the state's gradient."""
-        for i in cutlass.range_constexpr(CHUNK // 8):
-            reads = load_shared(numbers, (READS * CHUNK + 8 * i) * 4, 2)
-            for j in cutlass.range_constexpr(4):
-                y[4 * i + j] = y[4 * i + j] * -reads[j % 2]
-
-    @cute.jit
-    def send(self, given, group, kept, tiles, target, of_state, of_dv, dstates, store_dv, n, warp):
-        """The gradient of the state after a chunk and dv, by way of shared memory."""
+    def send(self, given, group, kept, target, of_dv, dstates, store_dv, n, warp):
+        """dv by way of shared memory, and with it the gradient of the state after the chunk, which is there."""
         config = self.config
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        wait(DeltaBarrier.OUT_FREE, WARPGROUP, group)
-        self.put_tile(of_state, kept + tiles)
         self.put_tile(of_dv, target)
         cute.arch.fence_view_async_shared()
         wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)

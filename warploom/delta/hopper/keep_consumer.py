@@ -5,6 +5,8 @@ Imports the CuTe DSL; only what compiles kernels imports this module.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -58,56 +60,46 @@ class KeepConsumer(BackBase):
             numbers = (shared.numbers + stage * NUMBERS).toint() + lane % 4 * 8
             pack(s, s_operand, self.dtype)
             gemm(mma, y, s_operand, keys[None, None, None, stage], False)
-            warpgroup.wait_group(0)
             whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
+            found, reads = self.tile_words(values + stage * (2 * config.warpgroups * TILE)), self.line(numbers, READS)
             for i in cutlass.range_constexpr(cute.size(s)):
                 s[i] = s[i] * whole
-            self.take_values(y, values + stage * (2 * config.warpgroups * TILE), numbers)
+            warpgroup.wait_group(0)
+            self.take_values(y, found, reads)
             pack(y, operand, self.dtype)
             self.rounded(y, words(operand))
             gemm(mma, y, operand, matrices[None, None, None, stage], True)
+            until, betas = self.line(numbers, WRITES), self.line(numbers, BETA)
+            factors = [until[i] * betas[i] for i in range(CHUNK // 4)]
             warpgroup.wait_group(0)
             pack(y, operand, self.dtype)
-            self.scale_twice(y, numbers)
+            self.scaled(y, factors)
             pack(y, written, self.dtype)
             gemm(mma_update, s, written, keys_turned[None, None, None, stage], True)
             if place >= end * size:
-                self.send(given, group, kept, tiles, words(s_operand), words(operand), states, missing, n, warp, lane)
+                self.clear_way(group, warp)
+                self.put_tile(words(s_operand), kept + tiles)
+                self.send(given, group, kept, tiles, words(operand), states, missing, n, warp)
             warpgroup.wait_group(0)
             release(shared.empty + stage)
             stage, phase = advance(stage, phase, config.stages)
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
+    def tile_words(self, address: Any) -> list[list[Any]]:
+        """The words of a tile of values, transposed: of each 16 tokens those of four 8 x 8 tiles."""
+        return [ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True) for i in range(CHUNK // 16)]
+
     @cute.jit
-    def take_values(self, y, address, numbers):
+    def take_values(self, y, values, reads):
         """y becomes v less what the state answers, y, times the decay since the chunk's start."""
-        for i in cutlass.range_constexpr(CHUNK // 16):
-            four = ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True)
-            for half in cutlass.range_constexpr(2):
-                reads = load_shared(numbers, (READS * CHUNK + 16 * i + 8 * half) * 4, 2)
-                for r in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(2):
-                        at = 8 * i + 4 * half + 2 * r + e
-                        y[at] = from_bfloat16(four[2 * half + r], e) - y[at] * reads[e]
+        for i in cutlass.range_constexpr(cute.size(y)):
+            y[i] = from_bfloat16(values[i // 8][i // 2 % 4], i % 2) - y[i] * reads[i // 4 * 2 + i % 2]
 
     @cute.jit
-    def scale_twice(self, y, numbers):
-        """Y as it is written: times beta and the decay until the chunk's end."""
-        for i in cutlass.range_constexpr(CHUNK // 8):
-            beta = load_shared(numbers, (BETA * CHUNK + 8 * i) * 4, 2)
-            until = load_shared(numbers, (WRITES * CHUNK + 8 * i) * 4, 2)
-            for j in cutlass.range_constexpr(4):
-                y[4 * i + j] = y[4 * i + j] * (beta[j % 2] * until[j % 2])
-
-    @cute.jit
-    def send(self, given, group, kept, tiles, of_state, of_y, states, missing, n, warp, lane):
-        """The state before a chunk and its Y, by way of shared memory."""
+    def send(self, given, group, kept, tiles, of_y, states, missing, n, warp):
+        """A chunk's Y by way of shared memory, and with it the state before it, which is there."""
         config = self.config
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        wait(DeltaBarrier.OUT_FREE, WARPGROUP, group)
-        self.put_tile(of_state, kept + tiles)
         self.put_tile(of_y, kept + (config.width * COLUMNS + tiles))
         cute.arch.fence_view_async_shared()
         wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
