@@ -142,7 +142,7 @@ def test_how_many_warpgroups() -> None:
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 18
+    assert len(set(names)) == len(names) == 22
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
@@ -157,7 +157,8 @@ def test_named_set_has_every_variant_of_a_call() -> None:
         for m, heads in ((64, 1), (128, 1), (256, 500)):
             assert walk("bfloat16", e, m, heads, 132) in modules_of("bfloat16", e)
             columns = "bfloat16", e, m, heads, 132
-            assert {keep(*columns), back(*columns), gradients("bfloat16", e)} <= set(back_modules_of("bfloat16", e))
+            walks = keep(*columns), keep(*columns, True), back(*columns)
+            assert {*walks, gradients("bfloat16", e)} <= set(back_modules_of("bfloat16", e))
 
 
 def test_sources_are_what_kernels_import() -> None:

@@ -2,8 +2,8 @@
 
 A pass is cut into ranges of chunks, each of which is walked, walked back and gives its gradients before the one before it. A
 range has `size` chunks of every sequence, or, unless `per_sequence`, `size` slots, whose boundaries cut a sequence each at
-most. Of a chunk of a range (an "entry") and a value head walks leave, for every COLUMNS value columns, tiles as they lie in
-shared memory: a state (width, COLUMNS) and Y (CHUNK, COLUMNS), 16 bits, with a swizzle of 128 bytes.
+most. For every COLUMNS value columns of a value head walks leave tiles as they lie in shared memory, 16 bits, with a swizzle of
+128 bytes: of each chunk Y (CHUNK, COLUMNS), by its slot, and of a chunk of a range (an "entry") a state (width, COLUMNS).
 """
 
 from __future__ import annotations
@@ -129,6 +129,14 @@ class BackBase(WalkBase):
                 found[4 * i + j] = four[j]
 
     @cute.jit
+    def scaled_words(self, source, target, factors):
+        """The words of an operand times a number for each column."""
+        for i in cutlass.range_constexpr(cute.size(source)):
+            at = i // 2 * 2
+            low, high = from_bfloat16(source[i], 0), from_bfloat16(source[i], 1)
+            target[i] = pack16(low * factors[at], high * factors[at + 1], self.dtype)
+
+    @cute.jit
     def scale_words(self, source, target, numbers, row):
         """The words of an operand times a row of numbers along its columns."""
         for i in cutlass.range_constexpr(CHUNK // 8):
@@ -156,8 +164,13 @@ class BackBase(WalkBase):
 
 
 def entry(given: Any, chunk: Any, group: Any) -> Any:
-    """The number of a chunk's tiles of a warpgroup's columns."""
+    """The number of a chunk's state, of a warpgroup's columns."""
     return (Int64(chunk + given.shift) * given.heads + given.head) * given.tiles + (given.block + group)
+
+
+def tile_of(given: Any, chunk: Any, group: Any) -> Any:
+    """The number of a chunk's tile of Y."""
+    return item_of(given, chunk) * given.tiles + (given.block + group)
 
 
 def item_of(given: Any, chunk: Any) -> Any:

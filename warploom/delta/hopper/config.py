@@ -108,12 +108,13 @@ class KeepConfig:
     dtype: str  # "bfloat16"
     width: int  # of the tile of keys: 64 or 128
     warpgroups: int = 1  # of COLUMNS value columns each, in a block
+    again: bool = False  # states alone, from the Y of an earlier walk
     stages: int = 4
 
     @property
     def name(self) -> str:
         """File name and symbol."""
-        return f"delta_keep_sm90_{self.dtype}_d{self.width}_w{self.warpgroups}s{self.stages}"
+        return f"delta_keep_sm90_{self.dtype}_d{self.width}_w{self.warpgroups}s{self.stages}{'_again' * self.again}"
 
     @cached_property
     def spec(self) -> ModuleSpec:
@@ -124,7 +125,7 @@ class KeepConfig:
     @property
     def stage_bytes(self) -> int:
         """What is loaded for a chunk."""
-        return 2 * CHUNK * (self.width + self.warpgroups * COLUMNS) + 4 * (MATRIX + NUMBERS)
+        return 2 * CHUNK * (self.width + self.warpgroups * COLUMNS) + 4 * (NUMBERS if self.again else MATRIX + NUMBERS)
 
 
 @dataclass(frozen=True)

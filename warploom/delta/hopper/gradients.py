@@ -57,7 +57,7 @@ class Gradients(Asked, Read, Written):
         prepared: cute.Tensor,  # (slots * heads_v, BACK_ITEM) fp32
         states: cute.Tensor,  # (entries * heads_v * tiles, width * COLUMNS), before chunks
         dstates: cute.Tensor,  # the same, gradients after chunks
-        missing: cute.Tensor,  # (entries * heads_v * tiles, TILE): Y
+        missing: cute.Tensor,  # (slots * heads_v * tiles, TILE): Y
         dq: cute.Tensor,  # where tokens count, as all that is written
         dk: cute.Tensor,
         dbeta: cute.Tensor,  # (batch, seqlen, heads_v) fp32
@@ -342,7 +342,8 @@ class Gradients(Asked, Read, Written):
                     elements = config.width * COLUMNS
                     for kept, to in ((states, shared.state_start), (dstates, shared.dstate_start)):
                         bulk_load(to + stage * elements, kept.iterator + entry * elements, 2 * elements, shared.full + stage)
-                    bulk_load(shared.y_start + stage * TILE, missing.iterator + entry * TILE, 2 * TILE, shared.full + stage)
+                    y = missing.iterator + ((Int64(slot) * heads + head) * tiles + m) * TILE
+                    bulk_load(shared.y_start + stage * TILE, y, 2 * TILE, shared.full + stage)
                 load_tile(load_dout, (number, m), stage, shared.full, stage)
                 load_tile(load_dv, (number, m), stage, shared.full, stage)
                 stage, phase = advance(stage, phase, config.stages)

@@ -1,7 +1,7 @@
-"""The walk of a backward pass: as `walk`, without out, and leaving what gradients need of each chunk of a range.
+"""The walk of a backward pass: as `walk`, without out, and leaving what gradients need.
 
-That is the state before the chunk and Y (`back_base` has their tiles); and where further ranges follow, the states at their
-starts, from which they are walked in their turn.
+That is Y of each chunk, and the state before each of the last range (`back_base` has their tiles); and where there are more
+ranges, the states at their starts. From these and Y a walk `again` has another range's states, by one product a chunk.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.delta.hopper.back_base import TILE, item_of
+from warploom.delta.hopper.back_base import TILE, item_of, tile_of
 from warploom.delta.hopper.config import BACK_ITEM, BOX, CHUNK, COLUMNS, MATRIX, NUMBERS
 from warploom.delta.hopper.keep_consumer import KeepConsumer
 from warploom.delta.hopper.walk_base import ragged, rows_of
@@ -56,7 +56,7 @@ class Keep(KeepConsumer):
         state: cute.Tensor,  # (sequences, heads_v, E, M) fp32 before the first token, or empty
         resume: cute.Tensor,  # ((ranges - 1) * carriers, heads_v, E, M) fp32 at the starts of ranges, or empty
         states: cute.Tensor,  # (entries * heads_v * tiles, width * COLUMNS)
-        missing: cute.Tensor,  # (entries * heads_v * tiles, TILE)
+        missing: cute.Tensor,  # (slots * heads_v * tiles, TILE): Y, written, or read by a walk `again`
         lengths: cute.Tensor,  # (batch,) int32, or empty
         cu: cute.Tensor,  # (sequences + 1,) int32, or empty
         size: Int32,  # chunks of a range
@@ -86,7 +86,7 @@ class Keep(KeepConsumer):
             tile_layout(self.dtype, (CHUNK, config.width), config.stages, COLUMNS),
             tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.stages * config.warpgroups, COLUMNS),
-            tile_layout(self.dtype, (CHUNK, CHUNK), config.stages, BOX),
+            tile_layout(self.dtype, (CHUNK, CHUNK), 1 if config.again else config.stages, BOX),
             heads, size, begin, end, per_sequence, carriers,
         ).launch(
             grid=[grid, 1, 1],
@@ -154,7 +154,8 @@ class Keep(KeepConsumer):
             numbers=storage.numbers.data_ptr(),
             kept=storage.kept.data_ptr(),
         )
-        self.clear(storage.matrices.data_ptr().toint(), 2 * cute.cosize(layout_matrices))
+        if const_expr(not config.again):
+            self.clear(storage.matrices.data_ptr().toint(), 2 * cute.cosize(layout_matrices))
         if warp == LOADER:
             with cute.arch.elect_one():
                 init_rings(stages, (shared.full, shared.empty, 4 * config.warpgroups))
@@ -168,16 +169,19 @@ class Keep(KeepConsumer):
             if const_expr(config.warpgroups == 2):
                 cute.arch.setmaxregister_decrease(24)
             if warp == LOADER:
-                self.load(given, shared, k, v, prepared, tma_k, tma_v)
+                self.load(given, shared, k, v, prepared, missing, tma_k, tma_v)
         else:
             if const_expr(config.warpgroups == 2):
                 cute.arch.setmaxregister_increase(240)
-            self.play(
-                given, shared, warp // 4 - 1, state, resume, states, missing, size, begin, end, carriers, mma, mma_update
-            )
+            if const_expr(config.again):
+                self.play_again(given, shared, warp // 4 - 1, state, resume, states, begin, carriers, mma, mma_update)
+            else:
+                self.play(
+                    given, shared, warp // 4 - 1, state, resume, states, missing, size, begin, end, carriers, mma, mma_update
+                )
 
     @cute.jit
-    def load(self, given, shared, k, v, prepared, tma_k, tma_v):
+    def load(self, given, shared, k, v, prepared, missing, tma_k, tma_v):
         """k, v and what was prepared of each chunk, zeros for tokens that do not count."""
         config = self.config
         tile = (CHUNK, COLUMNS)
@@ -191,10 +195,17 @@ class Keep(KeepConsumer):
             expect(shared.full + stage, config.stage_bytes)
             for box in cutlass.range_constexpr(self.boxes):
                 load_tile(load_k, (n, box), stage * self.boxes + box, shared.full, stage)
-            for w in cutlass.range_constexpr(config.warpgroups):
-                load_tile(load_v, (n, given.block + w), stage * config.warpgroups + w, shared.full, stage)
+            if const_expr(not config.again):
+                for w in cutlass.range_constexpr(config.warpgroups):
+                    load_tile(load_v, (n, given.block + w), stage * config.warpgroups + w, shared.full, stage)
             with cute.arch.elect_one():
                 item = prepared.iterator + item_of(given, n) * BACK_ITEM
-                self.load_matrix(shared.matrices_start + stage * (CHUNK * CHUNK), item, shared.full + stage)
+                if const_expr(config.again):
+                    # A block's tiles are neighbours.
+                    size = config.warpgroups * TILE
+                    source = missing.iterator + tile_of(given, n, 0) * TILE
+                    bulk_load(shared.v_start + stage * size, source, 2 * size, shared.full + stage)
+                else:
+                    self.load_matrix(shared.matrices_start + stage * (CHUNK * CHUNK), item, shared.full + stage)
                 bulk_load(shared.numbers + stage * NUMBERS, item + 2 * MATRIX, 4 * NUMBERS, shared.full + stage)
             stage, phase = advance(stage, phase, config.stages)

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.back_base import TILE, BackBase, entry
+from warploom.delta.hopper.back_base import TILE, BackBase, entry, tile_of
 from warploom.delta.hopper.config import BETA, CHUNK, COLUMNS, NUMBERS, READS, WHOLE, WRITES
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
@@ -28,7 +28,7 @@ class KeepConsumer(BackBase):
 
     @cute.jit
     def play(self, given, shared, group, state, resume, states, missing, size, begin, end, carriers, mma, mma_update):
-        """Tiles of range ``end``, and states at the starts of those behind ``begin``."""
+        """Y of all chunks, states of range ``end``, and those at the starts of ranges behind ``begin``."""
         config = self.config
         own = cute.arch.thread_idx()[0] % WARPGROUP
         lane, warp = own % 32, own // 32
@@ -40,17 +40,10 @@ class KeepConsumer(BackBase):
         y = mma.make_fragment_C(part.partition_shape_C((COLUMNS, CHUNK)))
         operand, written = (mma.make_fragment_A(part.partition_shape_A((COLUMNS, CHUNK))) for _ in range(2))
         column = (given.block + group) * COLUMNS + warp * 16 + lane // 4
-        matrix = lane // 8
-        # Where this lane's row of the first four 8 x 8 tiles of this warp lies: tokens, or key dims, down, columns across.
-        tiles = (matrix // 2 * 8 + lane % 8) * 64 + ((warp * 2 + matrix % 2) ^ lane % 8) * 8
+        tiles = tile_offset(warp, lane)
         kept = shared.kept + group * (config.width * COLUMNS + TILE)
         values = (shared.v_start + (group * TILE + tiles)).toint()
-        s.fill(0.0)
-        if given.low == 0:
-            if state.shape[0] > given.sequence:
-                self.get_state(s, state, given.sequence, given.head, column, lane)
-        elif given.low < given.high:
-            self.get_state(s, resume, (begin - 1) * carriers + given.carrier, given.head, column, lane)
+        self.start(given, s, state, resume, begin, carriers, column, lane)
         stage, phase = Int32(0), Int32(0)
         for n in cutlass.range(given.low, given.high, unroll=1):
             place = given.origin + n
@@ -72,14 +65,23 @@ class KeepConsumer(BackBase):
             until, betas = self.line(numbers, WRITES), self.line(numbers, BETA)
             factors = [until[i] * betas[i] for i in range(CHUNK // 4)]
             warpgroup.wait_group(0)
+            # Of Y as it is kept: so a walk again has the same states.
             pack(y, operand, self.dtype)
-            self.scaled(y, factors)
-            pack(y, written, self.dtype)
+            self.scaled_words(words(operand), words(written), factors)
             gemm(mma_update, s, written, keys_turned[None, None, None, stage], True)
+            self.clear_way(group, warp)
             if place >= end * size:
-                self.clear_way(group, warp)
                 self.put_tile(words(s_operand), kept + tiles)
-                self.send(given, group, kept, tiles, words(operand), states, missing, n, warp)
+            self.put_tile(words(operand), kept + (config.width * COLUMNS + tiles))
+            cute.arch.fence_view_async_shared()
+            wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
+            if warp == 0:
+                with cute.arch.elect_one():
+                    if place >= end * size:
+                        self.send_state(given, group, kept, states, n)
+                    to = missing.iterator + tile_of(given, n, group) * TILE
+                    bulk_store(to, kept + config.width * COLUMNS, 2 * TILE)
+                cute.arch.cp_async_bulk_commit_group()
             warpgroup.wait_group(0)
             release(shared.empty + stage)
             stage, phase = advance(stage, phase, config.stages)
@@ -97,15 +99,66 @@ class KeepConsumer(BackBase):
             y[i] = from_bfloat16(values[i // 8][i // 2 % 4], i % 2) - y[i] * reads[i // 4 * 2 + i % 2]
 
     @cute.jit
-    def send(self, given, group, kept, tiles, of_y, states, missing, n, warp):
-        """A chunk's Y by way of shared memory, and with it the state before it, which is there."""
+    def play_again(self, given, shared, group, state, resume, states, begin, carriers, mma, mma_update):
+        """Tiles of states of range ``begin``."""
         config = self.config
-        self.put_tile(of_y, kept + (config.width * COLUMNS + tiles))
-        cute.arch.fence_view_async_shared()
-        wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        lane, warp = own % 32, own // 32
+        part, update = mma.get_slice(0), mma_update.get_slice(0)
+        keys_turned = mma_update.make_fragment_B(update.partition_B(transposed(shared.k)))
+        s = mma_update.make_fragment_C(update.partition_shape_C((COLUMNS, config.width)))
+        s_operand = mma.make_fragment_A(part.partition_shape_A((COLUMNS, config.width)))
+        operand, written = (mma.make_fragment_A(part.partition_shape_A((COLUMNS, CHUNK))) for _ in range(2))
+        column = (given.block + group) * COLUMNS + warp * 16 + lane // 4
+        tiles = tile_offset(warp, lane)
+        kept = shared.kept + group * (config.width * COLUMNS + TILE)
+        values = (shared.v_start + (group * TILE + tiles)).toint()
+        self.start(given, s, state, resume, begin, carriers, column, lane)
+        stage, phase = Int32(0), Int32(0)
+        for n in cutlass.range(given.low, given.high, unroll=1):
+            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            numbers = (shared.numbers + stage * NUMBERS).toint() + lane % 4 * 8
+            whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
+            until, betas = self.line(numbers, WRITES), self.line(numbers, BETA)
+            factors = [until[i] * betas[i] for i in range(CHUNK // 4)]
+            self.take_tile(values + stage * (2 * config.warpgroups * TILE), words(operand))
+            self.scaled_words(words(operand), words(written), factors)
+            pack(s, s_operand, self.dtype)
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = s[i] * whole
+            gemm(mma_update, s, written, keys_turned[None, None, None, stage], True)
+            self.clear_way(group, warp)
+            self.put_tile(words(s_operand), kept + tiles)
+            cute.arch.fence_view_async_shared()
+            wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
+            if warp == 0:
+                with cute.arch.elect_one():
+                    self.send_state(given, group, kept, states, n)
+                cute.arch.cp_async_bulk_commit_group()
+            warpgroup.wait_group(0)
+            release(shared.empty + stage)
+            stage, phase = advance(stage, phase, config.stages)
         if warp == 0:
-            with cute.arch.elect_one():
-                item = entry(given, n, group)
-                bulk_store(states.iterator + item * (config.width * COLUMNS), kept, 2 * config.width * COLUMNS)
-                bulk_store(missing.iterator + item * TILE, kept + config.width * COLUMNS, 2 * TILE)
-            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def start(self, given, s, state, resume, begin, carriers, column, lane):
+        """The state before the first chunk that is walked."""
+        s.fill(0.0)
+        if given.low == 0:
+            if state.shape[0] > given.sequence:
+                self.get_state(s, state, given.sequence, given.head, column, lane)
+        elif given.low < given.high:
+            self.get_state(s, resume, (begin - 1) * carriers + given.carrier, given.head, column, lane)
+
+    @cute.jit
+    def send_state(self, given, group, kept, states, n):
+        """One thread sends a state."""
+        size = self.config.width * COLUMNS
+        bulk_store(states.iterator + entry(given, n, group) * size, kept, 2 * size)
+
+
+def tile_offset(warp: Any, lane: Any) -> Any:
+    """Where this lane's row of the first four 8 x 8 tiles of a warp lies: tokens, or key dims, down, columns across."""
+    matrix = lane // 8
+    return (matrix // 2 * 8 + lane % 8) * 64 + ((warp * 2 + matrix % 2) ^ lane % 8) * 8

@@ -33,9 +33,9 @@ def walk(dtype: str, e: int, m: int, heads: int, processors: int) -> WalkConfig:
 
 
 @cache
-def keep(dtype: str, e: int, m: int, heads: int, processors: int) -> KeepConfig:
-    """As ``walk``, of the walk that leaves states for gradients."""
-    return KeepConfig(dtype, width(e), warpgroups(m, heads, processors))
+def keep(dtype: str, e: int, m: int, heads: int, processors: int, again: bool = False) -> KeepConfig:
+    """As ``walk``, of the walk that leaves states for gradients, or of one that does so ``again``."""
+    return KeepConfig(dtype, width(e), warpgroups(m, heads, processors), again)
 
 
 @cache
@@ -73,7 +73,7 @@ def modules_of(dtype: str, e: int) -> tuple[Config, ...]:
 
 def back_modules_of(dtype: str, e: int) -> tuple[Config, ...]:
     """All that backward passes may need."""
-    keeps = (KeepConfig(dtype, width(e), warpgroups) for warpgroups in (1, 2))
+    keeps = (KeepConfig(dtype, width(e), warpgroups, again) for warpgroups in (1, 2) for again in (False, True))
     return prepare(dtype, e, True), *keeps, *backs(dtype, width(e)), gradients(dtype, e)
 
 

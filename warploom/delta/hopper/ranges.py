@@ -12,7 +12,8 @@ from warploom.delta.hopper.plan import width
 from warploom.delta.problem import DeltaCall
 
 TILE = CHUNK * COLUMNS
-_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SMALL = 2**24  # bytes that no call need save: more ranges are more launches
+_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
 
 class Ranges(NamedTuple):
@@ -52,8 +53,8 @@ class Sizes(NamedTuple):
         return -(-self.m // COLUMNS)
 
     def ranges(self, held: int = 1) -> Ranges:
-        """The fewest whose room is no more than the bytes of q, k, v and out; the least room where there are none."""
-        allowed = self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2
+        """The fewest whose room is no more than the bytes of q, k, v and out, or ``SMALL``; else those of the least room."""
+        allowed = max(self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2, SMALL)
         cuts = [self.cut(each, n, held) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
         return next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
 
@@ -66,11 +67,11 @@ class Sizes(NamedTuple):
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""
-        kept = 2 * self.tiles * COLUMNS * (2 * width(self.e) + CHUNK)
+        kept, every = 4 * self.tiles * COLUMNS * width(self.e), 4 * BACK_ITEM + 2 * self.tiles * TILE
         boundaries = 0
         if cut.number > 1:
             boundaries = (cut.number - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * self.e * self.m * 4
-        return self.heads_v * (4 * BACK_ITEM * self.slots + kept * cut.entries * cut.held + boundaries)
+        return self.heads_v * (every * self.slots + kept * cut.entries * cut.held + boundaries)
 
 
 class Kept(NamedTuple):
@@ -79,7 +80,7 @@ class Kept(NamedTuple):
     prepared: Tensor
     states: list[Tensor]  # of each range that is held
     dstates: list[Tensor]
-    missing: list[Tensor]
+    missing: Tensor
     resume: Tensor
     carry: Tensor
 
@@ -94,7 +95,8 @@ class Kept(NamedTuple):
 
         return cls(
             torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
-            *([torch.empty((count, n), dtype=dtype, device=device) for _ in range(cut.held)] for n in (size, size, TILE)),
+            *([torch.empty((count, size), dtype=dtype, device=device) for _ in range(cut.held)] for _ in range(2)),
+            torch.empty((sizes.slots * sizes.heads_v * sizes.tiles, TILE), dtype=dtype, device=device),
             states((cut.number - 1) * cut.carriers),
             states(cut.carriers if cut.per_sequence else 2),
         )

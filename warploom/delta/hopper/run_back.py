@@ -37,16 +37,16 @@ def backward(call: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Gradients:
     kept = Kept.of(sizes, cut, no_state, v.dtype)
     of = str(v.dtype).removeprefix("torch."), sizes.e
     columns = *of, sizes.m, sizes.sequences * sizes.heads_v, count
-    variants = prepare(*of, True), keep(*columns), back(*columns), gradients(*of)
-    run_prepare, run_keep, run_back, run_gradients = (modules.fetch(variant.spec) for variant in variants)
+    variants = prepare(*of, True), keep(*columns), keep(*columns, True), back(*columns), gradients(*of)
+    run_prepare, run_keep, run_again, run_back, run_gradients = (modules.fetch(variant.spec) for variant in variants)
     normalize, decays, each = int(call.normalize_qk), int(call.decay is not None), int(cut.per_sequence)
 
     def walk(current: int, half: int) -> None:
-        """A range there and back; the last one is reached through all others, whose first states stay."""
-        begin = 0 if current == cut.number - 1 else current
-        run_keep(
-            k, v, kept.prepared, state, kept.resume, kept.states[half], kept.missing[half], lengths, cu, cut.size, begin,
-            current, each, cut.carriers,
+        """A range there and back; the last one is reached through all others, of which Y and the first states stay."""
+        run, begin = (run_keep, 0) if current == cut.number - 1 else (run_again, current)
+        run(
+            k, v, kept.prepared, state, kept.resume, kept.states[half], kept.missing, lengths, cu, cut.size, begin, current,
+            each, cut.carriers,
         )  # fmt: skip
         run_back(
             q, k, dout, dv, kept.prepared, last, first, kept.carry, kept.dstates[half], lengths, cu, cut.size, current, each
@@ -55,7 +55,7 @@ def backward(call: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Gradients:
     def take(current: int, half: int, blocks: int) -> None:
         """A range's gradients."""
         run_gradients(
-            q, k, dout, dv, decay, kept.prepared, kept.states[half], kept.dstates[half], kept.missing[half], dq, dk, dbeta,
+            q, k, dout, dv, decay, kept.prepared, kept.states[half], kept.dstates[half], kept.missing, dq, dk, dbeta,
             ddecay, lengths, cu, call.eps, normalize, decays, cut.size, current, each, cut.entries, blocks,
         )  # fmt: skip
 
