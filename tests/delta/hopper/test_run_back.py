@@ -269,9 +269,10 @@ def test_as_many_ranges_as_room_needs() -> None:
 
 
 def test_what_runs_beside_walks() -> None:
-    """Gradients, where walks leave a third of the processors; of 16 sequences they leave none."""
+    """Gradients, where walks leave a third of the processors: of 16 sequences they do not, and few tokens are one range."""
     call, *_ = drawn(tokens=4, heads=16, group=2, e=128, m=128).call()
-    sizes = Sizes.of(call)
+    assert run_back.schedule(Sizes.of(call), 132) == (Ranges(True, 1, 1, 1, 1, 1), 0)
+    sizes = Sizes.of(call)._replace(tokens=8192, chunks=128, slots=128)
     assert run_back.schedule(sizes, 132) == (sizes.ranges(2), 132 - 64)
     many = sizes._replace(sequences=16)
     assert run_back.schedule(many, 132) == (many.ranges(), 0)

@@ -22,61 +22,83 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 def backward(call: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Gradients:
     """dq, dk, dv, dbeta, ddecay and the initial state's gradient."""
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
-    decay = call.beta if call.decay is None else call.decay
-    none, no_state = nothing(q.device)
-    lengths, cu = (none if t is None else t.contiguous() for t in (call.lengths, call.cu_seqlens))
-    # Kernels write what counts.
-    new = torch.empty if call.lengths is None and call.cu_seqlens is None else torch.zeros
-    dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    dbeta, ddecay = (new(call.beta.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    state = no_state if call.state is None else call.state
-    last = no_state if dstate is None else dstate.contiguous()
-    first = no_state if call.state is None else torch.empty_like(call.state, memory_format=torch.contiguous_format)
-    sizes, count = Sizes.of(call), processors(q.device.index)
+    return _launcher(call)(dout, dstate, q, k, v, call.beta, call.decay, call.state, call.lengths, call.cu_seqlens)
+
+
+def bind_backward(call: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Callable[..., Gradients | None] | None:
+    """What launches further backward passes of this kind by dout, dstate and the call's tensors."""
+    if any([aligned(t) is not t for t in (call.q, call.k, call.v, dout)]):
+        return None
+    launch = _launcher(call)
+
+    def run(dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Gradients | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
+            return None
+        return launch(dout, dstate, q, k, v, *others)
+
+    return run
+
+
+def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
+    """What launches passes of this kind by dout, dstate and the call's tensors."""
+    device, count = call.q.device, processors(call.q.device.index)
+    none, no_state = nothing(device)
+    sizes = Sizes.of(call)
     cut, beside = schedule(sizes, count)
-    kept = Kept.of(sizes, cut, no_state, v.dtype)
-    of = str(v.dtype).removeprefix("torch."), sizes.e
+    of = str(call.v.dtype).removeprefix("torch."), sizes.e
     columns = *of, sizes.m, sizes.sequences * sizes.heads_v, count
     variants = prepare(*of, True), keep(*columns), keep(*columns, True), back(*columns), gradients(*of)
     run_prepare, run_keep, run_again, run_back, run_gradients = (modules.fetch(variant.spec) for variant in variants)
-    normalize, decays, each = int(call.normalize_qk), int(call.decay is not None), int(cut.per_sequence)
+    scale, eps, normalize, decays = call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
+    # Kernels write what counts.
+    new = torch.empty_like if call.lengths is None and call.cu_seqlens is None else torch.zeros_like
+    size, each, carriers, entries, end = cut.size, int(cut.per_sequence), cut.carriers, cut.entries, cut.number - 1
+    dtype, plain = call.v.dtype, torch.contiguous_format
 
-    def walk(current: int, half: int) -> None:
-        """A range there and back; the last one is reached through all others, of which Y and the first states stay."""
-        run, begin = (run_keep, 0) if current == cut.number - 1 else (run_again, current)
-        run(
-            k, v, kept.prepared, state, kept.resume, kept.states[half], kept.missing, lengths, cu, cut.size, begin, current,
-            each, cut.carriers,
-        )  # fmt: skip
-        run_back(
-            q, k, dout, dv, kept.prepared, last, first, kept.carry, kept.dstates[half], lengths, cu, cut.size, current, each
-        )
+    def run(
+        dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
+        state: Tensor | None, lengths: Tensor | None, cu: Tensor | None,
+    ) -> Gradients:  # fmt: skip
+        dq, dk, dv, dbeta, ddecay = [new(t, memory_format=plain) for t in (q, k, v, beta, beta)]
+        first = no_state if state is None else torch.empty_like(state, memory_format=plain)
+        last = no_state if dstate is None else dstate.contiguous()
+        given, loss = no_state if state is None else state, beta if decay is None else decay
+        counted, starts = none if lengths is None else lengths.contiguous(), none if cu is None else cu.contiguous()
+        prepared, states, dstates, missing, resume, carry = Kept.of(sizes, cut, no_state, dtype)
 
-    def take(current: int, half: int, blocks: int) -> None:
-        """A range's gradients."""
-        run_gradients(
-            q, k, dout, dv, decay, kept.prepared, kept.states[half], kept.dstates[half], kept.missing, dq, dk, dbeta,
-            ddecay, lengths, cu, call.eps, normalize, decays, cut.size, current, each, cut.entries, blocks,
-        )  # fmt: skip
+        def walk(current: int, half: int) -> None:
+            """A range there and back; the last one is reached through all others, of which Y and the first states stay."""
+            there, begin = (run_keep, 0) if current == end else (run_again, current)
+            there(
+                k, v, prepared, given, resume, states[half], missing, counted, starts, size, begin, current, each, carriers
+            )
+            run_back(q, k, dout, dv, prepared, last, first, carry, dstates[half], counted, starts, size, current, each)
 
-    with on_device(q):
-        run_prepare(q, k, call.beta, decay, lengths, cu, kept.prepared, call.scale, call.eps, normalize, decays)
-        if beside:
-            _beside(cut, walk, take, q.device, beside, count)
-        else:
-            for current in reversed(range(cut.number)):
-                walk(current, 0)
-                take(current, 0, count)
-    return dq, dk, dv, dbeta, None if call.decay is None else ddecay, None if call.state is None else first
+        def take(current: int, half: int, blocks: int) -> None:
+            """A range's gradients."""
+            run_gradients(
+                q, k, dout, dv, loss, prepared, states[half], dstates[half], missing, dq, dk, dbeta, ddecay, counted, starts,
+                eps, normalize, decays, size, current, each, entries, blocks,
+            )  # fmt: skip
+
+        with on_device(q):
+            run_prepare(q, k, beta, loss, counted, starts, prepared, scale, eps, normalize, decays)
+            if beside:
+                _beside(cut, walk, take, device, beside, count)
+            else:
+                for current in range(end, -1, -1):
+                    walk(current, 0)
+                    take(current, 0, count)
+        return dq, dk, dv, dbeta, None if decay is None else ddecay, None if state is None else first
+
+    return run
 
 
 def schedule(sizes: Sizes, processors: int) -> tuple[Ranges, int]:
     """How a pass is cut; and how many processors take gradients beside walks that leave so many idle, or 0."""
-    tiles = sizes.sequences * sizes.heads_v * sizes.tiles
-    idle = processors - tiles // warpgroups(sizes.m, sizes.sequences * sizes.heads_v, processors)
-    if 3 * idle >= processors:
-        return sizes.ranges(2), idle
-    return sizes.ranges(), 0
+    cut, heads = sizes.ranges(), sizes.sequences * sizes.heads_v
+    idle = processors - heads * sizes.tiles // warpgroups(sizes.m, heads, processors)
+    return (cut, 0) if cut.number == 1 or 3 * idle < processors else (sizes.ranges(2), idle)
 
 
 def _beside(
@@ -107,20 +129,3 @@ def _beside(
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def bind_backward(call: DeltaCall, dout: Tensor, dstate: Tensor | None) -> Callable[..., Gradients | None] | None:
-    """What launches further backward passes of this kind by dout, dstate and the call's tensors."""
-    if any([aligned(t) is not t for t in (call.q, call.k, call.v, dout)]):
-        return None
-    numbers = call.scale, call.normalize_qk, call.eps
-
-    def run(
-        dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
-        *others: Tensor | None,
-    ) -> Gradients | None:  # fmt: skip
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
-            return None
-        return backward(DeltaCall(q, k, v, beta, decay, *numbers, *others), dout, dstate)
-
-    return run
