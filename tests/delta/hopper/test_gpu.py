@@ -118,7 +118,9 @@ def test_strides() -> None:
         assert equal(results(given, *gradients), want)
 
 
-def test_graph() -> None:
+@pytest.mark.parametrize("beside", [0, 50], ids=["one stream", "two streams"])
+def test_graph(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_back, "schedule", lambda sizes, _: (sizes.cut(False, 3, 2), beside))
     call, dout, dstate = drawn(tokens=500, heads=2, group=2, e=128, m=128, sequences=(130, 0, 300), state=True).call()
     wanted = results(call, dout, dstate)
     graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,9 @@
-"""The gated delta rule's forward pass for Hopper (sm_90a) in the CuTe DSL: TMA, wgmma, warp specialisation.
+"""The gated delta rule for Hopper (sm_90a) in the CuTe DSL, forward and backward: TMA, wgmma, warp specialisation.
 
 One kernel prepares all chunks of 64 tokens at once: their weights, and the inverse of a triangular matrix. Another walks the
 chunks of each value head with the state in registers (Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464, section
-3.3). Modules are compiled ahead of time by `warploom build`, or once at first use. Gradients are the next implementation's.
+3.3). A backward pass prepares and walks again, walks back, and takes gradients chunk by chunk, in ranges of chunks within the
+bytes of q, k, v and out. Modules are compiled ahead of time by `warploom build`, or once at first use.
 """
 
 from __future__ import annotations
