@@ -136,16 +136,6 @@ class BackBase(WalkBase):
             low, high = from_bfloat16(source[i], 0), from_bfloat16(source[i], 1)
             target[i] = pack16(low * factors[at], high * factors[at + 1], self.dtype)
 
-    @cute.jit
-    def scale_words(self, source, target, numbers, row):
-        """The words of an operand times a row of numbers along its columns."""
-        for i in cutlass.range_constexpr(CHUNK // 8):
-            pair = load_shared(numbers, (row * CHUNK + 8 * i) * 4, 2)
-            for r in cutlass.range_constexpr(2):
-                word = source[2 * i + r]
-                low, high = from_bfloat16(word, 0), from_bfloat16(word, 1)
-                target[2 * i + r] = pack16(low * pair[0], high * pair[1], self.dtype)
-
     def line(self, numbers: Any, row: int) -> list[Any]:
         """Numbers of a row for a lane's columns of an accumulator. Loaded before a wait, they come while it lasts."""
         return [x for i in range(CHUNK // 8) for x in load_shared(numbers, (row * CHUNK + 8 * i) * 4, 2)]

@@ -72,7 +72,7 @@ class BackConsumer(BackBase):
             gemm(mma, y, s_operand, keys[None, None, None, stage], False)
             self.take_tile(douts + stage * (2 * config.warpgroups * TILE), words(given_out))
             gemm(mma_turned, weighted, given_out, matrices[None, None, None, 2 * stage + 1], False)
-            self.scale_words(words(given_out), words(asked), numbers, QUERIES)
+            self.scaled_words(words(given_out), words(asked), self.line(numbers, QUERIES))
             whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
             # Two warpgroups have too few registers to hold both while they wait.
             if const_expr(config.warpgroups == 1):

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.delta.hopper.back_base import TILE, item_of, tile_of
-from warploom.delta.hopper.config import BACK_ITEM, BOX, CHUNK, COLUMNS, MATRIX, NUMBERS
+from warploom.delta.hopper.config import BACK_ITEM, BOX, CHUNK, COLUMNS, MATRIX, NUMBERS, KeepConfig
 from warploom.delta.hopper.keep_consumer import KeepConsumer
 from warploom.delta.hopper.walk_base import ragged, rows_of
 from warploom.kernels.cute.basics import WARPGROUP
@@ -46,6 +46,8 @@ class KeepShared(Fields):
 
 class Keep(KeepConsumer):
     """The kernel of one configuration; ``__call__`` is what gets compiled."""
+
+    config: KeepConfig
 
     @cute.jit
     def __call__(

@@ -93,9 +93,13 @@ class Kept(NamedTuple):
             shape = (number, sizes.heads_v, sizes.e, sizes.m)
             return torch.empty(shape, dtype=torch.float32, device=device) if cut.number > 1 else nothing
 
+        def tiles() -> list[Tensor]:
+            return [torch.empty((count, size), dtype=dtype, device=device) for _ in range(cut.held)]
+
         return cls(
             torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
-            *([torch.empty((count, size), dtype=dtype, device=device) for _ in range(cut.held)] for _ in range(2)),
+            tiles(),
+            tiles(),
             torch.empty((sizes.slots * sizes.heads_v * sizes.tiles, TILE), dtype=dtype, device=device),
             states((cut.number - 1) * cut.carriers),
             states(cut.carriers if cut.per_sequence else 2),

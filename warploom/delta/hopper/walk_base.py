@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from warploom.delta.hopper.config import CHUNK, WalkConfig
+from warploom.delta.hopper.config import CHUNK, BackConfig, KeepConfig, WalkConfig
 from warploom.kernels.cute.basics import DTYPES, WARPGROUP
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import store_shared
@@ -52,7 +52,7 @@ class WalkPart(Fields):
 class WalkBase:
     """Sizes of one configuration."""
 
-    def __init__(self, config: WalkConfig):
+    def __init__(self, config: WalkConfig | KeepConfig | BackConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.boxes = config.width // 64  # of a chunk of q or k
