@@ -108,9 +108,9 @@ def keep(
         if h.first:
             s = state[h.sequence, h.head].double() if state.shape[0] else torch.zeros(k.shape[3], v.shape[3]).double()
         elif place == begin * size:
-            s = resume[(begin - 1) * carriers + carrier, h.head].double()
+            s = take(resume, ((begin - 1) * carriers + carrier) * v.shape[2] + h.head, k.shape[3], v.shape[3])
         elif place % size == 0:
-            resume[(place // size - 1) * carriers + carrier, h.head] = s
+            put(resume, ((place // size - 1) * carriers + carrier) * v.shape[2] + h.head, s)
         b = k[h.batch, h.rows, h.head // group].double()
         y = v[h.batch, h.rows, h.head].double() - h.numbers[READS] * (b @ s)
         y = y + h.inverse @ y
@@ -130,7 +130,8 @@ def again(
         if h.first:
             s = state[h.sequence, h.head].double() if state.shape[0] else torch.zeros(k.shape[3], v.shape[3]).double()
         elif (h.sequence, h.head) != following:
-            s = resume[(begin - 1) * carriers + (h.sequence if per_sequence else 0), h.head].double()
+            number = (begin - 1) * carriers + (h.sequence if per_sequence else 0)
+            s = take(resume, number * v.shape[2] + h.head, k.shape[3], v.shape[3])
         following = h.sequence, h.head
         put(states, h.entry, s)
         b, y = k[h.batch, h.rows, h.head // group].double(), take(missing, h.item, h.rows.stop - h.rows.start, v.shape[3])
@@ -150,7 +151,7 @@ def back(
         if h.last:
             ds = last[h.sequence, h.head].double() if last.shape[0] else torch.zeros(k.shape[3], dv.shape[3]).double()
         elif i == 0 or (walked[-i].sequence, walked[-i].head) != (h.sequence, h.head):
-            ds = carry[taken, h.head].double()
+            ds = take(carry, taken * dv.shape[2] + h.head, k.shape[3], dv.shape[3])
         put(dstates, h.entry, ds)
         a, b = (t[h.batch, h.rows, h.head // group].double() for t in (q, k))
         g = dout[h.batch, h.rows, h.head].double()
@@ -161,7 +162,7 @@ def back(
         if h.first and first.shape[0]:
             first[h.sequence, h.head] = ds
         if not h.first and carry.shape[0]:
-            carry[left, h.head] = ds
+            put(carry, left * dv.shape[2] + h.head, ds)
     for n, (_, _, _, live, _) in enumerate(spans(q.shape[1], q.shape[0], lengths, cu)[: first.shape[0]]):
         if not live:
             first[n] = last[n] if last.shape[0] else 0.0
@@ -244,9 +245,9 @@ def test_ranges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a pass is cut."""
     shape: dict[str, Any] = {"batch": 2, "lengths": (200, 0)} if kind != "packed" else {"sequences": (0, 64, 1, 130, 0)}
     case = drawn(tokens=200, state=True, **shape)
-    for wanted, held in ((3, 1), (2, 2), (1, 1)):
-        cut = Sizes.of(case.call()[0]).cut(kind == "chunks of each sequence", wanted, held)
-        monkeypatch.setattr(run_back, "schedule", lambda sizes, processors, cut=cut: (cut, 0))
+    for wanted in (3, 2, 1):
+        cut = Sizes.of(case.call()[0]).cut(kind == "chunks of each sequence", wanted)
+        monkeypatch.setattr(run_back, "schedule", lambda sizes, processors, cut=cut: cut)
         check(case)
 
 
@@ -263,19 +264,19 @@ def test_as_many_ranges_as_room_needs() -> None:
     long = replace(call, **{n: getattr(call, n)[:, :1].expand(1, 32768, -1, -1) for n in ("q", "k", "v")})
     sizes = Sizes.of(long)
     assert sizes.ranges() == Ranges(True, 128, 4, 128, 1, 1)
-    assert sizes.ranges(2) == Ranges(True, 74, 7, 74, 1, 2)
-    for held, fewer in ((1, 3), (2, 6)):
+    assert sizes.ranges(2) == Ranges(True, 86, 6, 86, 1, 2)
+    for held, fewer in ((1, 3), (2, 5)):
         assert sizes.room(sizes.ranges(held)) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, fewer, held))
 
 
-def test_what_runs_beside_walks() -> None:
-    """Gradients, where walks leave a third of the processors: of 16 sequences they do not, and few tokens are one range."""
+def test_what_is_walked_both_ways_at_once() -> None:
+    """Where both walks fit the processors: of 16 sequences they do not, and few tokens are one range."""
     call, *_ = drawn(tokens=4, heads=16, group=2, e=128, m=128).call()
-    assert run_back.schedule(Sizes.of(call), 132) == (Ranges(True, 1, 1, 1, 1, 1), 0)
+    assert run_back.schedule(Sizes.of(call), 132) == Ranges(True, 1, 1, 1, 1, 1)
     sizes = Sizes.of(call)._replace(tokens=8192, chunks=128, slots=128)
-    assert run_back.schedule(sizes, 132) == (sizes.ranges(2), 132 - 64)
+    assert run_back.schedule(sizes, 132) == sizes.ranges(2)
     many = sizes._replace(sequences=16)
-    assert run_back.schedule(many, 132) == (many.ranges(), 0)
+    assert run_back.schedule(many, 132) == many.ranges()
 
 
 class Stream:
@@ -296,7 +297,7 @@ class Stream:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7])
 def test_the_order_of_two_streams(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients follow their walk, a walk those gradients whose tiles it writes over, and the call's end all of them."""
+    """Gradients follow both walks, a walk those gradients whose states it writes over, and the call's end all of them."""
     main, other = Stream(), Stream()
     current = [main]
 
@@ -309,18 +310,24 @@ def test_the_order_of_two_streams(number: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(run_back, "_stream", lambda device: other)
-    held: dict[int, int] = {}
+    states: dict[int, int] = {}
+    gradients: list[int] = []
 
-    def walk(n: int, half: int) -> None:
-        assert half not in held or ("taken", held[half]) in current[-1].done
-        held[half] = n
-        current[-1].done.add(("walked", n))
+    def there(n: int) -> None:
+        assert n == number - 1 or ("there", number - 1) in current[-1].done
+        assert n % 2 not in states or ("taken", states[n % 2]) in current[-1].done
+        states[n % 2] = n
+        current[-1].done.add(("there", n))
 
-    def take(n: int, half: int, blocks: int) -> None:
-        assert held[half] == n and ("walked", n) in current[-1].done
+    def back(n: int) -> None:
+        assert all(("taken", old) in current[-1].done for old in gradients)
+        gradients.append(n)
+
+    def take(n: int) -> None:
+        assert states[n % 2] == n and ("there", n) in current[-1].done and gradients[-1] == n
         current[-1].done.add(("taken", n))
 
-    run_back._beside(Ranges(True, 1, number, 1, 1, 2), walk, take, torch.device("cpu"), 68, 132)
+    run_back._side_by_side(number, there, back, take, torch.device("cpu"))
     assert {("taken", n) for n in range(number)} <= main.done and len(current) == 1
 
 

@@ -63,7 +63,7 @@ class Back(BackConsumer):
         prepared: cute.Tensor,  # (slots * heads_v, BACK_ITEM) fp32
         last: cute.Tensor,  # (sequences, heads_v, E, M) fp32, the gradient of the last state, or empty
         first: cute.Tensor,  # the same of the initial state, or empty
-        carry: cute.Tensor,  # between ranges, (carriers, or two that they use by turns, heads_v, E, M) fp32, or empty
+        carry: cute.Tensor,  # between ranges, of carriers, or two that they use by turns: as `resume` of `keep`
         dstates: cute.Tensor,  # (entries * heads_v * tiles, width * COLUMNS)
         lengths: cute.Tensor,  # (batch,) int32, or empty
         cu: cute.Tensor,  # (sequences + 1,) int32, or empty

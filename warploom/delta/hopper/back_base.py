@@ -12,14 +12,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Float32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warploom.delta.hopper.config import BOX, BOX_ROWS, CHUNK, COLUMNS
 from warploom.delta.hopper.walk_base import WalkBase
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared, pack16, store_matrices
+from warploom.kernels.cute.instructions import (
+    assembly,
+    from_bfloat16,
+    ldmatrix_x4,
+    load_shared,
+    pack16,
+    store_matrices,
+)
 from warploom.kernels.cute.memory import bulk_load
 
 TILE = CHUNK * COLUMNS  # elements of a tile of tokens
@@ -108,6 +117,29 @@ class BackBase(WalkBase):
                 states[index, head, e, m] = s[i]
 
     @cute.jit
+    def take_held(self, s, held, given, number, group):
+        """A state that another range left: sixteen bytes of each thread are neighbours of the next thread's."""
+        address = self.held_at(held, given, number, group)
+        for i in cutlass.range_constexpr(cute.size(s) // 4):
+            four = load_four(address + i * (16 * WARPGROUP))
+            for j in cutlass.range_constexpr(4):
+                s[4 * i + j] = four[j]
+
+    @cute.jit
+    def hold(self, s, held, given, number, group):
+        """The way back."""
+        address = self.held_at(held, given, number, group)
+        for i in cutlass.range_constexpr(cute.size(s) // 4):
+            store_four(address + i * (16 * WARPGROUP), [s[4 * i + j] for j in range(4)])
+
+    @cute.jit
+    def held_at(self, held, given, number, group):
+        """Where a thread has its part of a value head's state with this number."""
+        index = (Int64(number) * given.heads + given.head) * given.tiles + (given.block + group)
+        own = cute.arch.thread_idx()[0] % WARPGROUP
+        return held.iterator.toint() + (index * (4 * self.config.width * COLUMNS) + own * 16)
+
+    @cute.jit
     def clear_way(self, group, warp):
         """What left before has been read."""
         if warp == 0:
@@ -156,6 +188,22 @@ class BackBase(WalkBase):
 def entry(given: Any, chunk: Any, group: Any) -> Any:
     """The number of a chunk's state, of a warpgroup's columns."""
     return (Int64(chunk + given.shift) * given.heads + given.head) * given.tiles + (given.block + group)
+
+
+@dsl_user_op
+def store_four(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
+    """Four fp32 to global memory by one store."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in values)]
+    assembly(None, operands, "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def load_four(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Four fp32 of global memory by one load."""
+    values, text = [Int64(address).ir_value(loc=loc, ip=ip)], "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+    kind = llvm.StructType.get_literal([T.f32()] * 4)
+    parts = assembly(kind, values, text, "=f,=f,=f,=f,l,~{memory}", side_effects=True)
+    return [Float32(llvm.extractvalue(T.f32(), parts, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 def tile_of(given: Any, chunk: Any, group: Any) -> Any:

@@ -62,7 +62,7 @@ class BackConsumer(BackBase):
             taken = given.carrier
             if per_sequence == 0:
                 taken = current % 2
-            self.get_state(s, carry, taken, given.head, column, lane)
+            self.take_held(s, carry, given, taken, group)
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(given.high - given.low, unroll=1):
             n = given.high - 1 - i
@@ -107,7 +107,7 @@ class BackConsumer(BackBase):
                 left = given.carrier
                 if per_sequence == 0:
                     left = (current + 1) % 2
-                self.put_state(s, carry, left, given.head, column, lane)
+                self.hold(s, carry, given, left, group)
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 

@@ -67,7 +67,7 @@ def compile_keep(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     """Write ``library``, which exports ``name``; returns registers and stack."""
     variant = KeepConfig(**config)
     dtype = DTYPES[variant.dtype]
-    arguments = [view(dtype, 3), view(dtype, 3), prepared(BACK_ITEM), states(), states()]
+    arguments = [view(dtype, 3), view(dtype, 3), prepared(BACK_ITEM), states(), tiles(Float32, variant.width * COLUMNS)]
     arguments += [tiles(dtype, variant.width * COLUMNS), tiles(dtype, CHUNK * COLUMNS), vector(Int32), vector(Int32)]
     arguments += [Int32(0) for _ in range(5)] + [stream()]
     return compile_kernel(Keep(variant), arguments, name, library)
@@ -77,8 +77,8 @@ def compile_back(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     """Write ``library``, which exports ``name``; returns registers and stack."""
     variant = BackConfig(**config)
     dtype = DTYPES[variant.dtype]
-    arguments = [*(view(dtype, 3) for _ in range(4)), prepared(BACK_ITEM), states(), states(), states()]
-    arguments += [tiles(dtype, variant.width * COLUMNS), vector(Int32), vector(Int32)]
+    arguments = [*(view(dtype, 3) for _ in range(4)), prepared(BACK_ITEM), states(), states()]
+    arguments += [tiles(Float32, variant.width * COLUMNS), tiles(dtype, variant.width * COLUMNS), vector(Int32), vector(Int32)]
     arguments += [Int32(0) for _ in range(3)] + [stream()]
     return compile_kernel(Back(variant), arguments, name, library)
 

@@ -56,7 +56,7 @@ class Keep(KeepConsumer):
         v: cute.Tensor,  # (batch, seqlen, heads_v, M)
         prepared: cute.Tensor,  # (slots * heads_v, BACK_ITEM) fp32
         state: cute.Tensor,  # (sequences, heads_v, E, M) fp32 before the first token, or empty
-        resume: cute.Tensor,  # ((ranges - 1) * carriers, heads_v, E, M) fp32 at the starts of ranges, or empty
+        resume: cute.Tensor,  # ((ranges - 1) * carriers * heads_v * tiles, width * COLUMNS) fp32, at the starts of ranges
         states: cute.Tensor,  # (entries * heads_v * tiles, width * COLUMNS)
         missing: cute.Tensor,  # (slots * heads_v * tiles, TILE): Y, written, or read by a walk `again`
         lengths: cute.Tensor,  # (batch,) int32, or empty

@@ -43,12 +43,12 @@ class KeepConsumer(BackBase):
         tiles = tile_offset(warp, lane)
         kept = shared.kept + group * (config.width * COLUMNS + TILE)
         values = (shared.v_start + (group * TILE + tiles)).toint()
-        self.start(given, s, state, resume, begin, carriers, column, lane)
+        self.start(given, s, state, resume, begin, carriers, group, column, lane)
         stage, phase = Int32(0), Int32(0)
         for n in cutlass.range(given.low, given.high, unroll=1):
             place = given.origin + n
             if place > begin * size and place % size == 0 and n > given.low:
-                self.put_state(s, resume, (place // size - 1) * carriers + given.carrier, given.head, column, lane)
+                self.hold(s, resume, given, (place // size - 1) * carriers + given.carrier, group)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             numbers = (shared.numbers + stage * NUMBERS).toint() + lane % 4 * 8
             pack(s, s_operand, self.dtype)
@@ -113,7 +113,7 @@ class KeepConsumer(BackBase):
         tiles = tile_offset(warp, lane)
         kept = shared.kept + group * (config.width * COLUMNS + TILE)
         values = (shared.v_start + (group * TILE + tiles)).toint()
-        self.start(given, s, state, resume, begin, carriers, column, lane)
+        self.start(given, s, state, resume, begin, carriers, group, column, lane)
         stage, phase = Int32(0), Int32(0)
         for n in cutlass.range(given.low, given.high, unroll=1):
             cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -142,14 +142,14 @@ class KeepConsumer(BackBase):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def start(self, given, s, state, resume, begin, carriers, column, lane):
+    def start(self, given, s, state, resume, begin, carriers, group, column, lane):
         """The state before the first chunk that is walked."""
         s.fill(0.0)
         if given.low == 0:
             if state.shape[0] > given.sequence:
                 self.get_state(s, state, given.sequence, given.head, column, lane)
         elif given.low < given.high:
-            self.get_state(s, resume, (begin - 1) * carriers + given.carrier, given.head, column, lane)
+            self.take_held(s, resume, given, (begin - 1) * carriers + given.carrier, group)
 
     @cute.jit
     def send_state(self, given, group, kept, states, n):

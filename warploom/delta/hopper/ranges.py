@@ -24,7 +24,7 @@ class Ranges(NamedTuple):
     number: int
     entries: int  # chunks of one range
     carriers: int  # sequences that a boundary may cut
-    held: int  # ranges whose tiles are there at a time: 2 where one is walked while the other's gradients are taken
+    held: int  # ranges whose states are there at a time: 2 where one is walked before the other's gradients are taken
 
 
 class Sizes(NamedTuple):
@@ -67,11 +67,12 @@ class Sizes(NamedTuple):
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""
-        kept, every = 4 * self.tiles * COLUMNS * width(self.e), 4 * BACK_ITEM + 2 * self.tiles * TILE
+        kept, every = 2 * self.tiles * COLUMNS * width(self.e) * (cut.held + 1), 4 * BACK_ITEM + 2 * self.tiles * TILE
         boundaries = 0
         if cut.number > 1:
-            boundaries = (cut.number - 1 + (1 if cut.per_sequence else 2)) * cut.carriers * self.e * self.m * 4
-        return self.heads_v * (every * self.slots + kept * cut.entries * cut.held + boundaries)
+            between = cut.number - 1 + (1 if cut.per_sequence else 2)
+            boundaries = between * cut.carriers * self.tiles * COLUMNS * width(self.e) * 4
+        return self.heads_v * (every * self.slots + kept * cut.entries + boundaries)
 
 
 class Kept(NamedTuple):
@@ -79,28 +80,28 @@ class Kept(NamedTuple):
 
     prepared: Tensor
     states: list[Tensor]  # of each range that is held
-    dstates: list[Tensor]
+    dstates: Tensor
     missing: Tensor
     resume: Tensor
     carry: Tensor
 
     @classmethod
-    def of(cls, sizes: Sizes, cut: Ranges, nothing: Tensor, dtype: torch.dtype) -> Kept:
-        """New memory; ``nothing`` stands for what lies between ranges where there is one."""
-        device, count, size = nothing.device, cut.entries * sizes.heads_v * sizes.tiles, width(sizes.e) * COLUMNS
+    def of(cls, sizes: Sizes, cut: Ranges, device: torch.device, dtype: torch.dtype) -> Kept:
+        """New memory."""
+        count, size = cut.entries * sizes.heads_v * sizes.tiles, width(sizes.e) * COLUMNS
 
-        def states(number: int) -> Tensor:
-            shape = (number, sizes.heads_v, sizes.e, sizes.m)
-            return torch.empty(shape, dtype=torch.float32, device=device) if cut.number > 1 else nothing
+        def between(number: int) -> Tensor:
+            number = number * sizes.heads_v * sizes.tiles if cut.number > 1 else 0
+            return torch.empty((number, size), dtype=torch.float32, device=device)
 
-        def tiles() -> list[Tensor]:
-            return [torch.empty((count, size), dtype=dtype, device=device) for _ in range(cut.held)]
+        def states() -> Tensor:
+            return torch.empty((count, size), dtype=dtype, device=device)
 
         return cls(
             torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
-            tiles(),
-            tiles(),
+            [states() for _ in range(cut.held)],
+            states(),
             torch.empty((sizes.slots * sizes.heads_v * sizes.tiles, TILE), dtype=dtype, device=device),
-            states((cut.number - 1) * cut.carriers),
-            states(cut.carriers if cut.per_sequence else 2),
+            between((cut.number - 1) * cut.carriers),
+            between(cut.carriers if cut.per_sequence else 2),
         )
