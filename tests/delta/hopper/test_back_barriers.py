@@ -59,10 +59,10 @@ def problem(name: str, traced: Traced, chunks: int, group: int = 2) -> Launch:
     return launch(traced, values, names.split(), grid=1)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", CORE)
-def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
-    traced, seed = built.traced(name), random.randrange(2**32)
+def test_no_hang_and_no_race(name: str, built: Built) -> None:
+    """More chunks than stages of the rings of walks back and of gradients."""
+    traced, chunks, seed = built.traced(name), 3, random.randrange(2**32)
     print(f"seed {seed}")
     machine = Machine(traced.kernel, problem(name, traced, chunks), seed).run()
     assert machine.stored == chunks * {"keep": 0, "again": 0, "back": 2, "gradients": 4}[name]

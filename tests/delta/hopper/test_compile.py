@@ -9,13 +9,15 @@ import pytest
 
 from tests.compiled import Built, machine_code
 from warploom.delta.hopper.config import BackConfig, GradientConfig, KeepConfig, PrepareConfig, WalkConfig
-from warploom.delta.hopper.plan import named_set
+from warploom.delta.hopper.plan import backs, gradients, modules_of
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 # The wider tile of keys, which takes the most registers, and one of the narrower.
-CORE = {config.name: config for config in named_set() if config.width == 128 or config.name.endswith("d64_w1s3")}
+CORE = {config.name: config for config in modules_of("bfloat16", 128)}
+CORE |= {config.name: config for config in [WalkConfig("bfloat16", 64, 1), *backs("bfloat16", 128), gradients("bfloat16", 128)]}
+CORE |= {config.name: config for config in [KeepConfig("bfloat16", 128), KeepConfig("bfloat16", 128, 2, True)]}
 WALKS = [name for name, config in CORE.items() if isinstance(config, WalkConfig)]
 BACKS = [name for name, config in CORE.items() if isinstance(config, KeepConfig | BackConfig)]
 GRADIENTS = [name for name, config in CORE.items() if isinstance(config, GradientConfig)]
