@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -220,21 +220,6 @@ def hopper(recorder: Recorder) -> Iterator[Callable[[], None]]:
             caches.clear()
 
 
-class _Stream:
-    """A stream, in which launches are as in any other."""
-
-    cuda_stream = 0
-
-    def wait_stream(self, stream: _Stream) -> None:
-        pass
-
-    def wait_event(self, event: None) -> None:
-        pass
-
-    def record_event(self) -> None:
-        pass
-
-
 def _cuda() -> dict[str, Any]:
     properties = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0, name="pretended H100")
     return {
@@ -244,9 +229,7 @@ def _cuda() -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: False,
-        "current_stream": lambda device=None: _Stream(),
-        "Stream": lambda device=None: _Stream(),
-        "stream": nullcontext,
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
     }
 
 

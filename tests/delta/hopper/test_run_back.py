@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -220,7 +219,7 @@ def load(spec: ModuleSpec) -> Callable[..., None]:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "fetch", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
-    monkeypatch.setattr(run_back, "processors", lambda index: 0)  # none beside walks
+    monkeypatch.setattr(run_back, "processors", lambda index: 132)
 
 
 def check(case: Case) -> None:
@@ -247,7 +246,7 @@ def test_ranges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = drawn(tokens=200, state=True, **shape)
     for wanted in (3, 2, 1):
         cut = Sizes.of(case.call()[0]).cut(kind == "chunks of each sequence", wanted)
-        monkeypatch.setattr(run_back, "schedule", lambda sizes, processors, cut=cut: cut)
+        monkeypatch.setattr(Sizes, "ranges", lambda sizes, cut=cut: cut)
         check(case)
 
 
@@ -263,72 +262,13 @@ def test_as_many_ranges_as_room_needs() -> None:
     call, *_ = drawn(tokens=4, heads=1, group=2, e=128, m=128).call()
     long = replace(call, **{n: getattr(call, n)[:, :1].expand(1, 32768, -1, -1) for n in ("q", "k", "v")})
     sizes = Sizes.of(long)
-    assert sizes.ranges() == Ranges(True, 128, 4, 128, 1, 1)
-    assert sizes.ranges(2) == Ranges(True, 86, 6, 86, 1, 2)
-    for held, fewer in ((1, 3), (2, 5)):
-        assert sizes.room(sizes.ranges(held)) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, fewer, held))
+    assert sizes.ranges() == Ranges(True, 128, 4, 128, 1)
+    assert sizes.room(sizes.ranges()) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, 3))
 
 
-def test_what_is_walked_both_ways_at_once() -> None:
-    """Where both walks fit the processors: of 16 sequences they do not, and few tokens are one range."""
+def test_few_tokens_are_one_range() -> None:
     call, *_ = drawn(tokens=4, heads=16, group=2, e=128, m=128).call()
-    assert run_back.schedule(Sizes.of(call), 132) == Ranges(True, 1, 1, 1, 1, 1)
-    sizes = Sizes.of(call)._replace(tokens=8192, chunks=128, slots=128)
-    assert run_back.schedule(sizes, 132) == sizes.ranges(2)
-    many = sizes._replace(sequences=16)
-    assert run_back.schedule(many, 132) == many.ranges()
-
-
-class Stream:
-    """What has been done before what comes next."""
-
-    def __init__(self) -> None:
-        self.done: set[Any] = set()
-
-    def wait_stream(self, other: Stream) -> None:
-        self.done |= other.done
-
-    def wait_event(self, event: frozenset[Any]) -> None:
-        self.done |= event
-
-    def record_event(self) -> frozenset[Any]:
-        return frozenset(self.done)
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 7])
-def test_the_order_of_two_streams(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients follow both walks, a walk those gradients whose states it writes over, and the call's end all of them."""
-    main, other = Stream(), Stream()
-    current = [main]
-
-    @contextmanager
-    def inside(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(run_back, "_stream", lambda device: other)
-    states: dict[int, int] = {}
-    gradients: list[int] = []
-
-    def there(n: int) -> None:
-        assert n == number - 1 or ("there", number - 1) in current[-1].done
-        assert n % 2 not in states or ("taken", states[n % 2]) in current[-1].done
-        states[n % 2] = n
-        current[-1].done.add(("there", n))
-
-    def back(n: int) -> None:
-        assert all(("taken", old) in current[-1].done for old in gradients)
-        gradients.append(n)
-
-    def take(n: int) -> None:
-        assert states[n % 2] == n and ("there", n) in current[-1].done and gradients[-1] == n
-        current[-1].done.add(("taken", n))
-
-    run_back._side_by_side(number, there, back, take, torch.device("cpu"))
-    assert {("taken", n) for n in range(number)} <= main.done and len(current) == 1
+    assert Sizes.of(call).ranges() == Ranges(True, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("name", CASES)

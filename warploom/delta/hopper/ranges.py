@@ -24,7 +24,6 @@ class Ranges(NamedTuple):
     number: int
     entries: int  # chunks of one range
     carriers: int  # sequences that a boundary may cut
-    held: int  # ranges whose states are there at a time: 2 where one is walked before the other's gradients are taken
 
 
 class Sizes(NamedTuple):
@@ -52,22 +51,22 @@ class Sizes(NamedTuple):
         """Of value columns."""
         return -(-self.m // COLUMNS)
 
-    def ranges(self, held: int = 1) -> Ranges:
+    def ranges(self) -> Ranges:
         """The fewest whose room is no more than the bytes of q, k, v and out, or ``SMALL``; else those of the least room."""
         allowed = max(self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2, SMALL)
-        cuts = [self.cut(each, n, held) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
+        cuts = [self.cut(each, n) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
         return next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
 
-    def cut(self, per_sequence: bool, wanted: int, held: int = 1) -> Ranges:
+    def cut(self, per_sequence: bool, wanted: int) -> Ranges:
         """About so many ranges; those of packed sequences, whose lengths only the device knows, are of slots."""
         chunks = self.chunks if per_sequence else self.slots
         size = -(-chunks // wanted)
         entries, carriers = (size * self.sequences, self.sequences) if per_sequence else (size, 1)
-        return Ranges(per_sequence, size, -(-chunks // size), entries, carriers, held)
+        return Ranges(per_sequence, size, -(-chunks // size), entries, carriers)
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""
-        kept, every = 2 * self.tiles * COLUMNS * width(self.e) * (cut.held + 1), 4 * BACK_ITEM + 2 * self.tiles * TILE
+        kept, every = 4 * self.tiles * COLUMNS * width(self.e), 4 * BACK_ITEM + 2 * self.tiles * TILE
         boundaries = 0
         if cut.number > 1:
             between = cut.number - 1 + (1 if cut.per_sequence else 2)
@@ -79,7 +78,7 @@ class Kept(NamedTuple):
     """What kernels of a backward pass leave each other; see `back_base`."""
 
     prepared: Tensor
-    states: list[Tensor]  # of each range that is held
+    states: Tensor
     dstates: Tensor
     missing: Tensor
     resume: Tensor
@@ -99,7 +98,7 @@ class Kept(NamedTuple):
 
         return cls(
             torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
-            [states() for _ in range(cut.held)],
+            states(),
             states(),
             torch.empty((sizes.slots * sizes.heads_v * sizes.tiles, TILE), dtype=dtype, device=device),
             between((cut.number - 1) * cut.carriers),
