@@ -56,7 +56,7 @@ LAUNCHED = {
     "delta": ["prepare_kernel", "walk_kernel"],
     "delta, both passes": ["prepare_kernel", "walk_kernel", "prepare_kernel", "walk_kernel", *BACKWARD],
     "delta on Hopper": ["delta_prepare", "delta_walk"],
-    "delta on Hopper, both passes": ["delta_prepare", "delta_walk", "prepare_kernel", "walk_kernel", *BACKWARD],
+    "delta on Hopper, both passes": [f"delta_{n}" for n in ("prepare", "walk", "prepare", "keep", "back", "gradients")],
     "delta step": ["step_kernel"],
     "linear": ["forward_kernel"],
     "linear, both passes": ["forward_kernel", "dq_kernel", "dkdv_kernel"],

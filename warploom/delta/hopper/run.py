@@ -21,7 +21,7 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
     q, k, v = (aligned(t) for t in (call.q, call.k, call.v))
     beta, decay = call.beta, call.beta if call.decay is None else call.decay
     batch, seqlen, heads_v, m = v.shape
-    none, no_state = _nothing(q.device)
+    none, no_state = nothing(q.device)
     lengths, cu = (none if t is None else t.contiguous() for t in (call.lengths, call.cu_seqlens))
     slots = seqlen // CHUNK + call.sequences + 1 if call.cu_seqlens is not None else batch * -(-seqlen // CHUNK)
     out = torch.empty((batch, seqlen, heads_v, m), dtype=v.dtype, device=v.device)
@@ -30,8 +30,8 @@ def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]
     prepared = torch.empty((slots * heads_v, ITEM), dtype=torch.float32, device=v.device)
     dtype = str(v.dtype).removeprefix("torch.")
     sequences = call.sequences + (call.cu_seqlens is not None)
-    processors = _processors(q.device.index)
-    variants = prepare(dtype, q.shape[3]), walk(dtype, q.shape[3], m, sequences * heads_v, processors)
+    count = processors(q.device.index)
+    variants = prepare(dtype, q.shape[3]), walk(dtype, q.shape[3], m, sequences * heads_v, count)
     first, second = (modules.fetch(variant.spec) for variant in variants)
     with on_device(q):
         first(
@@ -61,12 +61,12 @@ def bind(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Ten
 
 
 @cache
-def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
+def nothing(device: torch.device) -> tuple[Tensor, Tensor]:
     """What stands for lengths or starts, and for states, that are not there."""
     return torch.empty(0, dtype=torch.int32, device=device), torch.empty((0, 1, 1, 1), dtype=torch.float32, device=device)
 
 
 @cache
-def _processors(index: int | None) -> int:
+def processors(index: int | None) -> int:
     """Streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
