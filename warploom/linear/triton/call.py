@@ -36,6 +36,8 @@ class Variant(NamedTuple):
     wide: bool  # offsets within a chunk pass 31 bits
     direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
     decay: bool
+    a_head: bool  # a decay is one constant a head, and weighed in rows
+    by_rows: bool  # a decay is weighed in rows
     present: tuple[bool, ...]  # which optional arguments there are
     device: int | None  # None: the interpreter
 
@@ -73,6 +75,7 @@ class Tensors(NamedTuple):
     decay: Tensor | None
     lengths: Tensor | None
     cu: Tensor | None
+    sums: Tensor | None = None  # of the decay's logs, where they are weighed in rows
 
     @classmethod
     def of(cls, c: LinearCall) -> Tensors:
@@ -124,6 +127,7 @@ class Call:
         strides_g = None if c.decay is None else c.decays().stride()
         in_units = [tuple(s // unit for s in group) for group in strides]
         aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
+        by_rows = c.decay is not None and tiling.by_rows
         small = max(seqlen_q, seqlen_k) < _WHOLE and all(abs(s) < 2**31 for group in in_units for s in group)
         if strides_g is not None:
             small = small and max(abs(s) for s in strides_g) < 2**31
@@ -141,6 +145,8 @@ class Call:
                 wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
                 direct=aligned and small,
                 decay=c.decay is not None,
+                a_head=by_rows and c.decay is not None and c.decay.ndim == 1,
+                by_rows=by_rows,
                 present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),
                 device=q.device.index,
             ),
@@ -186,8 +192,8 @@ class Call:
 
     def looks_back(self, programs: int) -> bool:
         """Whether segments find the states before them by looking back, in one launch, where `programs` walk a sequence."""
-        # States that fade would have to be looked back on with their segments' logs.
-        same = not self.variant.decay and self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
+        weighed = not self.variant.decay or self.variant.by_rows
+        same = weighed and self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
         short = not self.packed and self.seqlen_q <= self.config.segment
         return self.config.lookback and same and not short and not self.crowded(programs * self.sequences)
 

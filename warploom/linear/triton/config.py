@@ -45,6 +45,9 @@ class Config:
     # that leaves enough for the device.
     lookback: bool = True
     coarse: int = 1
+    # With a decay: rows and columns of what tokens are to each other are weighed apart, in place of every pair; its sums of logs
+    # are single fp32 numbers, and operands pass fp16's range. Chunks of all kernels are then equal.
+    by_rows: bool = False
 
 
 def _same(t: Tiling, together: bool) -> Config:
@@ -90,7 +93,13 @@ def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
 
 
 # With a decay; forward passes measured on an H200, bf16, the others compiled only. What fades takes registers beside the state.
-def _hopper_decay(width: int) -> Config:
+def _hopper_decay(width: int, normalize: bool, mapped: bool) -> Config:
+    plain = _hopper(width, normalize, mapped)
+    return replace(plain, by_rows=True)
+
+
+# In fp16 pairs are weighed, whose weights take registers and room beside the state.
+def _hopper_pairs(width: int) -> Config:
     if width == 64:
         # 66 us against 75 with eight warps, 8 × 16 heads of 2048 tokens.
         deep, flat = Tiling(64, 64, 4, 3), Tiling(64, 64, 8, 2)
@@ -146,7 +155,7 @@ def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool,
     if dtype == torch.float32:
         return _unstaged(_FLOAT32[width]) if decay else _FLOAT32[width]
     if 90 <= capability < 120 and decay:
-        return _hopper_decay(width)
+        return _hopper_decay(width, normalize, mapped) if dtype == torch.bfloat16 else _hopper_pairs(width)
     if 90 <= capability < 120:
         return _hopper(width, normalize, mapped)
     return _unstaged(_AMPERE[width]) if decay else _AMPERE[width]

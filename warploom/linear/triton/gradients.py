@@ -21,11 +21,11 @@ class Pieces(NamedTuple):
     """What the decay's gradient is made of: see `Decay` in backward_kernels.py."""
 
     first_s: Tensor
-    first_z: Tensor
+    first_z: Tensor | None  # where dz may be other than 0
     from_queries: Tensor  # (blocks of dQ's kernel, batch, heads, seqlen_q)
 
     @classmethod
-    def like(cls, call: Call) -> Pieces:
+    def like(cls, call: Call, with_z: bool) -> Pieces:
         """What stands for them."""
         variant, tiling = call.variant, call.config.dq
         chunks, blocks = call.chunks(tiling.chunk), -(-variant.e // block_of(variant.e, tiling.block))
@@ -33,24 +33,26 @@ class Pieces(NamedTuple):
         narrow = torch.bfloat16 if variant.dtype == torch.bfloat16 else torch.float32
         return cls(
             call.like((chunks, call.heads_kv, variant.m, variant.e), narrow),
-            call.like((chunks, call.heads_kv, variant.e)),
+            call.like((chunks, call.heads_kv, variant.e)) if with_z else None,
             call.like((blocks, call.batch, call.heads, call.seqlen_q)),
         )
 
     def new(self) -> Pieces:
-        return Pieces(*[torch.empty_like(t) for t in self])
+        first_s, first_z, from_queries = self
+        return Pieces(torch.empty_like(first_s), new(first_z), torch.empty_like(from_queries))
 
 
-def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
-    """What writes dq and, if asked for, `Pieces`, and returns delta, (batch, heads, seqlen_q), where the call normalizes.
+def of_queries(call: Call, pieces: Pieces | None) -> Callable[..., Tensor | None]:
+    """What writes dq and, if there are such, `Pieces`, and returns delta, (batch, heads, seqlen_q), where the call normalizes.
 
     It takes the call's tensors, dout, dq, norm and the pieces.
     """
     variant, tiling = call.variant, call.config.dq
+    with_pieces, with_z = pieces is not None, pieces is not None and pieces.first_z is not None
     blocks = -(-variant.e // block_of(variant.e, tiling.block))
     programs = call.heads * blocks
     # With a denominator too many registers hold what waits: 98 against 116 us at 16 heads of 16384 tokens, D64.
-    looks_back = call.looks_back(programs) and not variant.normalize
+    looks_back = call.looks_back(programs) and not variant.normalize and not with_pieces
     if looks_back:
         cut, per_slot, present = call.looking_back(programs), False, call.with_state
         make_room = room(call, cut, programs, block_of(variant.e, tiling.block), padded(variant.m))
@@ -64,7 +66,7 @@ def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
     )
 
     def launch_of(part: int) -> Callable[..., None]:
-        launch = _dq_launch(variant, tiling, part, per_slot, (present, looks_back, with_pieces))
+        launch = _dq_launch(variant, tiling, part, per_slot, (present, looks_back, with_pieces, with_z))
         return launch.kept((cut.slots * programs, 1), rest)
 
     parted = like_delta is not None and blocks > 1
@@ -77,7 +79,7 @@ def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
             first, held = t.states, make_room()
         else:
             first = before.states(t, NO_STATES)
-        behind = (*first, *held, t.lengths, t.cu, t.decay, *((None, None, None) if pieces is None else pieces))
+        behind = (*first, *held, t.lengths, t.cu, t.decay, t.sums, *((None, None, None) if pieces is None else pieces))
         delta = new(like_delta)
         first_launch(t.q, t.k, t.v, dout, dq, norm, delta, *behind)
         if second_launch is None or delta is None:
@@ -89,7 +91,7 @@ def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
     return run
 
 
-def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[..., Tensor | None]:
+def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool, with_z: bool) -> Callable[..., Tensor | None]:
     """What writes dk, dv and the gradients of the initial states, and returns that of the logs where there are pieces for it.
 
     It takes the call's tensors, dout, dk, dv, norm, delta, the gradients of the last states, of which ``last`` says which there
@@ -113,7 +115,7 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[
         writes = one_pass and "k" in part and call.with_state
         paired = config.paired and part == "kv"
         launch = _dkdv_launch(
-            variant, tiling, part, paired, after.per_slot, (*after.present, writes, with_pieces)
+            variant, tiling, part, paired, after.per_slot, (*after.present, writes, with_pieces, with_z)
         ).kept(
             (cut.slots * call.heads_kv * blocks[part] * (2 if paired else 1), 1),
             (
@@ -137,7 +139,7 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[
             kept = (pieces.first_s, pieces.first_z, from_queries, logs)
         for launch, writes in launches:
             out = first if writes else NO_STATES
-            launch(t.q, t.k, t.v, dout, dk, dv, norm, delta, *states, *out, t.lengths, t.cu, t.decay, *kept)
+            launch(t.q, t.k, t.v, dout, dk, dv, norm, delta, *states, *out, t.lengths, t.cu, t.decay, t.sums, *kept)
         return None if logs is None else logs[0] if parts_e == 1 else logs.sum(0)
 
     return run
@@ -146,7 +148,7 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[
 @cache
 def _dq_launch(variant: Variant, tiling: Tiling, part: int, per_slot: bool, present: tuple[bool, ...]) -> Launch:
     shapes = dims(variant, BE=block_of(variant.e, tiling.block), DM=padded(variant.m))
-    flags = {"PART": part, "PER_SLOT": per_slot, "COLUMNS": tiling.columns}
+    flags = {"PART": part, "PER_SLOT": per_slot, "COLUMNS": tiling.columns, "A_HEAD": variant.a_head}
     options = {**shapes, **maps(variant), **kind(variant), **tile(tiling), **flags}
     return Launch(dq_kernel, options, direct=variant.direct)
 
@@ -159,5 +161,6 @@ def _dkdv_launch(
     bm = padded(variant.m) if "k" in part and not paired else block_of(variant.m, tiling.block)
     whole = {"DE": padded(variant.e), "DM": padded(variant.m)}
     flags = {"GROUP": variant.group, "WITH_DK": "k" in part, "WITH_DV": "v" in part, "PAIRED": paired, "PER_SLOT": per_slot}
+    flags["A_HEAD"] = variant.a_head
     options = {**dims(variant, BE=be, BM=bm, **whole), **maps(variant), **kind(variant), **tile(tiling), **flags}
     return Launch(dkdv_kernel, options, direct=variant.direct)
