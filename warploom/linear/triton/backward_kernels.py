@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY, through_map
+from warploom.kernels.triton.logs import exp2
 from warploom.kernels.triton.numerics import exp
 from warploom.kernels.triton.operands import operand, power_of_two, times
 from warploom.linear.triton.device import (
@@ -49,7 +50,6 @@ from warploom.linear.triton.fading import (
     NONE,
     chunk_of,
     chunk_sums,
-    exp2,
     faded,
     fading,
     left_at,
@@ -244,7 +244,6 @@ def dq_kernel(
     e = block * BE + tl.arange(0, BE)
     m = tl.arange(0, DM)
     rows = n.to(tl.int64) if WIDE else n
-    dtype = v_ptr.dtype.element_ty
     q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head, UNIT)
     k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_kv, UNIT)
     v_base = head_base(Source(v_ptr, stride_vb, stride_vs, stride_vh), at, head_kv, UNIT)
@@ -682,7 +681,8 @@ def _gradients(
     fades = decay.logs
     # With dK, whose products it needs.
     DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
-    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. By weights of pairs one row, by sums.
+    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. By weights of pairs one row, by
+    # sums.
     dz = tl.zeros([1 if FADES == EXACT else C, BE], tl.float32)
     if states.s is not None:
         ds = tl.trans(load_state(states.s, states.index, states.lives, e, m, E, M))
@@ -831,9 +831,8 @@ def _gradients(
         ds, dz = ds * tail, dz * tail
     if WITH_DK and states.s_out is not None:
         store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
-        tl.store(
-            states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if FADES == EXACT else -2.0 / C), mask=(e < E) & states.lives
-        )
+        sums_dz = tl.sum(dz, 0) * (-1.0 if FADES == EXACT else -2.0 / C)
+        tl.store(states.z_out + states.index * E + e, sums_dz, mask=(e < E) & states.lives)
 
 
 @triton.jit
@@ -857,7 +856,9 @@ def _weights(
     NORMALIZE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """f, weighed by `since` if that is not None, over a power of two, as an operand and in fp32, delta, dO and the power, of a chunk's queries of one head.
+    """f over a power of two, as an operand and in fp32, delta, dO and the power, of a chunk's queries of one head.
+
+    Rows of f are weighed by `since`, unless that is None.
 
     Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
     """

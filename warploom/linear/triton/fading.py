@@ -2,7 +2,7 @@
 
 With c_i the sum of the logs up to token i of a chunk, its own among them: exp(c_i) is left at token i of the sums before the
 chunk, exp(c_i - c_j) of key j, exp(c_end - c_j) of key j at the chunk's end. No exponent is above 0, and none is a
-difference of infinities: logs are held to LOWEST, of which exp() is 0.
+difference of infinities: logs are held to a lowest one, of which exp() is 0.
 
 Sums of logs are kept as two fp32 numbers. After a token that forgets (-inf, or a few of -20) one number would have no bits left
 for the small logs that follow it, while the difference of two such sums is exact.
@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY
+from warploom.kernels.triton.logs import held, sums_in_log2
 from warploom.kernels.triton.numerics import INTERPRETED, LOG2E, exp
 from warploom.linear.triton.device import Source, head_base, load_chunk, load_operand, place, row_base
-
-# exp() of it is 0 in fp32, its subnormal numbers among them.
-LOWEST = tl.constexpr(-128.0)
 
 
 class Logs(NamedTuple):
@@ -37,8 +35,7 @@ class Logs(NamedTuple):
 def load_logs(base, t, n, stride, length):
     """Logs of tokens t + n, 0 from `length` on."""
     own = tl.load(base + (tl.cast(t, tl.int64) + n) * stride, mask=t + n < length, other=0.0)
-    # Not a maximum: that would turn a NaN into a number.
-    own = tl.where(own < LOWEST, LOWEST, own)
+    own = held(own)
     wide = own.to(tl.float64)
     sums, everything = tl.cumsum(wide, 0), tl.sum(wide, 0)
     high, all_high = sums.to(tl.float32), everything.to(tl.float32)
@@ -133,7 +130,7 @@ def fading(decay_ptr, sums_ptr, stride_b, stride_s, stride_h, at, head, heads, s
     logs = head_base(Source(decay_ptr, stride_b, stride_s, stride_h), at, head, 1)
     constant, sums = 0.0, logs
     if A_HEAD:
-        constant = log2_of_head(logs)
+        constant = held(tl.load(logs)) * LOG2E
     if sums_ptr is not None:
         sums = row_base(sums_ptr, at, head, heads, tl.maximum(seqlen_q, seqlen_k))
     return Fading(logs, stride_s, sums, constant, tl.maximum(at.rows_q, at.rows_k), at.len_k)
@@ -146,23 +143,6 @@ class Sums(NamedTuple):
     first: Any
     last: Any
     middle: Any
-
-
-@triton.jit
-def exp2(x):
-    """2^x, 0 where it is subnormal."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def log2_of_head(base):
-    """A constant of a head in log2."""
-    log = tl.load(base)
-    # Not a maximum: that would turn a NaN into a number.
-    return tl.where(log < LOWEST, LOWEST, log) * LOG2E
 
 
 @triton.jit
@@ -194,7 +174,6 @@ def steep(base, constant, first, stop, rows, C: tl.constexpr, A_HEAD: tl.constex
     if A_HEAD:
         return (constant * (1 - C) <= STEEPEST) == 0
     else:
-        most = tl.zeros([], tl.float32)
         odd = tl.zeros([], tl.int32)
         for t in range(first, stop, 64 * C):
             starts = t + tl.arange(0, 64) * C
@@ -211,7 +190,12 @@ def weighed(x, weights):
     return (x.to(tl.float32) * weights[:, None]).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["lengths_ptr", "cu_ptr", "stride_gb", "stride_gs", "stride_gh", "sequences", "segments", "heads", "seqlen_q", "seqlen_k"])
+@triton.jit(
+    do_not_specialize=[
+        "lengths_ptr", "cu_ptr", "stride_gb", "stride_gs", "stride_gh",
+        "sequences", "segments", "seqlen_q", "seqlen_k", "heads",
+    ]
+)  # fmt: skip
 def sums_kernel(
     decay_ptr,
     sums_ptr,
@@ -239,8 +223,7 @@ def sums_kernel(
     tokens = at.first + tl.arange(0, C)
     base = decay_ptr + at.batch * stride_gb + (at.start + tokens)[:, None] * stride_gs + head.to(tl.int64)[None, :] * stride_gh
     logs = tl.load(base, mask=(tokens < at.len_k)[:, None] & (head < heads)[None, :], other=0.0)
-    logs = tl.where(logs < LOWEST, LOWEST, logs)
-    sums = (tl.cumsum(logs.to(tl.float64), 0) * 1.4426950408889634).to(tl.float32)
+    sums = sums_in_log2(logs)
     longest = tl.maximum(seqlen_q, seqlen_k)
     to = sums_ptr + (at.batch * heads + head)[None, :] * longest + (at.start + tokens)[:, None]
     tl.store(to, sums, mask=(tokens < rows)[:, None] & (head < heads)[None, :])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY
+from warploom.kernels.triton.logs import exp2
 from warploom.kernels.triton.numerics import exp
 from warploom.kernels.triton.operands import operand, times
 from warploom.linear.triton.device import (
@@ -35,7 +36,6 @@ from warploom.linear.triton.fading import (
     EXACT,
     NONE,
     chunk_sums,
-    exp2,
     faded,
     fading,
     left_at,
@@ -57,7 +57,7 @@ _PLAIN = [
 
 
 class Queries(NamedTuple):
-    """A head's queries: where the sequence's begin, how many may be read, their stride; what their results go to, and numbers."""
+    """A head's queries: where the sequence's begin, how many may be read, their stride; where results go; numbers."""
 
     q: Any
     length: Any
@@ -173,7 +173,6 @@ def forward_kernel(
     e = tl.arange(0, DE)
     m = block * BM + tl.arange(0, BM)
     rows = n.to(tl.int64) if WIDE else n
-    dtype = v_ptr.dtype.element_ty
     q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head, UNIT)
     k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_kv, UNIT)
     v_base = head_base(Source(v_ptr, stride_vb, stride_vs, stride_vh), at, head_kv, UNIT)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.logs import exp2
 from warploom.kernels.triton.numerics import INTERPRETED
 from warploom.linear.triton.device import dot, load_chunk, load_operand
-from warploom.linear.triton.fading import chunk_sums, exp2, weighed
+from warploom.linear.triton.fading import chunk_sums, weighed
 
 # Segments of a group. Longer ones add more states, shorter ones wait for each other more often.
 GROUP = tl.constexpr(16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels.triton.logs import exp2
 from warploom.kernels.triton.numerics import LN2, exp
 from warploom.kernels.triton.operands import power_of_two
 from warploom.kernels.triton.packed import span
@@ -19,7 +20,7 @@ from warploom.linear.triton.device import (
     row_base,
     store_state,
 )
-from warploom.linear.triton.fading import chunk_sums, exp2, faded, fading, load_logs
+from warploom.linear.triton.fading import chunk_sums, faded, fading, load_logs
 
 _PLAIN = [
     "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "lengths_ptr", "cu_ptr", "decay_ptr", "sums_ptr", "fading_ptr",
