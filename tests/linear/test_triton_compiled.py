@@ -121,7 +121,8 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     found = {
         launch[0].__name__: launch for launch in launches(64, "elu+1", True, 2, torch.zeros(1, 4096, 2, requires_grad=True))
     }
-    assert found.pop("scan_kernel") and set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
+    assert found.pop("scan_kernel") and found.pop("sums_kernel")
+    assert set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
     for name, launch in found.items():
         binary = compiled(*launch)
         assert binary.metadata.shared <= SHARED_LIMIT, name
@@ -133,6 +134,8 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_gradients_of_a_decay_meet_in_equal_chunks(width: int, capability: int, dtype: torch.dtype) -> None:
-    """dQ's kernel leaves the states before its chunks to dK's."""
+    """dQ's kernel leaves the states before its chunks to dK's. Sums of logs are all kernels'."""
     c = config(dtype, width, width, capability, True, True, True)
-    assert c.dq.chunk == (c.dkdv or c.dk).chunk and not c.lookback
+    assert c.dq.chunk == (c.dkdv or c.dk).chunk
+    assert not c.by_rows or {t.chunk for t in (c.forward, c.state, c.dv)} == {c.dq.chunk}
+    assert c.by_rows == (dtype == torch.bfloat16 and capability == 90)

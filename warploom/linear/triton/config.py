@@ -45,7 +45,7 @@ class Config:
     # that leaves enough for the device.
     lookback: bool = True
     coarse: int = 1
-    # With a decay: rows and columns of what tokens are to each other are weighed apart, in place of every pair; sums of its logs
+    # With a decay: rows and columns of tokens by tokens are weighed apart, in place of every pair; sums of its logs
     # are single fp32 numbers, and operands pass fp16's range. Chunks of all kernels are then equal.
     by_rows: bool = False
 
