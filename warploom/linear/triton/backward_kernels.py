@@ -15,6 +15,7 @@ With a decay everything fades as fading.py has it. The gradient of the log at to
 and a key j < t gives, P_ij (dO_i.v_j - delta_i) with P of what is left: of keys before the chunk and queries in it (dQ's kernel
 sums those by query), of keys in it and queries after it, of keys before and queries after it (<dS, S>, for which dQ's kernel
 leaves S before every chunk), and of both in it, where sums over rows and columns of the strict triangle give all t at once.
+log_gradients.py adds them up.
 Taken by differences of whole gradients instead (q.dq - k.dk, summed from the end) it would drown in the rounding of all that
 was forgotten.
 """
@@ -89,18 +90,21 @@ class States(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """The logs, and what their gradient is made of and goes to: each None where it is not asked for.
+    """The logs, and what their gradient is made of: each None where it is not asked for.
 
-    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk; from_queries
-    (batch, heads, seqlen_q); gradient (blocks, batch, seqlen_k, heads_kv), a block `stride` elements.
+    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk. Left for log_gradients.py:
+    terms (blocks, 2, batch, heads_kv, the longer seqlen), `stride` elements for each of the two, of pairs within a chunk by
+    query less by key, and of keys with queries after it; both (blocks, chunks, heads_kv, M), `stride_both` elements a block, of
+    pairs with the chunk between them.
     """
 
     logs: Any
     first_s: Any
     first_z: Any
-    from_queries: Any
-    gradient: Any
+    terms: Any
+    both: Any
     stride: Any
+    stride_both: Any
 
 
 class Bases(NamedTuple):
@@ -124,7 +128,7 @@ class Bases(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What dq_kernel leaves for the decay's gradient: see `Decay`; from_queries is the head's."""
+    """What dq_kernel leaves for the decay's gradient: see `Decay`; and what queries give of keys before their chunk."""
 
     first_s: Any
     first_z: Any
@@ -141,9 +145,9 @@ GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
 
 _PLAIN = [
     "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
-    "decay_ptr", "sums_ptr", "first_z_ptr", "from_queries_ptr", "ddecay_ptr",
+    "decay_ptr", "sums_ptr", "first_z_ptr", "from_queries_ptr", "terms_ptr", "both_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
-    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_block",
+    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_terms", "stride_both",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",
 ]  # fmt: skip
 
@@ -479,8 +483,8 @@ def dkdv_kernel(
     sums_ptr,
     first_s_ptr,
     first_z_ptr,
-    from_queries_ptr,
-    ddecay_ptr,
+    terms_ptr,
+    both_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -496,7 +500,8 @@ def dkdv_kernel(
     stride_gb,
     stride_gs,
     stride_gh,
-    stride_block,
+    stride_terms,
+    stride_both,
     sequences,
     segments,
     segment,
@@ -573,7 +578,7 @@ def dkdv_kernel(
         fades = fading(
             decay_ptr, sums_ptr, stride_gb, stride_gs, stride_gh, at, head_kv, heads_kv, seqlen_q, seqlen_k, A_HEAD
         )  # fmt: skip
-    decay = Decay(fades, first_s_ptr, first_z_ptr, from_queries_ptr, ddecay_ptr, stride_block)
+    decay = Decay(fades, first_s_ptr, first_z_ptr, terms_ptr, both_ptr, stride_terms, stride_both)
     arguments = (at, stop, block, head_kv, heads_kv, tensors, states, decay, dk_ptr, dv_ptr, lengths_ptr, cu_ptr, scale)
     # Tuples would not keep constants.
     if not ROWS:
@@ -680,7 +685,7 @@ def _gradients(
     DECAY: tl.constexpr = FADES != NONE
     fades = decay.logs
     # With dK, whose products it needs.
-    DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
+    DECAY_GRAD: tl.constexpr = WITH_DK and decay.terms is not None
     # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. By weights of pairs one row, by
     # sums.
     dz = tl.zeros([1 if FADES == EXACT else C, BE], tl.float32)
@@ -728,7 +733,7 @@ def _gradients(
             pairs, left, kept = left_by_columns(logs), left_at(logs), exp(logs.all_high)
             left_of_keys = left_at_end(logs)
         if DECAY_GRAD:
-            from_queries, to_keys = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            by_query, by_key = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
@@ -750,9 +755,9 @@ def _gradients(
                     elif NORMALIZE:
                         next_dz = _to_sums(next_dz, w, f, delta, common, C)
                 if DECAY_GRAD:
-                    by_query, by_key = _met(fk, f, w, common, C)
-                    from_queries += by_query + _from_queries(decay, at, block, head, heads_kv * GROUP, t, tensors.seqlen_q, C)
-                    to_keys += by_key
+                    of_head = _met(fk, f, w, common, C)
+                    by_query += of_head[0]
+                    by_key += of_head[1]
                 if FADES == EXACT:
                     f = faded(wide, left).to(dtype)
                 next_ds = _to_state(next_ds, f, dout, common)
@@ -781,22 +786,26 @@ def _gradients(
                 after *= left_of_keys[:, None]
                 if DECAY_GRAD:
                     if CAUSAL and GROUP == 1:
-                        from_queries, to_keys = _met(fk, f, w, common, C)
-                        from_queries += _from_queries(decay, at, block, head_kv, heads_kv, t, tensors.seqlen_q, C)
+                        by_query, by_key = _met(fk, f, w, common, C)
                     chunk = chunk_of(at, t, cu_ptr, tl.maximum(tensors.seqlen_q, tensors.seqlen_k), C) * heads_kv + head_kv
                     inside = (m < M)[:, None] & (e < E)[None, :]
-                    first_s = tl.load(decay.first_s + chunk * (E * M) + m[:, None] * E + e[None, :], mask=inside, other=0.0)
-                    both = tl.sum(tl.sum(ds * first_s.to(tl.float32), 1), 0)
+                    own = decay.first_s + chunk * (E * M) + m[:, None] * E + e[None, :]
+                    both = tl.sum(ds * tl.load(own, mask=inside, other=0.0).to(tl.float32), 1)
                     if (NORMALIZE or states.z is not None) and decay.first_z is not None:
                         first_z = tl.load(decay.first_z + chunk * E + e, mask=e < E, other=0.0)
-                        both -= tl.sum(tl.sum(dz, 0) * first_z, 0) * (1.0 if FADES == EXACT else 2.0 / C)
-                    of_keys = tl.sum(fk.to(tl.float32) * after, 1)
-                    found = tl.cumsum(from_queries - to_keys, 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys)
+                        of_z = tl.sum(tl.sum(dz, 0) * first_z, 0) * (1.0 if FADES == EXACT else 2.0 / C)
+                        both -= tl.where(m == 0, of_z, 0.0)
                     if FADES == BY_ROWS:
                         both *= after_this * exp2(sums.last)
                     else:
                         both *= kept
-                    _store_logs(decay, at, block, head_kv, heads_kv, t, fades, found + both, tensors.seqlen_k, C)
+                    to = decay.both + tl.cast(decay.stride_both, tl.int64) * block + chunk * M + m
+                    tl.store(to, both, mask=m < M)
+                    line = (at.batch * heads_kv + head_kv) * tl.maximum(tensors.seqlen_q, tensors.seqlen_k) + at.start
+                    to = decay.terms + 2 * tl.cast(decay.stride, tl.int64) * block + line + t + n
+                    live = t + n < fades.rows
+                    tl.store(to, by_query - by_key, mask=live)
+                    tl.store(to + decay.stride, tl.sum(fk.to(tl.float32) * after, 1), mask=live)
                 dk = after - dk
             else:
                 dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
@@ -944,24 +953,6 @@ def _met(fk, f, w, common, C: tl.constexpr):
     met = dot(fk, tl.trans(f), None) * w.to(tl.float32) * -common
     met = tl.where(n[:, None] < n[None, :], met, 0.0)
     return tl.sum(met, 0), tl.sum(met, 1)
-
-
-@triton.jit
-def _from_queries(decay, at, block, head, heads, t, seqlen_q, C: tl.constexpr):
-    """What the chunk's queries of one head give of keys before the chunk, for the first block to add."""
-    rows = t + tl.arange(0, C)
-    inside = (rows < at.rows_q) & (block == 0)
-    return tl.load(row_base(decay.from_queries, at, head, heads, seqlen_q) + rows, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_logs(decay, at, block, head, heads, t, fades, found, seqlen_k, C: tl.constexpr):
-    """The gradients of a chunk's logs, by this block of E; 0 where all is forgotten, whatever rounding left of its terms."""
-    rows = t + tl.arange(0, C)
-    log = tl.load(fades.logs + rows.to(tl.int64) * fades.stride, mask=rows < at.len_k, other=0.0)
-    found = tl.where((exp(log) == 0.0) | (rows >= at.len_k), 0.0, found)
-    base = decay.gradient + block.to(tl.int64) * decay.stride + (at.batch * seqlen_k + at.start) * heads + head
-    tl.store(base + rows.to(tl.int64) * heads, found, mask=rows < at.rows_k)
 
 
 @triton.jit

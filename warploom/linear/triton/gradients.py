@@ -12,6 +12,7 @@ from torch import Tensor
 from warploom.linear.triton.backward_kernels import GIVEN_DELTA, PARTIAL_DELTA, WHOLE, dkdv_kernel, dq_kernel
 from warploom.linear.triton.call import NO_STATES, Call, States, Tensors, Variant, block_of, dims, new
 from warploom.linear.triton.config import Tiling, padded
+from warploom.linear.triton.log_gradients import log_gradients_kernel
 from warploom.linear.triton.options import kind, maps, tile
 from warploom.linear.triton.states import prefixes, room, suffixes
 from warploom.runtime.triton_launch import Launch
@@ -108,8 +109,7 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool, with_z: bool
     one_pass = cut.whole and variant.causal
     whole = config.dkdv is not None and not config.paired
     parts_e = 1 if whole else -(-variant.e // (config.dkdv or config.dk).block)
-    like_logs = call.like((parts_e, call.batch, call.seqlen_k, call.heads_kv))
-    stride = call.batch * call.seqlen_k * call.heads_kv if with_pieces else None
+    add = LogGradients(call, parts_e) if with_pieces else None
     launches = []
     for part, tiling in parts:
         writes = one_pass and "k" in part and call.with_state
@@ -119,7 +119,8 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool, with_z: bool
         ).kept(
             (cut.slots * call.heads_kv * blocks[part] * (2 if paired else 1), 1),
             (
-                *(*call.strides_q, *call.strides_k, *call.strides_v, *call.strides_do, *call.strides_g, stride),
+                *(*call.strides_q, *call.strides_k, *call.strides_v, *call.strides_do, *call.strides_g),
+                *((None, None) if add is None else add.strides),
                 *(*call.numbers(cut), call.heads_kv, call.scale),
             ),
         )
@@ -130,19 +131,55 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool, with_z: bool
         first: States, pieces: Pieces | None,
     ) -> Tensor | None:  # fmt: skip
         states = after.states(t, dout, norm, delta, last, first)
-        kept: tuple[Tensor | None, ...] = (None, None, None, None)
-        logs = None
-        if pieces is not None:
-            from_queries = pieces.from_queries
-            from_queries = from_queries[0] if len(from_queries) == 1 else from_queries.sum(0)
-            logs = torch.empty_like(like_logs)
-            kept = (pieces.first_s, pieces.first_z, from_queries, logs)
+        left: tuple[Tensor | None, ...] = (None, None)
+        if add is not None:
+            left = add.new()
+        before = (None, None) if pieces is None else pieces[:2]
         for launch, writes in launches:
             out = first if writes else NO_STATES
-            launch(t.q, t.k, t.v, dout, dk, dv, norm, delta, *states, *out, t.lengths, t.cu, t.decay, t.sums, *kept)
-        return None if logs is None else logs[0] if parts_e == 1 else logs.sum(0)
+            launch(t.q, t.k, t.v, dout, dk, dv, norm, delta, *states, *out, t.lengths, t.cu, t.decay, t.sums, *before, *left)
+        return None if add is None or pieces is None else add(t, pieces.from_queries, *left)
 
     return run
+
+
+class LogGradients:
+    """What makes the gradient of the logs of what dQ's and dK's kernels leave; of dK's kernel in so many blocks."""
+
+    def __init__(self, call: Call, blocks: int) -> None:
+        variant, chunk = call.variant, call.config.dq.chunk
+        longest, chunks = max(call.seqlen_q, call.seqlen_k), call.chunks(chunk)
+        self.strides = call.batch * call.heads_kv * longest, chunks * call.heads_kv * variant.m
+        self._terms = call.like((blocks, 2, call.batch, call.heads_kv, longest))
+        self._both = call.like((blocks, chunks, call.heads_kv, variant.m))
+        self._gradient = call.like((call.batch, call.seqlen_k, call.heads_kv))
+        cut = call.cut(call.seqlen_k, chunk)
+        blocks_q = -(-variant.e // block_of(variant.e, call.config.dq.block))
+        self._launch = _logs_launch(variant, chunk, blocks_q, blocks).kept(
+            (cut.slots * -(-call.heads_kv // _LOGS["HEADS"]), 1),
+            (
+                *(*call.strides_g, call.sequences, cut.segments, call.seqlen_q, call.seqlen_k, call.heads_kv, call.batch),
+                self.strides[1],
+            ),
+        )
+
+    def new(self) -> tuple[Tensor, Tensor]:
+        """Room for what dK's kernel leaves."""
+        return torch.empty_like(self._terms), torch.empty_like(self._both)
+
+    def __call__(self, t: Tensors, from_queries: Tensor, terms: Tensor | None, both: Tensor | None) -> Tensor:
+        gradient = torch.empty_like(self._gradient)
+        self._launch(from_queries, terms, both, t.decay, gradient, t.lengths, t.cu)
+        return gradient
+
+
+_LOGS = {"HEADS": 16, "num_warps": 4}
+
+
+@cache
+def _logs_launch(variant: Variant, chunk: int, blocks_q: int, blocks_k: int) -> Launch:
+    shapes = {"M": variant.m, "DM": padded(variant.m), "C": chunk, "GROUP": variant.group}
+    return Launch(log_gradients_kernel, {**shapes, "BLOCKS_Q": blocks_q, "BLOCKS_K": blocks_k, **_LOGS}, direct=variant.direct)
 
 
 @cache

@@ -115,7 +115,7 @@ def logs_summed(call: Call) -> Callable[[Tensors], Tensors]:
     chunk = call.config.forward.chunk
     cut = call.cut(max(call.seqlen_q, call.seqlen_k), chunk)
     like_sums = call.like((call.batch, call.heads_kv, max(call.seqlen_q, call.seqlen_k)))
-    launch = _sums_launch(chunk, variant.present[1:3], variant.device).kept(
+    launch = _sums_launch(chunk, variant.present[1:3], variant.direct, variant.device).kept(
         (cut.slots * -(-call.heads_kv // _SUMMED["HEADS"]), 1),
         (*call.strides_g, call.sequences, cut.segments, call.seqlen_q, call.seqlen_k, call.heads_kv),
     )
@@ -201,8 +201,8 @@ def _scan(
 
 
 @cache
-def _sums_launch(chunk: int, present: tuple[bool, ...], device: int | None) -> Launch:
-    return Launch(sums_kernel, {"C": chunk, **_SUMMED}, direct=True)
+def _sums_launch(chunk: int, present: tuple[bool, ...], direct: bool, device: int | None) -> Launch:
+    return Launch(sums_kernel, {"C": chunk, **_SUMMED}, direct=direct)
 
 
 @cache
