@@ -92,7 +92,7 @@ class States(NamedTuple):
 class Decay(NamedTuple):
     """The logs, and what their gradient is made of: each None where it is not asked for.
 
-    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk. Left for log_gradients.py:
+    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk. For log_gradients.py:
     terms (blocks, 2, batch, heads_kv, the longer seqlen), `stride` elements for each of the two, of pairs within a chunk by
     query less by key, and of keys with queries after it; both (blocks, chunks, heads_kv, M), `stride_both` elements a block, of
     pairs with the chunk between them.
