@@ -70,7 +70,7 @@ def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch
 def test_decay(
     dims: tuple[int, int], decay: str, kind: str, cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every configuration that fades, the same bits twice; in bf16 tokens that forget make chunks too steep for weights of rows."""
+    """Every configuration that fades, the same bits twice; in bf16 tokens that forget make chunks too steep for rows."""
     cut(monkeypatch, cuts)
     options: dict[str, Any] = {"heads": 4, "heads_kv": 2 if kind == "grouped" else 4, "e": dims[0], "m": dims[1]}
     if kind == "as loaded":

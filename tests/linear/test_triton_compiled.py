@@ -135,7 +135,8 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_gradients_of_a_decay_meet_in_equal_chunks(width: int, capability: int, dtype: torch.dtype) -> None:
     """dQ's kernel leaves the states before its chunks to dK's. Sums of logs are all kernels'."""
-    c = config(dtype, width, width, capability, True, True, True)
+    c, without = (config(dtype, width, width, capability, True, True, True, logs_grad) for logs_grad in (True, False))
+    assert c.forward == without.forward and c.by_rows == without.by_rows
     assert c.dq.chunk == (c.dkdv or c.dk).chunk
     assert not c.by_rows or {t.chunk for t in (c.forward, c.state, c.dv)} == {c.dq.chunk}
     assert c.by_rows == (dtype == torch.bfloat16 and capability == 90)

@@ -115,7 +115,8 @@ class Call:
         q, k, v = c.q, c.k, c.v
         inputs = [t for t in (q, k, v, dout) if t is not None]
         mapped = c.map_q != "identity" or c.map_k != "identity"
-        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, c.decay is not None)
+        fades = c.decay is not None
+        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, fades, c.decay_grad)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:
@@ -127,7 +128,7 @@ class Call:
         strides_g = None if c.decay is None else c.decays().stride()
         in_units = [tuple(s // unit for s in group) for group in strides]
         aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
-        by_rows = c.decay is not None and tiling.by_rows
+        by_rows = fades and tiling.by_rows
         small = max(seqlen_q, seqlen_k) < _WHOLE and all(abs(s) < 2**31 for group in in_units for s in group)
         if strides_g is not None:
             small = small and max(abs(s) for s in strides_g) < 2**31
@@ -144,7 +145,7 @@ class Call:
                 unit=unit,
                 wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
                 direct=aligned and small,
-                decay=c.decay is not None,
+                decay=fades,
                 a_head=by_rows and c.decay is not None and c.decay.ndim == 1,
                 by_rows=by_rows,
                 present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),

@@ -92,10 +92,19 @@ def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
     return _same(Tiling(64, 64, 8, 2), together=False)
 
 
-# With a decay; forward passes measured on an H200, bf16, the others compiled only. What fades takes registers beside the state.
-def _hopper_decay(width: int, normalize: bool, mapped: bool) -> Config:
-    plain = _hopper(width, normalize, mapped)
-    return replace(plain, by_rows=True)
+# With a decay, weighed by rows: tilings without one, but where what is left for the logs' gradient takes registers and room.
+def _hopper_decay(width: int, normalize: bool, mapped: bool, logs_grad: bool) -> Config:
+    plain = replace(_hopper(width, normalize, mapped), by_rows=True)
+    if width == 64 and logs_grad:
+        # With four warps dK and dV spill 82 words in a chunk's turn, and three chunks in flight leave room for one program.
+        return replace(plain, dq=replace(plain.dq, stages=3), dkdv=Tiling(64, 64, 8, 3), paired=False)
+    if width == 128:
+        # dK and dV apart, 1064 us against 1105 at 4 × 32 heads of 8192 tokens on an H100.
+        plain = replace(plain, dkdv=None)
+        return replace(plain, dq=replace(plain.dq, stages=2), dk=replace(plain.dk, stages=2)) if logs_grad else plain
+    if logs_grad:
+        return replace(plain, dq=replace(plain.dq, stages=1), dk=replace(plain.dk, stages=1))
+    return plain
 
 
 # In fp16 pairs are weighed, whose weights take registers and room beside the state.
@@ -149,13 +158,26 @@ _FLOAT32 = {
 
 
 @cache
-def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool, decay: bool = False) -> Config:
-    """The variant for a dtype, dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay."""
+def config(
+    dtype: torch.dtype,
+    e: int,
+    m: int,
+    capability: int,
+    normalize: bool,
+    mapped: bool,
+    decay: bool = False,
+    logs_grad: bool = False,
+) -> Config:
+    """The variant for a dtype, dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay.
+
+    ``logs_grad``: the decay's logs have a gradient; what the forward pass has does not depend on it.
+    """
     width = next(w for w in (64, 128, 256) if max(e, m) <= w)
     if dtype == torch.float32:
         return _unstaged(_FLOAT32[width]) if decay else _FLOAT32[width]
     if 90 <= capability < 120 and decay:
-        return _hopper_decay(width, normalize, mapped) if dtype == torch.bfloat16 else _hopper_pairs(width)
+        bfloat = dtype == torch.bfloat16
+        return _hopper_decay(width, normalize, mapped, logs_grad) if bfloat else _hopper_pairs(width)
     if 90 <= capability < 120:
         return _hopper(width, normalize, mapped)
     return _unstaged(_AMPERE[width]) if decay else _AMPERE[width]
