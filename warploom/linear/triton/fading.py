@@ -4,11 +4,11 @@ With c_i the sum of the logs up to token i of a chunk, its own among them: exp(c
 chunk, exp(c_i - c_j) of key j, exp(c_end - c_j) of key j at the chunk's end. No exponent is above 0, and none is a
 difference of infinities: logs are held to a lowest one, of which exp() is 0.
 
-Sums of logs are kept as two fp32 numbers. After a token that forgets (-inf, or a few of -20) one number would have no bits left
-for the small logs that follow it, while the difference of two such sums is exact.
+Sums of logs are kept as two fp32 numbers. After a token that forgets (-inf, or a few of -20) one number would have no bits
+left for the small logs that follow it, while the difference of two such sums is exact.
 
-Those are weights of every pair of tokens. Cheaper, and as good in bf16, are weights of rows: with m midway between the first and
-the last sum, 2^(m - c_j) multiplies key j as it is rounded, for products within the chunk and for the state alike, and
+Those are weights of every pair of tokens. Cheaper, and as good in bf16, are weights of rows: with m midway between the first
+and the last sum, 2^(m - c_j) multiplies key j as it is rounded, for products within the chunk and for the state alike, and
 2^(c_i - m) the rows of results. Both may pass 1; where a chunk is so steep that they might pass fp32's range, a program weighs
 pairs. The state is then held before the fading from m to the chunk's end, which is a number that the next chunk's factors take.
 """
@@ -24,7 +24,6 @@ from warploom.kernels.triton.feature_maps import IDENTITY
 from warploom.kernels.triton.logs import held, sums_in_log2
 from warploom.kernels.triton.numerics import INTERPRETED, LOG2E, exp
 from warploom.linear.triton.device import Source, head_base, load_chunk, load_operand, place, row_base
-
 
 # How a walk fades: not; by weights of every pair of tokens; by weights of rows.
 NONE, EXACT, BY_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -116,7 +115,7 @@ def chunk_of(at, t, cu_ptr, seqlen, C: tl.constexpr):
 
 
 class Fading(NamedTuple):
-    """A head of a sequence: its logs and their stride, their sums by sums_kernel or its one log in log2, tokens, those that fade."""
+    """A head of a sequence: its logs, their sums by sums_kernel or its one log in log2; tokens, and those that fade."""
 
     logs: Any
     stride: Any
