@@ -135,8 +135,10 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_gradients_of_a_decay_meet_in_equal_chunks(width: int, capability: int, dtype: torch.dtype) -> None:
     """dQ's kernel leaves the states before its chunks to dK's. Sums of logs are all kernels'."""
-    c, without = (config(dtype, width, width, capability, True, True, True, logs_grad) for logs_grad in (True, False))
-    assert c.forward == without.forward and c.by_rows == without.by_rows
-    assert c.dq.chunk == (c.dkdv or c.dk).chunk
-    assert not c.by_rows or {t.chunk for t in (c.forward, c.state, c.dv)} == {c.dq.chunk}
-    assert c.by_rows == (dtype == torch.bfloat16 and capability == 90)
+    for by_rows in (False, True):
+        kinds = [(True, True, True, logs_grad, by_rows) for logs_grad in (True, False)]
+        c, without = (config(dtype, width, width, capability, *kind) for kind in kinds)
+        assert c.forward == without.forward and c.by_rows == without.by_rows
+        assert c.dq.chunk == (c.dkdv or c.dk).chunk
+        assert not c.by_rows or {t.chunk for t in (c.forward, c.state, c.dv)} == {c.dq.chunk}
+        assert c.by_rows == (by_rows and dtype == torch.bfloat16 and capability == 90)

@@ -49,6 +49,7 @@ from warploom.linear.triton.fading import (
     BY_ROWS,
     EXACT,
     NONE,
+    Fading,
     chunk_of,
     chunk_sums,
     faded,
@@ -259,7 +260,7 @@ def dq_kernel(
         if PART == PARTIAL_DELTA:
             delta_base += block.to(tl.int64) * batches * heads * seqlen_q
     ROWS: tl.constexpr = A_HEAD or sums_ptr is not None
-    fades = None
+    fades = Fading(decay_ptr, stride_gs, sums_ptr, None, None, None)
     if DECAY:
         tl.static_assert(CAUSAL and (ROWS or flags_ptr is None))
         fades = fading(
@@ -573,7 +574,7 @@ def dkdv_kernel(
     )
     states = States(state_index, at.sequence < sequences, s_ptr, z_ptr, s_out_ptr, z_out_ptr)
     ROWS: tl.constexpr = A_HEAD or sums_ptr is not None
-    fades = None
+    fades = Fading(decay_ptr, stride_gs, sums_ptr, None, None, None)
     if decay_ptr is not None:
         fades = fading(
             decay_ptr, sums_ptr, stride_gb, stride_gs, stride_gh, at, head_kv, heads_kv, seqlen_q, seqlen_k, A_HEAD

@@ -116,7 +116,8 @@ class Call:
         inputs = [t for t in (q, k, v, dout) if t is not None]
         mapped = c.map_q != "identity" or c.map_k != "identity"
         fades = c.decay is not None
-        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, fades, c.decay_grad)
+        kind = fades, c.decay_grad, _weighed_by_rows(c)
+        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, *kind)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:
@@ -146,7 +147,8 @@ class Call:
                 wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
                 direct=aligned and small,
                 decay=fades,
-                a_head=by_rows and c.decay is not None and c.decay.ndim == 1,
+                # With a gradient its logs are those of tokens: the kernels are then the same.
+                a_head=by_rows and c.decay is not None and c.decay.ndim == 1 and not c.decay_grad,
                 by_rows=by_rows,
                 present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),
                 device=q.device.index,
@@ -222,6 +224,13 @@ class Call:
         """What stands for room for `count` states of every key head."""
         e, m = self.variant.e, self.variant.m
         return self.like((count, self.heads_kv, e, m)), self.like((count, self.heads_kv, e))
+
+
+def _weighed_by_rows(c: LinearCall) -> bool:
+    """Whether rows of a call with a decay may be weighed: the kinds of calls whose results were held against fp64 on a GPU."""
+    square = c.q.shape == c.k.shape == c.v.shape and c.q.shape[3] in (64, 128, 256)
+    whole = c.lengths is None and c.cu_seqlens is None
+    return square and whole and (c.map_q, c.map_k, c.normalize) in (("identity", "identity", False), ("elu+1", "elu+1", True))
 
 
 def readable(c: LinearCall) -> LinearCall:

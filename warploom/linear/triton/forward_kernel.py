@@ -35,6 +35,7 @@ from warploom.linear.triton.fading import (
     BY_ROWS,
     EXACT,
     NONE,
+    Fading,
     chunk_sums,
     faded,
     fading,
@@ -181,7 +182,7 @@ def forward_kernel(
     ROWS: tl.constexpr = A_HEAD or sums_ptr is not None
     if DECAY:
         tl.static_assert(CAUSAL and (ROWS or flags_ptr is None))
-    fades = None
+    fades = Fading(decay_ptr, stride_gs, sums_ptr, None, None, None)
     if DECAY:
         fades = fading(
             decay_ptr, sums_ptr, stride_gb, stride_gs, stride_gh, at, head_kv, heads // group, seqlen_q, seqlen_k, A_HEAD
