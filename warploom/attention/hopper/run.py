@@ -12,6 +12,7 @@ from torch import Tensor
 from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
+from warploom.attention.hopper import documents
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
@@ -26,6 +27,7 @@ FOUR = 4  # keys that share the words of a Philox counter
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    args = documents.settled(args)
     return bind(args)(*args.tensors())
 
 
@@ -33,10 +35,12 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
     Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds behind
-    those; with dropout the seed, last.
+    those, and of documents where they start; with dropout the seed, last.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args)
+    if args.documents is not None:
+        return documents.bind(args, _bind_packed)
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
     _, seqlen_k, heads_kv, head_dim = k.shape
@@ -295,6 +299,7 @@ def filled(t: Tensor, columns: int, box: int) -> Tensor:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the call's module, and launch it on one token."""
+    args = documents.packed(args) or args
     if args.cu_seqlens_q is None:
         few = args.q.shape[1], args.q.shape[2] // args.k.shape[2]
         _first_launch(args, *_function(args, args.k.shape[1], few))
