@@ -45,6 +45,10 @@ class Backend(Protocol):
         """Queries × keys of a call's forward tiles and how many keys are skipped at once, for explain(); None: no tiles."""
         return None
 
+    def packs(self, problem: Any) -> bool:
+        """Whether it runs a dense problem's forward pass as packed sequences, whose tiles nobody counts."""
+        return False
+
     def backward_tiles(self, args: Any) -> dict[str, tuple[int, int]]:
         """Queries × keys of the tiles from which each gradient is summed, by its name, for explain(); {}: nothing to say."""
         return {}

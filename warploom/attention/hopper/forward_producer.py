@@ -161,7 +161,7 @@ class Producer(Lists):
         config, loads = self.config, 64 // self.load_rows
         packed = config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
-        q_phase = Int32(1)
+        q_turn = Int32(self.q_stages)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         tile_stage, tile_phase = Int32(0), Int32(0)
@@ -182,16 +182,17 @@ class Producer(Lists):
             if first < end:
                 k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 for i in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
-                    self.expect_queries(shared, i)
+                    slot, q_phase = self.q_place(i, q_turn)
+                    cute.arch.mbarrier_wait(shared.q_empty + slot, q_phase)
+                    self.expect_queries(shared, slot)
                     if const_expr(config.pack_gqa):
                         for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
                             at, member = self.place(0, head, j * self.load_rows, group, 0)
                             n = (m_block * config.pack_gqa + at) // self.load_rows
                             self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
                     else:
-                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
-                q_phase ^= 1
+                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, slot, shared.q_full + slot)
+                q_turn = self.next_q(q_turn)
                 for j in cutlass.range(end - first - 1, unroll=1):
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)

@@ -28,6 +28,7 @@ class ForwardBarrier(NamedBarriers):
     """Of attention's forward."""
 
     PING_PONG = 1, 4  # a warpgroup's turn to issue its products
+    CLEARED = 5, 4  # values of keys that a warpgroup's tile does not see are 0
 
 
 @unique
