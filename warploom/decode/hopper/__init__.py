@@ -1,8 +1,8 @@
 """Split-KV decode for Hopper (sm_90a) in the CuTe DSL: TMA, mma.sync, clusters that merge in shared memory.
 
-One launch a call, without a workspace. It runs where it is asked for by name. Latent caches have a kernel of their own, by wgmma
-(`latent_kernel`), which runs unasked where a sequence has many rows. Modules are compiled ahead of time by `warploom build`,
-or once at first use.
+One launch a call, without a workspace. It runs where it is asked for by name. Latent caches have a kernel of their own, by
+wgmma (`latent_kernel`), which runs unasked where a sequence has many rows. Modules are compiled ahead of time by
+`warploom build`, or once at first use.
 """
 
 from __future__ import annotations
