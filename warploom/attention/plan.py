@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.attention.stats import stats_backend
+from warploom.attention.stats import measured_by
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import TileClasses
 from warploom.runtime import dispatch
@@ -27,14 +27,14 @@ def plan_of(
     found = dispatch.find(chosen)
     tile, at_once = found.tiles(args) or (None, 0)
     counts, skipped = (None, None)
-    whole = problem.layout == "dense" and not problem.q_offset
+    whole = problem.layout == "dense" and not problem.q_offset and not found.packs(problem)
     if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
         device = args.q.device if mask is None else torch.device("cpu")
         classes = TileClasses.of(mask or args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, device)
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
-    measuring = stats_backend(problem, chosen) if names else None
+    measuring = measured_by(args, problem, chosen, names)
     return Plan(
         call=problem.describe(),
         implementation=chosen,

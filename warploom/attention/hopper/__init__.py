@@ -6,15 +6,18 @@ the next implementation that takes it, with the out and lse of this one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
+from warploom.attention.hopper.documents import MOST_KEYS, as_packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
+    MANY,
     backward_config,
     backward_config_for,
     bias_backward_refusal,
@@ -23,12 +26,14 @@ from warploom.attention.hopper.plan import (
     config_for,
     invariance_refusal,
     is_short,
+    largest_refusal,
     takes_columns,
     takes_dropout,
     tile_dims,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
+from warploom.attention.stats import Beside
 from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
@@ -40,7 +45,6 @@ if TYPE_CHECKING:
     from warploom.attention.hopper.config import ForwardConfig
 
 NAME = "hopper"
-MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -75,6 +79,13 @@ def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
     """
     variant = backward_config if backward else config
     return _found.refusal((length, backward, *fields), lambda: [variant(Features(*fields), length).spec])
+
+
+@traced.constant
+def _largest_refusal(long: bool, *fields: Any) -> str | None:
+    """As ``_module_refusal``, of the module that finds the largest logits too."""
+    variant = replace(config(Features(*fields), long), largest=True)
+    return _found.refusal(("largest", long, *fields), lambda: [variant.spec])
 
 
 _found = traced.Found()
@@ -114,7 +125,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
     return variant
 
 
-class Hopper(Backend):
+class Hopper(Beside):
     """Dense and packed calls in 16 bits, up to 256 dims a head, under any mask."""
 
     name = NAME
@@ -151,7 +162,7 @@ class Hopper(Backend):
         long = False
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
-        return _absence(long, False, Features.of(problem))
+        return _absence(long, False, Features.of(as_packed(problem)))
 
     def rows_apart(self, problem: AttentionProblem) -> bool:
         """Of a window tiles of keys are counted from the first key that some row sees."""
@@ -168,13 +179,17 @@ class Hopper(Backend):
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
             )
-        return with_bounds(args, packed=True)
+        return settled(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
-        variant = _variant(AttentionProblem.from_args(args, False))
+        variant = _variant(as_packed(AttentionProblem.from_args(args, False)))
         if args.q.dtype.itemsize == 1:
             return (variant.tile_m, variant.tile_n), variant.tile_n
         return (variant.queries, variant.tile_n), variant.tile_n
+
+    def packs(self, problem: AttentionProblem) -> bool:
+        """Documents in a row."""
+        return as_packed(problem) is not problem
 
     def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
         problem = AttentionProblem.from_args(args, True)
@@ -184,9 +199,14 @@ class Hopper(Backend):
         return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
 
     def describe(self, problem: AttentionProblem) -> str:
-        """The module, its state, and the backward's, or who runs that, and why."""
-        variant = _variant(problem)
+        """The module, its state, and the backward's, or who runs that, and why; of FP8 numbers ``describe_fp8`` has it."""
+        if problem.dtype.itemsize == 1:
+            return ""
+        runs = as_packed(problem)
+        variant = _variant(runs)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
+        if runs is not problem:
+            words += "; its documents as packed sequences"
         if problem.batch_invariant:
             words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         if not problem.backward:
@@ -223,6 +243,28 @@ class Hopper(Backend):
             return _next(args, False).forward(args)
         return run(args)
 
+    def max_logits_refusal(self, args: AttentionArgs) -> str | None:
+        """Why ``forward_with_max_logits`` is not for a call that ``forward`` takes; words follow the name."""
+        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.dtype.itemsize == 1:
+            return "does not run this call itself"
+        features, packed = Features.of_args(args), args.cu_seqlens_q is not None
+        few = long = False
+        if not packed and args.q.shape[-2] > args.k.shape[-2] and args.q.shape[1] < MANY:  # branches, for tracers too
+            few = True
+        if (args.max_seqlen_k or 0 if packed else args.k.shape[1]) >= LONG:
+            long = True
+        refused = largest_refusal(features, few)
+        if refused is not None:
+            return refused
+        dtype, head_dim, head_dim_v, *flags = features
+        return _largest_refusal(long, dtype, *tile_dims(head_dim, head_dim_v), *flags)
+
+    def forward_with_max_logits(self, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``forward``, and the largest logits, fp32 (batch, heads) or (sequences, heads)."""
+        from warploom.attention.hopper.run import forward_with_largest as run
+
+        return run(args)
+
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
 
@@ -238,37 +280,44 @@ class Hopper(Backend):
 
         return None if parts_fours(args) else run(args)
 
-    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
+    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | None:
         """Why the kernel of FP8 does not run a call whose q, k and v are e4m3, or None; words follow the name."""
         refused = self.available() or problem_refusal(AttentionProblem.from_args(args, False))
         if refused is not None:
             return refused
         from warploom.attention.hopper import fp8_run
 
-        return fp8_run.refusal(args, out_dtype)
+        return fp8_run.refusal(args, out_dtype, fast)
 
     def forward_fp8(
-        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype
+        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
     ) -> tuple[Tensor, Tensor]:
-        """As ``forward``, of e4m3 numbers with their scales, as `warploom.fp8.Fp8Tensor` has them."""
+        """As ``forward``, of e4m3 numbers with scales, as `warploom.fp8.Fp8Tensor` has them; ``fast``: sums of one level."""
         from warploom.attention.hopper import fp8_run
 
-        return fp8_run.forward(args, scales, out_dtype)
+        return fp8_run.forward(args, scales, out_dtype, fast)
 
-    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype) -> None:
+    def describe_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str:
+        """The module of a call over e4m3 numbers, and its state."""
+        variant = fp8_config(Features.of_args(args), out_dtype, fast)
+        return f"module {variant.name} ({modules.outlook(variant.spec)})"
+
+    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> None:
         """As ``warm``, of such a call."""
         from warploom.attention.hopper import fp8_run
 
-        fp8_run.warm(args, out_dtype)
+        fp8_run.warm(args, out_dtype, fast)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv and dsink (empty without a sink), and dbias if asked for, here or by the next that takes the call."""
         if _takes_backward(args, dlse is not None):
             from warploom.attention.hopper.run_backward import backward as run
 
             return run(args, dout, dlse, out, lse)
+        if args.documents is not None:
+            args = with_bounds(args)
         return _next(args, True).backward(args, dout, dlse, out, lse)
 
     def bind_backward(
@@ -279,6 +328,8 @@ class Hopper(Backend):
             from warploom.attention.hopper.run_backward import bind as run
 
             return run(args, dlse is not None)
+        if args.documents is not None:  # whose launches bring no bounds
+            return None
         return _next(args, True).bind_backward(args, dout, dlse, out, lse)
 
 

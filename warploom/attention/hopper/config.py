@@ -18,18 +18,21 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "bias", "consumers", "columns", "merge")))
+_PARTS_FORWARD = "base", "lists", "producer", "bias", "distances", "consumers", "columns", "merge"
+_FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_FORWARD))
 SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns")),
+    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances", "memory")),
+    "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "bias", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "bias", "distances", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "memory", "row_tiles")),
+    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "distances", "memory", "row_tiles")),
+    "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 
@@ -62,6 +65,7 @@ class ForwardConfig:
     tile_n: int
     warpgroups: int = 2  # consumers; each owns 64 query rows
     stages: int = 2  # of the K ring and of the V ring
+    q_stages: int = 1  # tiles of which Q is there or on its way, 1 or 2
     right: bool = False  # keys right of p + right are hidden (causal: right = 0)
     left: bool = False  # keys left of p - left are hidden
     softcap: bool = False
@@ -76,7 +80,8 @@ class ForwardConfig:
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
-    bias: str = ""  # "alibi", or none
+    bias: str = ""  # "alibi", "distance", or none
+    largest: bool = False  # the largest logit of each head is found beside
 
     @property
     def tile_m(self) -> int:
@@ -91,8 +96,10 @@ class ForwardConfig:
         features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
+        parts += ["largest"] if self.largest else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
+        parts += ["q2"] if self.q_stages == 2 else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -114,7 +121,7 @@ class ForwardConfig:
     @property
     def bias_product(self) -> bool:
         """Whether scores begin at a product of slopes and columns: where the tensor cores have time to spare."""
-        return bool(self.bias) and self.head_dim <= 64 and not self.softcap
+        return self.bias == "alibi" and self.head_dim <= 64 and not self.softcap
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -130,7 +137,7 @@ class ForwardConfig:
     def shared_bytes(self) -> int:
         """Shared memory of Q, of the two rings and of a bias's columns; barriers and the tile ring add less than 512 bytes."""
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
+        return 2 * (self.q_stages * self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,8 @@ class BackwardConfig:
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
     columns: bool = False  # of the mask hide rows
     dropout: bool = False
-    bias: str = ""  # "alibi", or none
+    bias: str = ""  # "alibi", "distance", or none
+    bias_grad: bool = False  # of a table of distances
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
@@ -171,6 +179,7 @@ class BackwardConfig:
         features = "columns", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
+        parts += ["grad"] if self.bias_grad else []
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 

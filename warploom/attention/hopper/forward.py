@@ -25,6 +25,7 @@ from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnPro
 from warploom.attention.hopper.forward_merge import Merge
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.columns import columns_of
+from warploom.kernels.cute.distances import SPREAD_THREADS
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.softmax import multipliers
@@ -58,7 +59,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
-        bias: tuple[Any, ...] | None,  # as ``slopes_of`` has it
+        bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
+        largest: cute.Tensor | None,  # (batch or sequences, heads_q) fp32, contiguous: raised to the largest logits
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -78,8 +80,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         box, box_v = config.boxes
         # Where heads are grouped, load after load.
         order = (1, 0, 2) if const_expr(config.pack_gqa) else (0, 1, 2)
-        layout_q = tile_layout(self.dtype, (64, config.head_dim), self.warpgroups, box, order)
-        loads_q = tile_layout(self.dtype, (self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
+        layout_q = tile_layout(self.dtype, (64, config.head_dim), self.q_slots, box, order)
+        loads_q = tile_layout(self.dtype, (self.load_rows, config.head_dim), self.q_slots * 64 // self.load_rows, box)
         layout_k = tile_layout(self.dtype, (self.tile_n, config.head_dim), self.stages, box)
         layout_v = tile_layout(self.dtype, (self.tile_n, config.head_dim_v), self.stages, box_v)
         tma_q, q = tma_load(q, loads_q, (self.load_rows, config.head_dim))
@@ -88,11 +90,13 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         qk = product(self.dtype, (64, self.tile_n, 16), IN_SHARED, BY_K, BY_K)
         pv = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
         multiplier, cap_in = multipliers(config, scale, softcap)
+        if const_expr(self.reads_distances):
+            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         heads = Int32(0)
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias, largest,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
@@ -107,7 +111,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         consumers = 4 * self.warpgroups  # warps
         if warp == LOADER:
             with cute.arch.elect_one():
-                init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
+                init_rings(self.q_slots, (shared.q_full, shared.q_empty, 4))
                 makers = 2 if const_expr(self.config.columns) else 0
                 init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
                 init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
@@ -139,6 +143,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         mask: tuple[Any, ...] | None,
         dropout: tuple[Any, ...] | None,
         bias: tuple[Any, ...] | None,
+        largest: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -161,7 +166,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
 
-        stages, warpgroups, tile_stages = self.stages, self.warpgroups, self.tile_stages
+        stages, q_slots, tile_stages = self.stages, self.q_slots, self.tile_stages
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
@@ -170,7 +175,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * warpgroups + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
+                cutlass.Int64, 2 * q_slots + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
             ]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
@@ -183,8 +188,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
         shared = ForwardShared(
-            q_full=barriers.take(warpgroups),
-            q_empty=barriers.take(warpgroups),
+            q_full=barriers.take(q_slots),
+            q_empty=barriers.take(q_slots),
             k_full=barriers.take(stages),
             k_empty=barriers.take(stages),
             v_full=barriers.take(stages),
@@ -212,14 +217,14 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             )  # fmt: skip
         else:
             self.play_tiles(
-                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, shared, tma_q, tma_k, tma_v,
-                mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, shared, tma_q, tma_k,
+                tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
             )  # fmt: skip
 
     @cute.jit
     def play_tiles(
-        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, shared, tma_q, tma_k, tma_v,
-        mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, shared, tma_q, tma_k,
+        tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
     ):  # fmt: skip
         """What each warp does without a column mask."""
         consumer_registers, producer_registers = REGISTERS[self.warpgroups]
@@ -238,7 +243,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
             self.compute(
                 out, lse, sink, parts, k.shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in,
-                left, right,
+                left, right, largest=largest,
             )  # fmt: skip
 
     @cute.jit

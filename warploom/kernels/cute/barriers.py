@@ -28,6 +28,7 @@ class ForwardBarrier(NamedBarriers):
     """Of attention's forward."""
 
     PING_PONG = 1, 4  # a warpgroup's turn to issue its products
+    CLEARED = 5, 4  # values of keys that a warpgroup's tile does not see are 0
 
 
 @unique
@@ -82,6 +83,15 @@ class DecodeBarrier(NamedBarriers):
 
     TURN = 1, 7  # a warp may hand over what it has
     HANDED = 8, 7  # it has
+
+
+@unique
+class LatentBarrier(NamedBarriers):
+    """Of decode over latent caches."""
+
+    SCORED = 1, 2  # a warpgroup's warps have their scores, or have cleared what nobody sees
+    P_READY = 3, 2  # a warpgroup's P is there for the other one
+    SUMMED = 5  # both have left their sums
 
 
 @unique
