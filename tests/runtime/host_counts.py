@@ -32,8 +32,8 @@ MOST_CALLS = {
     "delta, packed": 72,  # (369)
     "delta, recorded": 82,  # (391)
     "delta, both passes": 192,  # (936)
-    "delta on Hopper": 106,
-    "delta on Hopper, packed": 126,
+    "delta on Hopper": 54,  # (106)
+    "delta on Hopper, packed": 64,  # (126)
     "delta on Hopper, both passes": 208,
     "delta step": 67,  # (270)
     "delta step in place": 68,  # (268)
