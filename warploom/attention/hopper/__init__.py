@@ -188,7 +188,9 @@ class Hopper(Backend):
         return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
 
     def describe(self, problem: AttentionProblem) -> str:
-        """The module, its state, and the backward's, or who runs that, and why."""
+        """The module, its state, and the backward's, or who runs that, and why; of FP8 numbers ``describe_fp8`` has it."""
+        if problem.dtype.itemsize == 1:
+            return ""
         runs = as_packed(problem)
         variant = _variant(runs)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
@@ -245,28 +247,33 @@ class Hopper(Backend):
 
         return None if parts_fours(args) else run(args)
 
-    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
+    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | None:
         """Why the kernel of FP8 does not run a call whose q, k and v are e4m3, or None; words follow the name."""
         refused = self.available() or problem_refusal(AttentionProblem.from_args(args, False))
         if refused is not None:
             return refused
         from warploom.attention.hopper import fp8_run
 
-        return fp8_run.refusal(args, out_dtype)
+        return fp8_run.refusal(args, out_dtype, fast)
 
     def forward_fp8(
-        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype
+        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
     ) -> tuple[Tensor, Tensor]:
-        """As ``forward``, of e4m3 numbers with their scales, as `warploom.fp8.Fp8Tensor` has them."""
+        """As ``forward``, of e4m3 numbers with scales, as `warploom.fp8.Fp8Tensor` has them; ``fast``: sums of one level."""
         from warploom.attention.hopper import fp8_run
 
-        return fp8_run.forward(args, scales, out_dtype)
+        return fp8_run.forward(args, scales, out_dtype, fast)
 
-    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype) -> None:
+    def describe_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str:
+        """The module of a call over e4m3 numbers, and its state."""
+        variant = fp8_config(Features.of_args(args), out_dtype, fast)
+        return f"module {variant.name} ({modules.outlook(variant.spec)})"
+
+    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> None:
         """As ``warm``, of such a call."""
         from warploom.attention.hopper import fp8_run
 
-        fp8_run.warm(args, out_dtype)
+        fp8_run.warm(args, out_dtype, fast)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor

@@ -94,7 +94,7 @@ class Consumers(BiasedScores):
         q_turn = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+        m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
@@ -110,7 +110,7 @@ class Consumers(BiasedScores):
             q_slot, q_phase = self.q_place(group, q_turn)
             work = self.with_queries(rows, q_slot)
             self.start(work, head, batch, places)
-            self.find_scales(work, head, batch, top)
+            self.find_scales(work, head, batch, top, q_start, k_start)
             if const_expr(self.biased):
                 self.set_bias(work, batch, places, shift)
             if first < end:
@@ -176,7 +176,7 @@ class Consumers(BiasedScores):
             else:
                 self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
-            m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+            m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
 
@@ -259,7 +259,7 @@ class Consumers(BiasedScores):
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
 
-    def find_scales(self, work: Any, head: Any, batch: Any, top: Any) -> None:
+    def find_scales(self, work: Any, head: Any, batch: Any, top: Any, q_start: Any, k_start: Any) -> None:
         """Nothing: 16-bit operands have no scales."""
 
     def while_scoring(self, work: Any, n: Any) -> None:
@@ -358,6 +358,11 @@ class Consumers(BiasedScores):
         if not self.config.dropout:
             return p
         return kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p)
+
+    @property
+    def notes_tiles(self) -> bool:
+        """Whether more of a key tile than its scores depends on its number."""
+        return self.config.dropout
 
     def note_tile(self, work: Any, n: Any) -> None:
         """For dropout, the number of the key tile that is next, where steps do not count them."""
@@ -477,7 +482,8 @@ class Consumers(BiasedScores):
             for start in cutlass.range_constexpr(0, columns, MASK_BITS):
                 shown = words[r] >> start
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
-                    rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+                    at = self.element(c)
+                    rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
 
     def first_column(self, lane: Any) -> Any:
         """The first of a lane's columns."""

@@ -118,7 +118,7 @@ class Producer(Lists):
                         seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
                     if const_expr(not self.config.columns):
                         shift = seqlen_k - seqlen_q
-                        k_start, seqlen_k, shift, _ = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
+                        k_start, seqlen_k, shift = self.seen_keys(k_start, seqlen_k, shift, left, right)
                         row_q = m_block * self.tile_m
                         past_q = row_q + self.tile_m
                         first, end = key_tiles(self.config, row_q, past_q, seqlen_q, seqlen_k, shift, left, right)
@@ -131,6 +131,11 @@ class Producer(Lists):
                 words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
                 publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
                 stage, phase = advance(stage, phase, self.tile_stages)
+
+    @cute.jit
+    def seen_keys(self, k_start, seqlen_k, shift, left, right):
+        """Start, length and shift of a packed sequence's keys without those that no query of it sees."""
+        return seen_keys(self.config, k_start, seqlen_k, shift, left, right)[:3]
 
     @cute.jit
     def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):
@@ -220,6 +225,11 @@ class Producer(Lists):
     def ring(self, tma: Tma, full: Any, empty: Any, head_dim: int) -> KeyRing:
         """The ring of tiles of so many columns."""
         return KeyRing(tma=tma, full=full, empty=empty, bytes=self.tile_n * head_dim * 2)
+
+    @cute.jit
+    def push_keys(self, ring, n, stage, phase):
+        """As ``push``, of K."""
+        return self.push(ring, n, stage, phase)
 
     @cute.jit
     def push(self, ring, n, stage, phase):

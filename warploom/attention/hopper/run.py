@@ -122,7 +122,7 @@ def _bind_columns(
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
-        counter = _counter(device)
+        counter = counter_on(device)
         columns = column_mask(*mask)
         given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, *numbers)
         launch_on(index, function, given)
@@ -251,7 +251,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
             used = used.contiguous()
         if sink is not None:
             sink = sink.float().contiguous()
-        counter = _counter(device)
+        counter = counter_on(device)
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
@@ -268,7 +268,7 @@ _COUNTERS = 256
 _counters: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def counter_on(device: torch.device) -> Tensor:
     """A zero on the device that no other launch counts with.
 
     A captured call zeroes its own: it runs again. Others take one that their stream zeroed before, which costs the host less.

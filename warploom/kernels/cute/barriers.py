@@ -85,6 +85,15 @@ class DecodeBarrier(NamedBarriers):
 
 
 @unique
+class LatentBarrier(NamedBarriers):
+    """Of decode over latent caches."""
+
+    SCORED = 1, 2  # a warpgroup's warps have their scores, or have cleared what nobody sees
+    P_READY = 3, 2  # a warpgroup's P is there for the other one
+    SUMMED = 5  # both have left their sums
+
+
+@unique
 class DeltaBarrier(NamedBarriers):
     """Of the walk of the gated delta rule."""
 
