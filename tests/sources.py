@@ -15,6 +15,7 @@ KERNELS = (
     "warploom.delta.hopper",
     "warploom.linear.hopper",
     "warploom.kernels.cute",
+    "warploom.kernels.distances",
     "warploom.runtime.compile",
 )
 

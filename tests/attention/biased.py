@@ -76,6 +76,14 @@ def _t5(bidirectional: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return matrix
 
 
+def _long(leaf: Tensor, distance: Tensor) -> Tensor:
+    return leaf[:, distance.clamp(-300, 300) + 300][None]
+
+
+def _constant(leaf: Tensor, distance: Tensor) -> Tensor:
+    return leaf[:, torch.zeros_like(distance)][None]
+
+
 SHARED = torch.tensor([0, 1, 1, 2, 0, 3, 3, 3, 1, 2, 2, 0, 0])  # of 2 · REACH + 1 distances
 
 KINDS = {
@@ -97,10 +105,16 @@ KINDS = {
     "t5, one side": Kind(lambda s: (s[1], 8), lambda t: Relative(t, 20, buckets="t5", bidirectional=False), _t5(False)),
 }
 
+# Those that only kernels with cases of their own for them are tested with.
+ALL_KINDS = KINDS | {
+    "relative, long": Kind(lambda s: (s[1], 601), Relative, _long),
+    "relative, constant": Kind(lambda s: (s[1], 1), Relative, _constant),
+}
+
 
 def leaf_of(kind: str, shape: Shape, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed + 7)
-    leaf = torch.randn(KINDS[kind].shape(shape), generator=generator, dtype=torch.float64)
+    leaf = torch.randn(ALL_KINDS[kind].shape(shape), generator=generator, dtype=torch.float64)
     # Slopes of either sign, which leave no row to one far key.
     return (leaf * 0.1 if kind.startswith("alibi") else leaf).to(dtype)
 
@@ -111,7 +125,7 @@ def distances(seqlen_q: int, seqlen_k: int, shift: int | None = None) -> Tensor:
 
 
 def matrix_of(kind: str, leaf: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    return KINDS[kind].matrix(leaf, distances(seqlen_q, seqlen_k))
+    return ALL_KINDS[kind].matrix(leaf, distances(seqlen_q, seqlen_k))
 
 
 def check(call: Call, kind: str, backend: str, bias_dtype: torch.dtype) -> None:
@@ -130,7 +144,7 @@ def check(call: Call, kind: str, backend: str, bias_dtype: torch.dtype) -> None:
 def check_frozen(call: Call, kind: str, backend: str) -> None:
     """As ``check``, of a bias that asks for no gradient: a backend may then compute both passes itself."""
     leaf = leaf_of(kind, (call.batch, call.heads_q, call.seqlen_q, call.seqlen_k), call.seed, torch.float32)
-    bias = KINDS[kind].build(leaf.to(call.device))
+    bias = ALL_KINDS[kind].build(leaf.to(call.device))
     got = results(replace(call, keywords={**call.keywords, "bias": bias}), backend)
     want = biased_results(call, kind, leaf.double(), "reference", torch.float64)
     low = _model(call, kind, leaf, frozen=True)
@@ -143,7 +157,7 @@ def biased_results(
     call: Call, kind: str, leaf: Tensor, backend: str, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     leaf = leaf.detach().to(call.device).requires_grad_()
-    return results(call, backend, dtype, bias=(leaf, KINDS[kind].build(leaf)))
+    return results(call, backend, dtype, bias=(leaf, ALL_KINDS[kind].build(leaf)))
 
 
 def _model(call: Call, kind: str, leaf: Tensor, frozen: bool = False) -> dict[str, Tensor]:
@@ -162,7 +176,7 @@ def _model(call: Call, kind: str, leaf: Tensor, frozen: bool = False) -> dict[st
     named = {"out": low.out, "lse": low.lse, "dq": low.dq, "dk": low.dk, "dv": low.dv}
     if frozen:
         return named
-    if KINDS[kind].matrix in (_element, _key) and kind != "of rows":  # whose gradient cancels to zero
+    if ALL_KINDS[kind].matrix in (_element, _key) and kind != "of rows":  # whose gradient cancels to zero
         (dbias,) = torch.autograd.grad(bias, leaf, low.dscores.cpu().sum_to_size(bias.shape))
     else:
         wide = (t.double() for t in (q, k, v, dout, dlse))

@@ -18,8 +18,8 @@ from tests.sizes import Sizes
 from warploom import AttentionStats, masks
 from warploom.attention import reference, stats
 from warploom.attention.arguments import dense_args
-from warploom.attention.problem import AttentionProblem
-from warploom.attention.stats import FAMILY, stats_backend
+from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.stats import FAMILY, Beside, stats_args, stats_backend
 from warploom.runtime import dispatch
 
 INF, NAN = float("inf"), float("nan")
@@ -343,3 +343,33 @@ def test_errors() -> None:
         warploom.attention_varlen(
             q[0], pages, pages, cu, seqused_k=torch.tensor([4]), block_table=table, return_stats=("max_logits",)
         )
+
+
+def test_a_forward_pass_that_finds_max_logits_beside(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Gradients go through out and lse as ever; column sums still take a pass of their own."""
+    backend = dispatch.find("cpu")
+
+    class Finds(type(backend), Beside):  # type: ignore[misc]
+        def max_logits_refusal(self, args: AttentionArgs) -> str | None:
+            return "finds none" if args.softcap else None
+
+        def forward_with_max_logits(self, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+            asked.append(args)
+            return *self.forward(args), self.stats(stats_args(args), None, True, False)[0]
+
+    asked: list[AttentionArgs] = []
+    tensors = [t.requires_grad_() for t in inputs(seed)]
+    want = warploom.attention(*tensors, return_lse=True, return_stats=["max_logits"], backend="cpu")
+    monkeypatch.setattr(backend, "__class__", Finds)
+    found = warploom.attention(*tensors, return_lse=True, return_stats=["max_logits"], backend="cpu")
+    assert len(asked) == 1 and not found[2].max_logits.requires_grad and found[2].column_sums is None
+    for a, b in zip((*found[:2], found[2].max_logits), (*want[:2], want[2].max_logits), strict=True):
+        assert torch.equal(a, b)
+    gradients = [torch.autograd.grad(x[0].square().sum() + x[1].sum(), tensors) for x in (found, want)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    none = tensors[0][:, :0].detach()
+    empty = warploom.attention(none, *tensors[1:], return_stats=["max_logits"], backend="cpu")[1]
+    assert empty.max_logits.shape == (2, 4) and (empty.max_logits == -INF).all()
+    for options in ({"return_stats": BOTH}, {"return_stats": ["max_logits"], "softcap": 3.0}):
+        warploom.attention(*tensors, backend="cpu", **options)
+    assert len(asked) == 1

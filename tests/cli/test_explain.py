@@ -202,17 +202,19 @@ def test_a_gpu_that_is_not_here_without_the_extras_here(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("bias", ["alibi", "relative", "key", "tensor"])
 def test_a_bias_on_a_gpu_that_is_not_here(bias: str, installed: None, capsys: pytest.CaptureFixture) -> None:
     found = elsewhere(capsys, "h100", "--bias", bias, "--backward")
-    assert found["implementation"] == ("hopper" if bias == "alibi" else "triton")
+    here = bias in ("alibi", "relative")
+    assert found["implementation"] == ("hopper" if here else "triton")
     refused = {row["implementation"]: row["why"] for row in found["refused"]}
-    assert bias == "alibi" or refused["hopper"] == "takes no bias but ALiBi"
+    assert here or refused["hopper"] == "takes no bias but ALiBi and tables of distances"
 
 
 def test_who_runs_a_backward_pass_that_the_forward_s_has_no_kernel_for(installed: None, capsys: pytest.CaptureFixture) -> None:
     call = ("--bias", "alibi", "--backward")
     assert "; backward attn_bwd_sm90_" in elsewhere(capsys, "h100", *call)["reason"]
     assert elsewhere(capsys, "h100", *call, "--bias-grad")["reason"].endswith(
-        "; backward by triton: computes no gradient of a bias"
+        "; backward by triton: computes no gradient of slopes"
     )
+    assert "_distance_grad" in elsewhere(capsys, "h100", "--bias", "relative", "--backward", "--bias-grad")["reason"]
 
 
 def test_every_name_of_a_gpu_is_answered(capsys: pytest.CaptureFixture) -> None:

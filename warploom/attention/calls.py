@@ -13,9 +13,9 @@ from warploom.attention import (
     launcher,
     registry,  # noqa: F401  (it fills the dispatch list)
 )
-from warploom.attention.ops import attention_op, stats_op
+from warploom.attention.ops import attention_op, attention_with_max_logits_op, stats_op
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, stats_args, stats_backend
+from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, comes_beside, measured_by, stats_args
 from warploom.runtime import dispatch
 from warploom.runtime.backend import Backend
 from warploom.runtime.plan import describer
@@ -65,7 +65,12 @@ def results(
         out, lse = fp8.run(args)
         return (out, lse) if return_lse else out
     chosen, settled = _choose(args, backend)
-    measuring = stats_backend(problem_of(args), chosen) if names else None
+    if fp8 is None and comes_beside(args, chosen, names):
+        args = dispatch.find(chosen).prepare(args)._replace(backend=chosen)
+        out, lse, largest = attention_with_max_logits_op(*args)
+        found = AttentionStats(max_logits=largest)
+        return (out, lse, found) if return_lse else (out, found)
+    measuring = measured_by(args, problem_of(args), chosen, names)
     if fp8 is not None:
         args = fp8.as_numbers(args)
     out, lse = _run(args, chosen, key if settled else None, records)

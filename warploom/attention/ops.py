@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.problem import LAUNCHED, AttentionArgs
-from warploom.attention.stats import FAMILY, StatsBackend
+from warploom.attention.stats import FAMILY, Beside, StatsBackend
 from warploom.runtime import dispatch
 from warploom.runtime.flops import lengths_of
 from warploom.runtime.op import DifferentiableOp, Op, schema, settled_dtypes
@@ -26,12 +26,13 @@ class AttentionOp(DifferentiableOp):
     launched = 4  # a call with a bias has no launcher
     order = LAUNCHED
 
-    def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *flat: Any) -> tuple[Tensor, ...]:
         args = AttentionArgs(*flat)
         if _is_empty(args):
             return args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1])), _only_sinks(args)
         with settled_dtypes(args.q):
-            return dispatch.find(args.backend).forward(args)
+            found: tuple[Tensor, ...] = dispatch.find(args.backend).forward(args)
+        return found
 
     def backward(self, upstream: Sequence[Tensor | None], kept: Sequence[Tensor], flat: Sequence[Any]) -> tuple[Tensor, ...]:
         args, (dout, dlse), (out, lse) = AttentionArgs(*flat), upstream, kept
@@ -49,7 +50,7 @@ class AttentionOp(DifferentiableOp):
             gradients: tuple[Tensor, ...] = dispatch.find(args.backend).backward(args, dout, dlse, out, lse)
         return gradients if args.bias_grad else (*gradients, args.q.new_zeros(0))
 
-    def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
+    def fake(self, *flat: Any) -> tuple[Tensor, ...]:
         args = AttentionArgs(*flat)
         out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]))
         return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
@@ -70,6 +71,27 @@ class AttentionOp(DifferentiableOp):
     def flops_backward(self, *flat: Any) -> Any:
         args = AttentionArgs(*flat)
         return 2 * _scores(args) * (3 * args.q.shape[-1] + 2 * args.v.shape[-1])  # q kᵀ, ds k, dsᵀ q; do vᵀ, pᵀ do
+
+
+class AttentionWithMaxLogitsOp(AttentionOp):
+    """out, lse, max_logits = attention_with_max_logits(*AttentionArgs): as ``attention``; no gradient goes through the last."""
+
+    name, public = "attention_with_max_logits", "warploom.attention with return_stats"
+    results = 3
+
+    def forward(self, *flat: Any) -> tuple[Tensor, ...]:
+        args = AttentionArgs(*flat)
+        if _is_empty(args):
+            out, lse = super().forward(*flat)
+            return out, lse, args.q.new_full(_heads_shape(args), float("-inf"), dtype=torch.float32)
+        backend = dispatch.find(args.backend)
+        assert isinstance(backend, Beside)
+        with settled_dtypes(args.q):
+            return backend.forward_with_max_logits(args)
+
+    def fake(self, *flat: Any) -> tuple[Tensor, ...]:
+        args = AttentionArgs(*flat)
+        return *super().fake(*flat), args.q.new_empty(_heads_shape(args), dtype=torch.float32)
 
 
 class Fp8Op(Op):
@@ -128,10 +150,9 @@ class StatsOp(Op):
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
         args, (_, max_logits, column_sums) = AttentionArgs(*flat[:-3]), flat[-3:]
         q, k = args.q, args.k
-        batch = q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
-        shape = (batch, q.shape[2], k.shape[1]) if q.ndim == 4 else (q.shape[1], k.shape[0])
+        shape = (q.shape[0], q.shape[2], k.shape[1]) if q.ndim == 4 else (q.shape[1], k.shape[0])
         return (
-            q.new_empty((batch, q.shape[-2]) if max_logits else 0, dtype=torch.float32),
+            q.new_empty(_heads_shape(args) if max_logits else 0, dtype=torch.float32),
             q.new_empty(shape if column_sums else 0, dtype=torch.float32),
         )
 
@@ -169,6 +190,12 @@ def _lse_shape(args: AttentionArgs) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
 
 
+def _heads_shape(args: AttentionArgs) -> tuple[int, int]:
+    """Heads of all batch entries or sequences."""
+    starts = args.cu_seqlens_q
+    return args.q.shape[0] if starts is None else starts.shape[0] - 1, args.q.shape[-2]
+
+
 def _is_empty(args: AttentionArgs) -> bool:
     """Whether there is no query or no key: no implementation sees such a call."""
     return args.q.numel() == 0 or args.k.numel() == 0
@@ -187,5 +214,6 @@ def _only_sinks(args: AttentionArgs) -> Tensor:
 
 
 attention_op = AttentionOp()
+attention_with_max_logits_op = AttentionWithMaxLogitsOp()
 fp8_op = Fp8Op()
 stats_op = StatsOp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.attention.stats import stats_backend
+from warploom.attention.stats import measured_by
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import TileClasses
 from warploom.runtime import dispatch
@@ -34,7 +34,7 @@ def plan_of(
         counts = classes.in_tiles(tile[1])
         skipped = counts["hidden"] / sum(counts.values())
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
-    measuring = stats_backend(problem, chosen) if names else None
+    measuring = measured_by(args, problem, chosen, names)
     return Plan(
         call=problem.describe(),
         implementation=chosen,

@@ -55,6 +55,20 @@ class StatsBackend(Backend):
         ...
 
 
+class Beside(Backend):
+    """A backend of attention whose forward pass finds max logits beside out and lse, of some calls."""
+
+    @abstractmethod
+    def max_logits_refusal(self, args: AttentionArgs) -> str | None:
+        """Why it does not, of a call that it runs, or None."""
+        ...
+
+    @abstractmethod
+    def forward_with_max_logits(self, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+        """Out and lse as ``forward`` has them, bit for bit, and max logits as `AttentionStats` has them."""
+        ...
+
+
 def checked_names(return_stats: Any, block_table: Any = None) -> tuple[str, ...]:
     """The names that a user gave, or an error in words."""
     if type(return_stats) is tuple and not return_stats:
@@ -76,8 +90,23 @@ def stats_args(args: AttentionArgs) -> AttentionArgs:
     return args._replace(q=q, k=k, v=k, sink=None, dropout_p=0.0, dropout_seed=None, bias=bias, bias_grad=False, bounds=None)
 
 
+def comes_beside(args: AttentionArgs, chosen: str, names: tuple[str, ...]) -> bool:
+    """Whether the forward pass of ``chosen``, which runs the call, finds all the stats that are asked for."""
+    if names != ("max_logits",):
+        return False
+    implementation = dispatch.find(chosen)
+    return isinstance(implementation, Beside) and implementation.max_logits_refusal(args) is None
+
+
+def measured_by(args: AttentionArgs, problem: AttentionProblem, chosen: str, names: tuple[str, ...]) -> str | None:
+    """The implementation that computes the stats that a call asks for; None where it asks for none."""
+    if not names:
+        return None
+    return chosen if comes_beside(args, chosen, names) else stats_backend(problem, chosen)
+
+
 def stats_backend(problem: AttentionProblem, chosen: str) -> str:
-    """The implementation that computes a call's stats: ``chosen``, which runs the call, or the first that does not refuse.
+    """The implementation with a pass of its own for a call's stats: ``chosen``, or the first that does not refuse.
 
     Raises:
         RuntimeError: under strict(), where a GPU's call would fall to a slower one.

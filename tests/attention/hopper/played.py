@@ -14,6 +14,7 @@ from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
 from warploom.attention.hopper.config import CUTS, TABLE, BackwardConfig, ForwardConfig
+from warploom.kernels.distances import head_length
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
 
@@ -21,6 +22,7 @@ SUMS = 7 << 44  # where what blocks hand each other lies
 DROPOUT = "seed least kept first"
 DROPPED = {"seed": ((2,), ()), "least": 1 << 30, "first": 0}
 COUNTERS = 1 << 12
+ENTRIES = 101  # of a table of distances
 NO_CUT = -(1 << 30)
 Tag = tuple[int, ...]
 
@@ -66,7 +68,8 @@ def forward(
     names = names_of(
         "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter",
         config.varlen or config.columns, "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "slopes origin", bool(config.bias),
+        DROPOUT, config.dropout, "slopes origin", config.bias == "alibi",
+        "table spread origin", config.bias == "distance", "largest", config.largest,
         "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
     tiles = -(-heads // config.heads_per_tile) if config.pack_gqa else heads
@@ -77,10 +80,12 @@ def forward(
         "out": ((1, seqlen_q, heads, dim_v), (seqlen_q * heads * dim_v, heads * dim_v, dim_v)),
         "lse": ((1, heads, seqlen_q), (heads * seqlen_q, seqlen_q)),
         "parts": ((2 * blocks, 1 << 16, 1), (1 << 16, 1)),
-        "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": 0,
+        "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2,
+        "table": ((heads, ENTRIES), (ENTRIES,)), "spread": ((heads * head_length(ENTRIES),), ()),
+        "largest": ((1, heads), (heads,)),
         "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
     }  # fmt: skip
-    words: dict[int, int] = {}
+    words = _facts(names, heads)
     if config.varlen:
         values |= {
             "q": ((seqlen_q, dim, heads), ()),
@@ -91,8 +96,8 @@ def forward(
             "counter": ((1,), ()),
         }  # fmt: skip
         sequences = sequences or Sequences.thirds(seqlen_q, seqlen_k)
-        packed_values, words = _packed(names, sequences)
-        values |= packed_values
+        packed_values, starts = _packed(names, sequences)
+        values, words = values | packed_values, words | starts
     if mask is not None:
         if sequences is None:
             column_values, column_words = column_mask(names, mask, fine_and_coarse(mask, seqlen_q, seqlen_k))
@@ -100,7 +105,17 @@ def forward(
             column_values, column_words = _packed_mask(names, mask, sequences, config.used)
         values |= column_values | {"counter": ((1,), ()), "pair_heads": heads}
         words |= column_words
-    return launch(traced, values, names, grid=blocks, words=words, reads=config.columns, watched=watched)
+    reads = config.columns or config.bias == "distance"
+    return launch(traced, values, names, grid=blocks, words=words, reads=reads, watched=watched)
+
+
+def _facts(names: list[str], heads: int) -> dict[int, int]:
+    """What is said of each head's table of distances: both ends are plain, and nothing hides."""
+    if "spread" not in names:
+        return {}
+    start = names.index("spread") + 1 << 32
+    facts = [0, 0, 1, 1, 0]
+    return {start + 4 * (h * head_length(ENTRIES) + i): x for h in range(heads) for i, x in enumerate(facts)}
 
 
 def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -163,7 +178,8 @@ def backward_names(config: BackwardConfig) -> list[str]:
         "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
         "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "slopes origin", bool(config.bias), "scale softcap left right section", True,
+        DROPOUT, config.dropout, "slopes origin", config.bias == "alibi", "table spread origin", config.bias == "distance",
+        "gradient", config.bias_grad, "scale softcap left right section", True,
         "items whole split each steps", not config.pair,
     )  # fmt: skip
 
@@ -200,15 +216,16 @@ def backward(
     values |= {
         "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((COUNTERS,), ()),
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
-        **DROPPED, "slopes": ((1, heads), (heads,)), "origin": 0,
+        **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2, "table": ((heads, ENTRIES), (ENTRIES,)),
+        "spread": ((heads * head_length(ENTRIES),), ()), "gradient": ((heads, ENTRIES), (ENTRIES,)),
         "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
         "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)
-    words: dict[int, int] = {}
+    words = _facts(names, heads)
     if sequences is not None:
-        packed_values, words = _packed(names, sequences)
-        values |= packed_values
+        packed_values, starts = _packed(names, sequences)
+        values, words = values | packed_values, words | starts
     if bounds is not None:
         masks, count = bounds.shape[1:3]
         values |= {name: ((1, masks, seqlen_k), (masks * seqlen_k, seqlen_k)) for name in ("lts", "lte", "uts", "ute")}
@@ -224,7 +241,7 @@ def backward(
         words |= {past + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
-        reads=config.columns, cluster=2 if config.pair else 1,
+        reads=config.columns or config.bias == "distance", cluster=2 if config.pair else 1,
         watched=range(SUMS, SUMS + (4 << 20)) if split or cuts else range(0),
     )  # fmt: skip
 

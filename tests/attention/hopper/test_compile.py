@@ -35,6 +35,8 @@ CORE = {
     },
     "head_dim 128, causal, ALiBi": config(Features(BF16, 128, 128, right=True, bias="alibi"), long=True),
     "head_dim 64, ALiBi": config(Features(BF16, 64, 64, bias="alibi"), long=True),
+    "head_dim 128, causal, distances": config(Features(BF16, 128, 128, right=True, bias="distance"), long=True),
+    "head_dim 64, distances": config(Features(BF16, 64, 64, bias="distance"), long=True),
     "head_dim 128, packed, window, dropout": config(
         Features(FP16, 128, 128, right=True, left=True, varlen=True, used=True, dropout=True), long=False
     ),
@@ -61,9 +63,10 @@ def test_machine_code(name: str, built: Built) -> None:
     listing = machine_code(cubin)
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     waits_and_gemms = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", listing)
-    # With ALiBi key tiles may lie right of the queries, on the diagonal or left of them.
-    sides = 0 if not variant.bias else 1 if variant.right else 2
+    # With a bias key tiles may lie right of the queries, on the diagonal or left of them; of a table's some are partial.
+    sides = 0 if variant.bias != "alibi" else 1 if variant.right else 2
     loops = 3 if variant.left or sides == 2 else 2
+    loops += (2 - variant.right) if variant.bias == "distance" else 0
     per_step = variant.head_dim // 16 + -(-variant.tile_n // 16)
     leaning = sides * (variant.head_dim <= 64)  # slopes times columns, unless the diagonal crosses
     assert waits_and_gemms.count("HGMMA") == (loops + 1) * per_step + leaning
@@ -91,6 +94,8 @@ BACKWARD = {
     "head_dim 128, causal, ALiBi, waves": backward_config(
         Features(BF16, 128, 128, right=True, bias="alibi"), short=False, waves=True
     ),
+    "head_dim 128, causal, distances": backward_config(Features(BF16, 128, 128, right=True, bias="distance"), short=False),
+    "head_dim 64, distances": backward_config(Features(BF16, 64, 64, bias="distance", bias_grad=True), short=False),
     "head_dim 128, dropout": backward_config(Features(FP16, 128, 128, dropout=True), short=False),
     "head_dim 128, packed, causal, dropout": backward_config(
         Features(BF16, 128, 128, right=True, varlen=True, dropout=True), short=True

@@ -1,7 +1,8 @@
-"""ALiBi of the Hopper kernels on an H100 or H200: the criterion, both passes here, slopes of any sign, bits."""
+"""Biases of the Hopper kernels on an H100 or H200: the criterion, both passes here, slopes of any sign, tables, bits."""
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 import warploom
-from tests.attention.biased import check_frozen
+from tests.attention.biased import check, check_frozen
 from tests.attention.harness import Call
+from tests.attention.measured import check_largest
 from warploom.attention import hopper
-from warploom.bias import ALiBi
+from warploom.bias import ALiBi, Relative
 
 MISSING = hopper.BACKEND.available()
 pytestmark = [
@@ -103,3 +105,64 @@ def test_slopes_that_ask_for_a_gradient_go_on() -> None:
         out = warploom.attention(q, q, q, bias=ALiBi(slopes), causal=True, backend=backend)
         grads.append(torch.autograd.grad(out.float().square().sum(), slopes)[0])
     torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
+
+
+TABLES = ["relative", "relative, one side", "t5", "t5, one side", "relative, long", "relative, constant"]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables(kind: str, head_dim: int, band: str) -> None:
+    """Tiles far left, near and far right, and partial ones of each; the gradient of the table too."""
+    call = Call(seed(), 2, 260, 610, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords=BANDS[band])
+    check(call, kind, "hopper", torch.float32)
+    call = Call(seed(), 2, 500, 333, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords=BANDS[band])
+    check_frozen(call, kind, "hopper")
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"head_dim": 96}, {"head_dim": 40}, {"sink": True}], ids=str)
+def test_tables_of_other_calls(options: dict[str, Any]) -> None:
+    call = {"head_dim": 64, "dtype": torch.bfloat16, **options}
+    check(Call(seed(), 2, 200, 300, 4, 2, device="cuda", keywords={"causal": True}, **call), "t5", "hopper", torch.float32)
+
+
+def test_tables_of_packed_calls() -> None:
+    cu = torch.tensor([0, 100, 100, 712, 745, 1245], dtype=torch.int32, device="cuda")
+    for table, options in ((101, {"causal": True}), (1201, {}), (31, {"window": (100, 40)})):
+        leaves = [torch.randn(1245, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+        leaves.append(torch.randn(4, table, device="cuda", requires_grad=True))
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        found = []
+        for (q, k, v, leaf), backend in ((leaves, "hopper"), (wide, "reference")):
+            out = warploom.attention_varlen(q, k, v, cu, max_seqlen_q=612, bias=Relative(leaf), backend=backend, **options)
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+            found.append([out, *torch.autograd.grad(out, [q, k, v, leaf], dout)])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 8e-3 * b.norm()
+
+
+def test_minus_infinity_in_a_table_hides() -> None:
+    """Near and far, and all keys of a head."""
+    q, k, v = (torch.randn(1, 800, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    table = torch.randn(4, 601, device="cuda")
+    table[:, 320:360] = table[1, -1] = table[2] = table[3, 0] = -math.inf
+    for causal in (False, True):
+        out, lse = warploom.attention(q, k, v, bias=Relative(table), causal=causal, return_lse=True, backend="hopper")
+        wide = [t.double() for t in (q, k, v)]
+        want = warploom.attention(*wide, bias=Relative(table.double()), causal=causal, return_lse=True, backend="reference")
+        torch.testing.assert_close(out.double(), want[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=1e-3)
+
+
+LARGEST: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"window": (170, 0)}, {"window": (170, 90)}, {"causal": True, "kind": "alibi"}, {"kind": "t5"},
+    {"causal": True, "sink": True}, {"seqlen_q": 300, "seqlen_k": 5000},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", LARGEST, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_largest_logits(head_dim: int, options: dict[str, Any]) -> None:
+    """Beside out and lse, whose bits stay; of queries that see nothing, and of logits below 0."""
+    check_largest(seed(), "hopper", head_dim=head_dim, **options)

@@ -47,7 +47,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 469
+    assert len({c.name for c in found}) == len(found) <= 480
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -110,11 +110,12 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
         ({"head_dim": 100}, "steps of 8"),
         ({"head_dim_v": 264}, "8 to 256"),
         ({"layout": "paged"}, "pages"),
-        ({"bias": "distance"}, "no bias but ALiBi"),
+        ({"bias": "tensor"}, "no bias but ALiBi and tables of distances"),
+        ({"bias": "distance", "softcap": True}, "no table of distances beside a softcap or dropout"),
         ({"bias": "alibi", "columns": ("lts",)}, "no bias under a column mask"),
         ({"bias": "alibi", "head_dim": 136}, "no bias past head_dim 128"),
         ({"bias": "alibi", "head_dim_v": 192}, "no bias past head_dim 128"),
-        ({"bias": "alibi", "dtype": torch.float16}, "a bias of calls in bfloat16 alone"),
+        ({"bias": "alibi", "dtype": torch.float16}, "ALiBi of calls in bfloat16 alone"),
         ({"bias": "alibi", "softcap": True, "dropout": True}, "no bias beside both"),
     ],
 )
@@ -127,7 +128,10 @@ def test_refusals(changes: dict[str, object], words: str) -> None:
     [
         (Features(torch.bfloat16, 128, 128, bias="alibi"), None),
         (Features(torch.bfloat16, 96, 96, bias="alibi", softcap=True), None),
-        (Features(torch.bfloat16, 128, 128, bias="alibi", bias_grad=True), "gradient of a bias"),
+        (Features(torch.bfloat16, 128, 128, bias="alibi", bias_grad=True), "gradient of slopes"),
+        (Features(torch.bfloat16, 128, 128, bias="distance", bias_grad=True), None),
+        (Features(torch.bfloat16, 64, 64, bias="distance", deterministic=True), None),
+        (Features(torch.bfloat16, 64, 64, bias="distance", bias_grad=True, deterministic=True), "in any order"),
         (Features(torch.bfloat16, 104, 104, bias="alibi", softcap=True), "beside a softcap past head_dim 96"),
         (Features(torch.bfloat16, 128, 128, bias="alibi", dropout=True), None),
         (Features(torch.bfloat16, 128, 128, bias="alibi", dropout=True, varlen=True), "beside dropout of packed calls"),
@@ -144,6 +148,16 @@ def test_alibi_of_common_models_is_prepared() -> None:
         call = problem(head_dim=dim, head_dim_v=dim, layout=layout, right=0, seqlen_q=length, seqlen_k=length, bias="alibi")
         assert config_for(call).name in forward and "_alibi" in config_for(call).name
         assert plan.backward_config_for(replace(call, heads_q=1)).name in backward
+
+
+def test_tables_of_common_models_are_prepared() -> None:
+    forward, backward = {c.name for c in named_set()}, {c.name for c in backward_set()}
+    for dim, right, length in product((64, 128), (None, 0), (1000, 9000)):
+        size = {"head_dim": dim, "head_dim_v": dim, "right": right, "seqlen_q": length, "seqlen_k": length}
+        call = problem(**size, bias="distance", bias_grad=True)
+        assert config_for(call).name in forward and "_distance" in config_for(call).name
+        assert plan.backward_config_for(call).name in backward and "_distance_grad" in plan.backward_config_for(call).name
+        assert not plan.backward_config_for(replace(call, heads_q=8)).waves
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.problem import AttentionArgs
+from warploom.kernels.distances import head_length
 from warploom.masks import ColumnMask, Full, Mask, ResolvedMask
 from warploom.masks.tiles import column_bounds
 from warploom.runtime import dispatch, modules
@@ -44,8 +45,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
         cu_q: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None, counter: Tensor | None, parts: Tensor | None,
-        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None, bias: tuple[Tensor, int] | None,
-        scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
+        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None,
+        largest: Tensor | None, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
         assert (parts is not None) == variant["split"] and split >= 0
@@ -75,7 +76,11 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if dropout is not None:
             options["dropout_seed"], options["dropout_p"], first = told(dropout)
             k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, first, 0)) for t in (k, v))  # keys that the band hides
-        assert (bias is not None) == bool(variant["bias"])
+        assert (bias is not None) == bool(variant["bias"]) and (largest is not None) == variant["largest"]
+        if largest is not None:
+            assert largest.shape == (out.shape[0] if cu_q is None else cu_q.shape[0] - 1, q.shape[-2])
+            assert (largest == float("-inf")).all() and not config.pack_gqa
+            largest.fill_(1.0)
         if cu_q is None:
             found = attended(dense_args(q, k, v, **options), bias)
         else:
@@ -92,13 +97,20 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     return call
 
 
-def attended(args: AttentionArgs, bias: tuple[Tensor, int] | None) -> tuple[Tensor, Tensor]:
-    """Out and lse of a call with the slopes and the origin of distances that a module is handed."""
+def attended(args: AttentionArgs, bias: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
+    """Out and lse of a call with the slopes or table and the origin of distances that a module is handed."""
     if bias is not None:
-        slopes, origin = bias
-        assert slopes.ndim == 2 and slopes.is_contiguous() and slopes.dtype == torch.float32
-        args = args._replace(bias=slopes, bias_kind="alibi", bias_origin=origin)
+        args = args._replace(**biased(bias))
     return reference.BACKEND.forward(args)
+
+
+def biased(bias: tuple[Any, ...]) -> dict[str, Any]:
+    """What a call has of slopes and their origin, or of a table, which comes with room to be spread out."""
+    values, *room, origin = bias
+    assert values.ndim == 2 and values.is_contiguous() and values.dtype == torch.float32
+    if room:
+        assert room[0].dtype == torch.float32 and room[0].shape == (values.shape[0] * head_length(values.shape[1]),)
+    return {"bias": values, "bias_kind": "distance" if room else "alibi", "bias_origin": origin}
 
 
 def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
@@ -277,9 +289,13 @@ def test_keys_that_no_query_sees_are_not_handed_over(window: tuple[int | None, i
 @pytest.mark.parametrize("window", [(12, 0), (20, -5), (None, -7), (None, 0), (None, None), (0, 3)])
 def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None, int | None], origin: int) -> None:
     q, k, v = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
-    slopes = torch.tensor([[0.3, -0.1], [0.05, 0.7]])
-    args = dense_args(q, k, v, window=window)._replace(bias=slopes, bias_kind="alibi", bias_origin=origin)
-    assert_same(run.forward(args), reference.BACKEND.forward(args))
+    slopes, table = torch.tensor([[0.3, -0.1], [0.05, 0.7]]), torch.randn(2, 11)
+    for bias, kind in ((slopes, "alibi"), (table, "distance")):
+        args = dense_args(q, k, v, window=window)._replace(bias=bias, bias_kind=kind, bias_origin=origin)
+        assert_same(run.forward(args), reference.BACKEND.forward(args))
+        out, lse, largest = run.forward_with_largest(args)
+        assert_same((out, lse), reference.BACKEND.forward(args))
+        assert (largest == 1.0).all()
 
 
 @pytest.mark.parametrize("window", [(12, 0), (20, -5), (0, 3)])

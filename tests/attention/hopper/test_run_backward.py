@@ -26,7 +26,8 @@ from warploom.attention.hopper.config import TABLE, BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.philox import keep_mask
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.bias import ALiBi
+from warploom.bias import ALiBi, Relative
+from warploom.kernels.distances import head_length
 from warploom.masks import ColumnMask, tiles
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
@@ -46,7 +47,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def one(
         q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
         scale: float, softcap: float, left: int, right: int, masked: Tensor | None = None,
-        dropout: tuple[Any, ...] | None = None, bias: tuple[Tensor, int] | None = None, sequence: int | None = None,
+        dropout: tuple[Any, ...] | None = None, bias: tuple[Any, ...] | None = None, sequence: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of (batch, seqlen, heads, dim) in fp64, given lse and delta (batch, heads, seqlen)."""
         assert (dropout is not None) == variant["dropout"]
@@ -60,7 +61,12 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             s, slope = softcap * bent, 1 - bent.square()
         distance = torch.arange(s.shape[2])[:, None] + s.shape[3] - s.shape[2] - torch.arange(s.shape[3])
         assert (bias is not None) == bool(variant["bias"])
-        if bias is not None:
+        if bias is not None and variant["bias"] == "distance":
+            table, room, origin, *gradient = bias
+            at = (distance + origin).clamp(0, table.shape[1] - 1)
+            s = s + table.double()[:, at]
+            assert room.numel() == table.shape[0] * head_length(table.shape[1]) and len(gradient) == variant["bias_grad"]
+        elif bias is not None:
             slopes, origin = bias
             slopes = slopes if sequence is None or slopes.shape[0] == 1 else slopes[sequence : sequence + 1]
             s = s - slopes.double()[..., None, None] * (distance + origin).abs()
@@ -74,6 +80,9 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             rows, cols = torch.arange(s.shape[2]), begin + torch.arange(s.shape[3])
             keep = keep_mask(dropout_seed, dropout_p, batch, torch.arange(s.shape[1]), rows, cols) / (1.0 - dropout_p)
         ds = p * (keep * (dout @ values.transpose(-1, -2)) - delta[..., None]) * slope * scale
+        if variant["bias_grad"]:
+            assert bias is not None and not gradient[0].any()
+            gradient[0].index_add_(1, at.flatten(), (ds / scale).sum(0).flatten(1).float())
         parts = ds @ keys, ds.transpose(-1, -2) @ q, (keep * p).transpose(-1, -2) @ dout
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -109,7 +118,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def packed(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
         dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        vectors: tuple[Tensor | None, ...], dropout: tuple[Any, ...] | None, bias: tuple[Tensor, int] | None,
+        vectors: tuple[Tensor | None, ...], dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None,
         scale: float, softcap: float, left: int, right: int,
     ) -> None:  # fmt: skip
         assert variant["varlen"] and cu_k is not None and (used is not None) == variant["used"]
@@ -136,7 +145,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None,
-        bounds: Tensor | None, present: int | None, dropout: tuple[Any, ...] | None, bias: tuple[Tensor, int] | None,
+        bounds: Tensor | None, present: int | None, dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
@@ -218,12 +227,15 @@ def test_dense(name: str, deterministic: bool) -> None:
 def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None, int | None]) -> None:
     q, k, v = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    bias = ALiBi(torch.tensor([[0.3, -0.1], [0.05, 0.7]]))
-    out, lse = warploom.attention(*leaves, bias=bias, window=window, return_lse=True, backend="reference")
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
-    args = dense_args(q, k, v, window=window)._replace(bias=bias.slopes, bias_kind="alibi")
-    found = run_backward.backward(args, dout, None, out.detach().half(), lse.detach().float())
-    compare(found[:3], torch.autograd.grad((out * dout.double()).sum(), leaves))
+    alibi, table = ALiBi(torch.tensor([[0.3, -0.1], [0.05, 0.7]])), torch.randn(2, 21).requires_grad_()
+    for bias in (alibi, Relative(table.detach()), Relative(table)):
+        out, lse = warploom.attention(*leaves, bias=bias, window=window, return_lse=True, backend="reference")
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+        args = dense_args(q, k, v, window=window, bias=bias)
+        found = run_backward.backward(args, dout, None, out.detach().half(), lse.detach().float())
+        wanted = [*leaves, table] if args.bias_grad else leaves
+        assert len(found) == 4 + args.bias_grad
+        compare((*found[:3], *found[4:]), torch.autograd.grad((out * dout.double()).sum(), wanted))
 
 
 @pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])
@@ -483,7 +495,7 @@ def test_the_kernel_in_python_takes_what_the_compiled_one_takes() -> None:
 
 def test_names_are_unique_and_memory_fits() -> None:
     found = backward_set()
-    assert len({c.name for c in found}) == len(found) <= 217
+    assert len({c.name for c in found}) == len(found) <= 225
     # Barriers, and statistics up to the alignment of what follows, take up to 1 KiB more.
     assert all(c.name.isidentifier() and c.shared_bytes + 1024 <= 227 * 1024 for c in found)
 

@@ -6,6 +6,7 @@ the next implementation that takes it, with the out and lse of this one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from warploom.attention.hopper.documents import MOST_KEYS, as_packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
+    MANY,
     backward_config,
     backward_config_for,
     bias_backward_refusal,
@@ -24,12 +26,14 @@ from warploom.attention.hopper.plan import (
     config_for,
     invariance_refusal,
     is_short,
+    largest_refusal,
     takes_columns,
     takes_dropout,
     tile_dims,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
+from warploom.attention.stats import Beside
 from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
@@ -77,6 +81,13 @@ def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
     return _found.refusal((length, backward, *fields), lambda: [variant(Features(*fields), length).spec])
 
 
+@traced.constant
+def _largest_refusal(long: bool, *fields: Any) -> str | None:
+    """As ``_module_refusal``, of the module that finds the largest logits too."""
+    variant = replace(config(Features(*fields), long), largest=True)
+    return _found.refusal(("largest", long, *fields), lambda: [variant.spec])
+
+
 _found = traced.Found()
 
 
@@ -114,7 +125,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
     return variant
 
 
-class Hopper(Backend):
+class Hopper(Beside):
     """Dense and packed calls in 16 bits, up to 256 dims a head, under any mask."""
 
     name = NAME
@@ -232,6 +243,28 @@ class Hopper(Backend):
             return _next(args, False).forward(args)
         return run(args)
 
+    def max_logits_refusal(self, args: AttentionArgs) -> str | None:
+        """Why ``forward_with_max_logits`` is not for a call that ``forward`` takes; words follow the name."""
+        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.dtype.itemsize == 1:
+            return "does not run this call itself"
+        features, packed = Features.of_args(args), args.cu_seqlens_q is not None
+        few = long = False
+        if not packed and args.q.shape[-2] > args.k.shape[-2] and args.q.shape[1] < MANY:  # branches, for tracers too
+            few = True
+        if (args.max_seqlen_k or 0 if packed else args.k.shape[1]) >= LONG:
+            long = True
+        refused = largest_refusal(features, few)
+        if refused is not None:
+            return refused
+        dtype, head_dim, head_dim_v, *flags = features
+        return _largest_refusal(long, dtype, *tile_dims(head_dim, head_dim_v), *flags)
+
+    def forward_with_max_logits(self, args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``forward``, and the largest logits, fp32 (batch, heads) or (sequences, heads)."""
+        from warploom.attention.hopper.run import forward_with_largest as run
+
+        return run(args)
+
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
 
@@ -277,8 +310,8 @@ class Hopper(Backend):
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dsink (empty without a sink), here or by the next implementation that takes the call."""
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv and dsink (empty without a sink), and dbias if asked for, here or by the next that takes the call."""
         if _takes_backward(args, dlse is not None):
             from warploom.attention.hopper.run_backward import backward as run
 

@@ -40,6 +40,7 @@ from warploom.attention.hopper.config import box_columns
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.bias import slopes_of
 from warploom.kernels.cute.columns import columns_of
+from warploom.kernels.cute.distances import SPREAD_THREADS, distances_of
 from warploom.kernels.cute.dropout import dropout_of
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers
@@ -93,7 +94,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         bounds: cute.Tensor | None,
         present: Int32 | None,
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
-        bias: tuple[Any, ...] | None,  # as ``slopes_of`` has it
+        bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -124,6 +125,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         masked = None
         if const_expr(self.config.dealt or self.config.ordered > 0):
             masked = (bounds, k, n_blocks, section, left, right, blocks, split)
+        if const_expr(self.reads_distances):
+            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, bias, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip
@@ -351,7 +354,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             right=right,
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
             dropout=drops,
-            slopes=slopes_of(bias),
+            slopes=slopes_of(bias) if const_expr(self.biased) else None,
+            distances=distances_of(bias) if const_expr(self.reads_distances) else None,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

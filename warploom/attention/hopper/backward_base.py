@@ -84,6 +84,7 @@ class Call(Fields):
     columns: Any  # of the mask, or None
     dropout: Any  # what the call says of it, or None
     slopes: Any  # ALiBi's, or None
+    distances: Any  # a table of them, or None
 
 
 class Work(Fields):
@@ -140,7 +141,8 @@ class BackwardBase:
 
     def __init__(self, config: BackwardConfig):
         self.config = config
-        self.biased = bool(config.bias)
+        self.biased = config.bias == "alibi"
+        self.reads_distances = config.bias == "distance"
         self.dtype = DTYPES[config.dtype]
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.span = config.tile_n * (2 if config.pair else 1)  # keys of blocks that walk the same query tiles

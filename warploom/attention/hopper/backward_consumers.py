@@ -22,8 +22,10 @@ from warploom.attention.hopper.backward_base import (
     DQ_THREADS,
     WARPGROUPS,
     Operands,
+    Work,
 )
 from warploom.attention.hopper.backward_deal import Dealer
+from warploom.attention.hopper.backward_distances import FAR, NEAR, DistanceSteps
 from warploom.attention.hopper.backward_dropout import DropoutSteps
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
@@ -60,6 +62,7 @@ class StepOperands(Operands):
     stats: Any
     past: Any  # the step past a block's last
     alibi: Any  # ALiBi of its keys, or None
+    distances: Any  # a table of distances, or None
 
 
 @cute.jit
@@ -71,7 +74,7 @@ def add(four, source):
         four[n] += found[n]
 
 
-class Consumers(Dealer, DropoutSteps):
+class Consumers(Dealer, DropoutSteps, DistanceSteps):
     """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
 
     # A block
@@ -177,10 +180,56 @@ class Consumers(Dealer, DropoutSteps):
         else:
             for member in cutlass.range(work.group_size, unroll=1):
                 self.take_member(r, work, member)
-                for lower, upper, masked in parts:
-                    for m in cutlass.range(lower, upper, unroll=1):
-                        self.step(r, m, j, masked)
-                        j += 1
+                if const_expr(self.reads_distances):
+                    j = self.steps_by_distance(r, work, j)
+                else:
+                    for lower, upper, masked in parts:
+                        for m in cutlass.range(lower, upper, unroll=1):
+                            self.step(r, m, j, masked)
+                            j += 1
+
+    @cute.jit
+    def steps_by_distance(self, r, work, j):
+        """Query tiles of a query head under a table: far right, near or partial, far left and, of a window, partial."""
+        first, near, left, past, end = self.near_and_far(r, work)
+        if const_expr(self.config.right):
+            for m in cutlass.range(near, left, unroll=1):
+                self.step(r, m, j, True)
+                j += 1
+            for m in cutlass.range(left, past, unroll=1):
+                self.step(r, m, j, False, None, FAR)
+                j += 1
+            self.leave_far(r, r.distances.given.table.shape[1] - 1)
+            if const_expr(self.config.left):
+                for m in cutlass.range(past, end, unroll=1):
+                    self.step(r, m, j, True)
+                    j += 1
+        else:
+            # Far tiles of either side by one loop: ptxas has no registers for another.
+            m, far, close, entry = first, near, left, Int32(0)
+            for _ in cutlass.range(2, unroll=1):
+                for _ in cutlass.range(far - m, unroll=1):
+                    self.step(r, m, j, False, None, FAR)
+                    j += 1
+                    m += 1
+                self.leave_far(r, entry)
+                for _ in cutlass.range(close - m, unroll=1):
+                    self.step(r, m, j, True)
+                    j += 1
+                    m += 1
+                far, close, entry = past, end, r.distances.given.table.shape[1] - 1
+        return j
+
+    def near_and_far(self, r: Any, work: Any) -> tuple[Any, ...]:
+        """Where those begin, and where the last end."""
+        first, whole_first, whole_end, end = work.bounds
+        near, left = r.distances.ends[0], r.distances.ends[1]
+        if self.config.right:
+            near = first
+        else:
+            near = choose(whole_first == first, cutlass.min(cutlass.max(near, first), whole_end), first)
+        left = cutlass.max(cutlass.min(cutlass.max(left, whole_first), end), near)
+        return first, near, left, cutlass.max(whole_end, left), end
 
     @cute.jit
     def set_limits(self, r, work, left, right):
@@ -363,6 +412,7 @@ class Consumers(Dealer, DropoutSteps):
             ds_target=ds_target,
             drops=self.drops(work),
             alibi=self.alibi(work),
+            distances=self.distances(work.given if isinstance(work, Work) else work),
             dq_target=(shared.dq + group * self.part + own * 4).align(16),
             stats=(shared.stats + own % 4 * 2).align(8),
             row=group * 64 + own // 32 * 16 + own % 32 // 4,  # key of the block, and that + 8
@@ -392,11 +442,11 @@ class Consumers(Dealer, DropoutSteps):
             self.step(r, m, j, False, work)
 
     @cute.jit
-    def step(self, r, m, j, masked, work=None):
+    def step(self, r, m, j, masked, work=None, place=NEAR):
         """One query tile: five GEMMs; while the tensor cores run those of one warpgroup, the other computes P and dS.
 
         Row statistics are asked for before the wait for S, under which their latency hides. Under a column mask the first wait
-        is over, and ``work`` is the block's.
+        is over, and ``work`` is the block's. ``place``: of the tile in a table of distances.
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
@@ -406,11 +456,15 @@ class Consumers(Dealer, DropoutSteps):
             self.find_hidden(r, work, m, stage)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
+        near = const_expr(self.reads_distances and place == NEAR)
+        if const_expr(near):
+            self.begin_near(r, m)
         if const_expr(self.ping_pong):
             self.wait_ping_pong(r.group)
-        gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], False)
+        gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], near)
         # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
-        spare = const_expr(not (config.softcap or config.dropout or self.biased))
+        apart = self.reads_distances and not config.right  # far tiles may differ
+        spare = const_expr(not (config.softcap or config.dropout or self.biased or near or apart))
         late = const_expr(not spare or (config.columns and masked))
         if const_expr(not late):
             level = self.statistics(r, stage, 0)
@@ -424,7 +478,7 @@ class Consumers(Dealer, DropoutSteps):
             self.hide(r)
         if const_expr(late):
             level = self.statistics(r, stage, 0)
-        self.probabilities(r, m, level, masked)
+        self.probabilities(r, m, level, masked, place)
         delta = None
         if const_expr(spare and not self.fold):
             delta = self.statistics(r, stage, 1)
@@ -436,6 +490,11 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(not spare and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
+        if const_expr(config.bias_grad):  # before dS is packed, beside which there are no registers
+            if const_expr(near):
+                self.add_near(r, m)
+            else:
+                self.add_far(r)
         pack(r.acc_dp, r.ds, self.dtype)
         self.share(r, stage)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
@@ -480,7 +539,7 @@ class Consumers(Dealer, DropoutSteps):
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
 
     @cute.jit
-    def probabilities(self, r, m, level, masked):
+    def probabilities(self, r, m, level, masked, place=NEAR):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
         config = self.config
         for i in cutlass.range_constexpr(2):
@@ -501,6 +560,8 @@ class Consumers(Dealer, DropoutSteps):
                 above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
                 if const_expr(self.biased):
                     above = level_of(above, i, c + j)
+                if const_expr(self.reads_distances and place == FAR and not config.right):
+                    above = above - r.distances.right[0]
                 weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                 passed = weight * slope if const_expr(self.config.softcap) else weight
                 r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)

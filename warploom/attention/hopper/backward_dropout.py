@@ -68,6 +68,8 @@ class DropoutSteps(BiasSteps):
             member = (member + work.n_block) % work.group_size
         self.take_head(r, work, work.head * work.group_size + member)
         self.take_slope(r, work, work.head * work.group_size + member)
+        if self.reads_distances:
+            self.take_distances(r, work, work.head * work.group_size + member)
 
     def take_tile(self, r: Any, work: Any, step: Any) -> Any:
         """Query tile of a step, counted through all heads of the block; the step is of its head."""

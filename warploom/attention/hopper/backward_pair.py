@@ -198,6 +198,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             columns=columns_of((lts, lte, uts, ute, bounds, present)),
             dropout=drops,
             slopes=None,
+            distances=None,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

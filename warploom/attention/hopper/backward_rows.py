@@ -16,15 +16,17 @@ from cutlass import Float32, Int32, Int64, const_expr
 from warploom.attention.hopper.backward_base import FAR_LEVEL, ROW_THREADS, Call
 from warploom.attention.hopper.backward_bias import BiasSteps
 from warploom.attention.hopper.backward_deal import Dealer
+from warploom.attention.hopper.backward_distances import DistanceSteps
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
 from warploom.kernels.cute.bias import slopes_of
 from warploom.kernels.cute.columns import Columns
+from warploom.kernels.cute.distances import distances_of
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.instructions import pack16, store_matrices
 from warploom.kernels.cute.packed import bounds, locate
 
 
-class RowKernels(Dealer, BiasSteps):
+class RowKernels(Dealer, BiasSteps, DistanceSteps):
     """What runs over rows of Q rather than blocks of keys."""
 
     @cute.kernel
@@ -58,7 +60,8 @@ class RowKernels(Dealer, BiasSteps):
             self.clear(dk, cu_k)
             self.clear(dv, cu_k)
         batch, head, start, seqlen_q, m_block, sequence = self.query_tile(index, m_blocks, out, cu_q)
-        slopes = slopes_of(bias)
+        slopes = slopes_of(bias) if const_expr(self.biased) else None
+        distances = distances_of(bias) if const_expr(self.reads_distances) else None
         size = tile_m * self.config.head_dim
         if const_expr(not self.config.claims):
             zeros = cute.make_rmem_tensor(4, Float32)
@@ -106,6 +109,8 @@ class RowKernels(Dealer, BiasSteps):
                     level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
                     if const_expr(slopes is not None):
                         level += self.row_bias(slopes, sequence, head, in_tile)
+                    if const_expr(distances is not None):
+                        level -= self.level_base(distances, head)
                     total = Float32(0.0) if found == -Float32.inf else total
                 base = Int64(index) * (2 * tile_m) + in_tile
                 stats[base] = level
@@ -133,6 +138,7 @@ class RowKernels(Dealer, BiasSteps):
             columns=Columns(vectors=None, present=None, bounds=bounds),
             dropout=None,
             slopes=None,
+            distances=None,
         )
 
     @cute.jit

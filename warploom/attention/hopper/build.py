@@ -14,9 +14,11 @@ from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import HopperForward
-from warploom.kernels.cute.arguments import column_mask, dropout, rows, slopes, stream, vector, view
+from warploom.kernels.cute.arguments import column_mask, distances, dropout, rows, slopes, stream, vector, view
 from warploom.kernels.cute.basics import DTYPES
 from warploom.runtime.compile import compile_kernel
+
+_BIASES: dict[str, Any] = {"": lambda: None, "alibi": slopes, "distance": distances}
 
 
 def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
@@ -34,9 +36,10 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
     mask = column_mask() if variant.columns else None
     drop = dropout() if variant.dropout else None
-    added = slopes() if variant.bias else None
+    added = _BIASES[variant.bias]()
+    largest = rows(2) if variant.largest else None
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
-    arguments = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, mask, drop, added, *scalars, stream()]
+    arguments = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, mask, drop, added, largest, *scalars, stream()]
     return {**compile_kernel(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
 
 
@@ -54,7 +57,8 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     columns: list[Any] = [None] * 6
     if variant.columns:
         columns = [*column_mask()]
-    given = [*packed, *columns, dropout() if variant.dropout else None, slopes() if variant.bias else None]
+    added = distances(variant.bias_grad) if variant.bias == "distance" else _BIASES[variant.bias]()
+    given = [*packed, *columns, dropout() if variant.dropout else None, added]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *given, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)
     return {**compile_kernel(kernel, arguments, name, library), "shared": variant.shared_bytes}

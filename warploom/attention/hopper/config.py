@@ -18,18 +18,21 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "bias", "consumers", "columns", "merge")))
+_PARTS_FORWARD = "base", "lists", "producer", "bias", "distances", "consumers", "columns", "merge"
+_FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_FORWARD))
 SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns")),
+    *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances", "memory")),
+    "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "bias", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "bias", "distances", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
-    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "memory", "row_tiles")),
+    *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "distances", "memory", "row_tiles")),
+    "kernels/distances.py",
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 
@@ -77,7 +80,8 @@ class ForwardConfig:
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
     pack_gqa: int = 0
-    bias: str = ""  # "alibi", or none
+    bias: str = ""  # "alibi", "distance", or none
+    largest: bool = False  # the largest logit of each head is found beside
 
     @property
     def tile_m(self) -> int:
@@ -92,6 +96,7 @@ class ForwardConfig:
         features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
+        parts += ["largest"] if self.largest else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         parts += ["q2"] if self.q_stages == 2 else []
@@ -116,7 +121,7 @@ class ForwardConfig:
     @property
     def bias_product(self) -> bool:
         """Whether scores begin at a product of slopes and columns: where the tensor cores have time to spare."""
-        return bool(self.bias) and self.head_dim <= 64 and not self.softcap
+        return self.bias == "alibi" and self.head_dim <= 64 and not self.softcap
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -161,7 +166,8 @@ class BackwardConfig:
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
     columns: bool = False  # of the mask hide rows
     dropout: bool = False
-    bias: str = ""  # "alibi", or none
+    bias: str = ""  # "alibi", "distance", or none
+    bias_grad: bool = False  # of a table of distances
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
 
     @property
@@ -173,6 +179,7 @@ class BackwardConfig:
         features = "columns", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
+        parts += ["grad"] if self.bias_grad else []
         parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 

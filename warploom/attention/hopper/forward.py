@@ -25,6 +25,7 @@ from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnPro
 from warploom.attention.hopper.forward_merge import Merge
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.columns import columns_of
+from warploom.kernels.cute.distances import SPREAD_THREADS
 from warploom.kernels.cute.packed import ragged
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.softmax import multipliers
@@ -58,7 +59,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
         mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
-        bias: tuple[Any, ...] | None,  # as ``slopes_of`` has it
+        bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
+        largest: cute.Tensor | None,  # (batch or sequences, heads_q) fp32, contiguous: raised to the largest logits
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -88,11 +90,13 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         qk = product(self.dtype, (64, self.tile_n, 16), IN_SHARED, BY_K, BY_K)
         pv = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
         multiplier, cap_in = multipliers(config, scale, softcap)
+        if const_expr(self.reads_distances):
+            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         heads = Int32(0)
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias, largest,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
@@ -139,6 +143,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         mask: tuple[Any, ...] | None,
         dropout: tuple[Any, ...] | None,
         bias: tuple[Any, ...] | None,
+        largest: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -212,14 +217,14 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             )  # fmt: skip
         else:
             self.play_tiles(
-                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, shared, tma_q, tma_k, tma_v,
-                mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, shared, tma_q, tma_k,
+                tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
             )  # fmt: skip
 
     @cute.jit
     def play_tiles(
-        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, shared, tma_q, tma_k, tma_v,
-        mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, shared, tma_q, tma_k,
+        tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
     ):  # fmt: skip
         """What each warp does without a column mask."""
         consumer_registers, producer_registers = REGISTERS[self.warpgroups]
@@ -238,7 +243,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
             self.compute(
                 out, lse, sink, parts, k.shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in,
-                left, right,
+                left, right, largest=largest,
             )  # fmt: skip
 
     @cute.jit

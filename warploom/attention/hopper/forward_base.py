@@ -68,8 +68,9 @@ class ForwardBase:
         self.tile_stages = 2
         self.q_stages = config.q_stages
         self.q_slots = config.q_stages * config.warpgroups
-        self.biased = bool(config.bias)
+        self.biased = config.bias == "alibi"
         self.begins = self.biased and not config.softcap  # scores begin at the bias
+        self.reads_distances = config.bias == "distance"
         self.multiplies = config.bias_product
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)

@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
 from warploom.attention.hopper.forward_bias import BiasedScores
+from warploom.attention.hopper.forward_distances import FAR_LEFT, FAR_RIGHT, NEAR, DistanceScores
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
@@ -24,6 +25,7 @@ from warploom.kernels.cute.dropout import bits_of_rows, dropout_of, kept
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import exp2, pin, pin_bits
+from warploom.kernels.cute.memory import raise_to
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, with_sink
 from warploom.kernels.cute.tiles import transposed
@@ -32,6 +34,7 @@ from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack
 # A row is exponentiated against an earlier maximum until its own is past it by so many powers of two: P stays far inside of
 # what 16 bits hold, as precise as at 1, and O and the sums of most tiles need no rescaling.
 HEADROOM = 8.0
+LN_2 = 1.0 / LOG2_E
 # Columns that a word of a mask covers: of 32, ptxas made no R2P.
 MASK_BITS = 24
 
@@ -65,9 +68,11 @@ class Rows(Fields):
     tile: Any  # with dropout: head, batch, the first row, and under a column mask the key tile
     kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
     alibi: Any  # what is to be known of ALiBi, or None
+    distances: Any  # or of a table of distances
+    largest: Any  # each row's true maximum, which may be past ``row_max``, where it is asked for
 
 
-class Consumers(BiasedScores):
+class Consumers(BiasedScores, DistanceScores):
     """What every consumer warpgroup runs."""
 
     # The tiles of a block
@@ -75,7 +80,7 @@ class Consumers(BiasedScores):
     @cute.jit
     def compute(
         self, out, lse, sink, parts, k_shape, sequences, dropout, bias, shared, mma_qk, mma_pv, multiplier, cap_in, left, right,
-        scales=None,
+        scales=None, largest=None,
     ):  # fmt: skip
         """64 rows of every query tile of this block; ``scales``: what FP8 needs of q, k and v besides."""
         config = self.config
@@ -113,6 +118,8 @@ class Consumers(BiasedScores):
             self.find_scales(work, head, batch, top, q_start, k_start)
             if const_expr(self.biased):
                 self.set_bias(work, batch, places, shift)
+            if const_expr(self.reads_distances):
+                self.set_distances(work, top, places, shift)
             if first < end:
                 # Of the tile's keys, those that this warpgroup's rows see; none where they are past the last query.
                 own_first, own_end = key_tiles(config, top, top + span, seqlen_q, seqlen_k, shift, left, right)
@@ -134,7 +141,9 @@ class Consumers(BiasedScores):
                     self.wait_ping_pong(group)
                     if const_expr(self.begins):
                         self.begin_crossed(work, n)
-                    gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
+                    if const_expr(self.reads_distances):
+                        self.begin_near(work, n, True)
+                    gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins or self.reads_distances, stage)
                     self.pass_ping_pong(group)
                     self.while_scoring(work, n)
                     warpgroup.wait_group(0)
@@ -144,6 +153,9 @@ class Consumers(BiasedScores):
                     self.softmax(work, n, True)
                     self.keep_scale(work)
                     self.pack(work, n)
+                    rows = (m_block * self.tile_m, seqlen_q, shift, left, right)
+                    if const_expr(self.reads_distances):
+                        self.clear_unseen(work, n, stage, phase, rows)
                     if const_expr(self.begins and not config.right):
                         # Without a limit on the right only the first tile may be partial.
                         for _ in cutlass.range(n - cutlass.max(work.alibi.right_first[0], whole_first), unroll=1):
@@ -151,16 +163,29 @@ class Consumers(BiasedScores):
                             stage, phase = self.step(work, n, own_first, stage, phase, False)
                     if const_expr(self.begins):
                         whole_end = cutlass.min(whole_end, left_end)
+                    near_first = Int32(0)
+                    if const_expr(self.reads_distances):
+                        near_first, right_first, hides = [work.distances.ends[i] for i in range(3)]
+                        if const_expr(not config.right):
+                            for _ in cutlass.range(n - cutlass.max(right_first, whole_first), unroll=1):
+                                n -= 1
+                                stage, phase = self.step(work, n, own_first, stage, phase, False, FAR_RIGHT)
+                        near_first = cutlass.max(near_first, whole_first)
+                        whole_end = cutlass.min(whole_end, near_first) if hides == 1 else whole_end
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, own_first, stage, phase, True)
+                        stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
+                    if const_expr(self.reads_distances):
+                        for _ in cutlass.range(n - near_first, unroll=1):
+                            n -= 1
+                            stage, phase = self.step(work, n, own_first, stage, phase, False, NEAR)
                     for _ in cutlass.range(n - whole_first, unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, own_first, stage, phase, False)
+                        stage, phase = self.step(work, n, own_first, stage, phase, False, FAR_LEFT)
                     if const_expr(config.left):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
-                            stage, phase = self.step(work, n, own_first, stage, phase, True)
+                            stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
                 q_turn = self.next_q(q_turn)
                 if own_first >= own_end:
                     release(shared.q_empty + q_slot)
@@ -168,6 +193,8 @@ class Consumers(BiasedScores):
                     stage, phase = self.finish(work, stage, phase)
                 for _ in cutlass.range(own_first - first, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
+            if const_expr(config.largest):
+                self.tell_largest(work, largest, batch, places, seqlen_q, sequences)
             if const_expr(config.split):
                 if slot >= 0:
                     self.leave(work, parts, slot, local)
@@ -215,6 +242,8 @@ class Consumers(BiasedScores):
             tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
             kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
             alibi=self.alibi(bias, shared),
+            distances=self.distances(bias),
+            largest=cute.make_rmem_tensor(2, Float32) if self.config.largest else None,
         )
 
     def common_rows(
@@ -258,6 +287,8 @@ class Consumers(BiasedScores):
         work.acc_o.fill(0.0)
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
+        if self.config.largest:
+            work.largest.fill(-Float32.inf)
 
     def find_scales(self, work: Any, head: Any, batch: Any, top: Any, q_start: Any, k_start: Any) -> None:
         """Nothing: 16-bit operands have no scales."""
@@ -281,11 +312,17 @@ class Consumers(BiasedScores):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked):
-        """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV."""
+    def step(self, work, n, last, stage, phase, masked, place=NEAR, rows=None):
+        """QKᵀ of key tile ``n`` with the PV of the tile before behind it, then the softmax under that PV.
+
+        ``place``: of the tile in a table of distances; ``rows``: as ``clear_unseen`` has them.
+        """
         shared = work.shared
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
+        begins = const_expr(self.begins or (self.reads_distances and place == NEAR))
+        if const_expr(begins and self.reads_distances):
+            self.begin_near(work, n, masked)
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.wait_ping_pong(work.group)
         if const_expr(self.begins and masked):
@@ -293,7 +330,7 @@ class Consumers(BiasedScores):
         if const_expr(self.multiplies and not masked):
             self.gemm_alibi(work, n, stage)
         else:
-            gemm(work.mma_qk, work.acc_s, work.q, work.k, self.begins, stage)
+            gemm(work.mma_qk, work.acc_s, work.q, work.k, begins, stage)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
         gemm(work.mma_pv, work.acc_o, work.p, work.v, True, v_stage)
@@ -305,8 +342,10 @@ class Consumers(BiasedScores):
         release(shared.k_empty + stage)
         if n == last:
             release(shared.q_empty + work.q_slot)  # the next tile's Q arrives while this one ends
-        self.softmax(work, n, masked, shared.v_empty + v_stage)
+        self.softmax(work, n, masked, shared.v_empty + v_stage, place)
         self.pack(work, n)
+        if const_expr(self.reads_distances and masked):
+            self.clear_unseen(work, n, stage, phase, rows)
         return stage, phase
 
     def pack(self, work: Any, n: Any) -> None:
@@ -382,7 +421,7 @@ class Consumers(BiasedScores):
     # The softmax
 
     @cute.jit
-    def softmax(self, work, n, masked, v_empty=None):
+    def softmax(self, work, n, masked, v_empty=None, place=NEAR):
         """Exponentiate the scores of key tile ``n`` against a maximum that leaves them HEADROOM; O is left to ``rescale``.
 
         A PV under way, which releases ``v_empty``, is waited for as the configuration has it. After a quarter of the
@@ -395,30 +434,35 @@ class Consumers(BiasedScores):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, work.cap_in)
             if const_expr(self.biased):
                 self.add_bias(work, n)
+        apart = const_expr(self.begins or (self.reads_distances and place == FAR_RIGHT))
         if const_expr(self.begins):
             parts = self.row_parts(work, n, masked)
+        elif const_expr(apart):
+            parts = [work.distances.right[0]] * 2
         if const_expr(masked and self.config.columns):
             self.apply_mask(rows, work.mask_words)
         elif const_expr(masked):
-            self.mask(rows, work.limits, n)
+            self.mask(rows, work.limits, n, work.mask_words if const_expr(self.reads_distances) else None)
         offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top = [work.row_max[r], rows[r, 0]]
-            if const_expr(self.begins):
+            if const_expr(apart):
                 top[0] = -Float32.inf
             for c in cutlass.range_constexpr(1, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.fmax(top[0], top[1])
-            if const_expr(self.begins):
+            if const_expr(apart):
                 new = cute.arch.fmax(new + parts[r], work.row_max[r])
             new = cute.arch.warp_reduction_max(new, threads_in_group=4)
+            if const_expr(self.config.largest):
+                work.largest[r] = cute.arch.fmax(work.largest[r], new)
             grown = (new - work.row_max[r]) * scale
             outgrown = grown > HEADROOM  # not where both are -inf
             new = new if outgrown else work.row_max[r]
             work.correction[r] = exp2(-grown) if outgrown else 1.0
             work.row_max[r] = new
             offsets[r] = finite(new) * scale
-            if const_expr(self.begins):
+            if const_expr(apart):
                 offsets[r] = (finite(new) - parts[r]) * scale
         for r in cutlass.range_constexpr(2):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
@@ -443,8 +487,8 @@ class Consumers(BiasedScores):
         release(v_empty)
 
     @cute.jit
-    def mask(self, rows, limits, n):
-        """Hide columns of key tile ``n`` past the keys or outside the band.
+    def mask(self, rows, limits, n, words=None):
+        """Hide columns of key tile ``n`` past the keys or outside the band, and those whose bits in ``words`` are 0.
 
         A thread's columns of a row are bits of words, of which ptxas makes several predicates in one instruction (R2P); a
         comparison for each column, and for each side of a window, took a fifth of a masked tile's time.
@@ -457,6 +501,8 @@ class Consumers(BiasedScores):
                 shown = self.lowest_bits(hidden - start)
                 if const_expr(self.config.left):
                     shown = shown & ~self.lowest_bits(visible - start)
+                if const_expr(words is not None):
+                    shown = shown & (words[r] >> start)
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
                     at = self.element(c)
                     rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
@@ -506,15 +552,39 @@ class Consumers(BiasedScores):
 
     # What a tile leaves
 
+    @cute.jit
+    def tell_largest(self, work, largest, batch, places, seqlen_q, sequences):
+        """Raise the largest logit of the tile's head to those of this warp's rows; a row that saw NaN has a sum of NaN."""
+        found = -Float32.inf
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
+            top = self.top_of(work.largest[r], work) * LN_2
+            if (total != total) & (top < Float32.inf):
+                top = total
+            if places[r][0] < seqlen_q:
+                found = top if (top > found) | (top != top) else found
+        for lanes in cutlass.range_constexpr(2, 5):
+            other = cute.arch.shuffle_sync_bfly(found, 1 << lanes)
+            found = other if (other > found) | (other != other) else found
+        inside = places[0][0] - cute.arch.lane_idx() // 4 < seqlen_q
+        if const_expr(self.config.varlen):
+            inside = inside & (batch < sequences)
+        if inside & (cute.arch.lane_idx() == 0):
+            raise_to(largest.iterator + (batch * largest.shape[1] + places[0][1]), found)
+
     def log2_units(self, work: Any) -> Any:
         """What a row's maximum is multiplied by to be one in log2 units."""
         return Float32(1.0) if self.config.softcap else work.multiplier
+
+    def top_of(self, row_max: Any, work: Any) -> Any:
+        """A row's maximum in log2 units."""
+        top = row_max * self.log2_units(work)
+        return top + work.distances.base[0] if self.reads_distances else top
 
     @cute.jit
     def leave(self, work, parts, slot, row):
         """Store a piece in the workspace: O, not normalised, then each row's maximum in log2 units and its sum."""
         dim = self.config.head_dim_v
-        scale = self.log2_units(work)
         base = parts.iterator + cutlass.Int64(slot) * self.config.piece_floats
         word = cute.arch.lane_idx() % 4
         for r in cutlass.range_constexpr(2):
@@ -523,7 +593,7 @@ class Consumers(BiasedScores):
             for c in cutlass.range_constexpr(dim // 8):
                 self.store_pair(base + (here * dim + 8 * c + 2 * word), work.rows_o[r, 2 * c], work.rows_o[r, 2 * c + 1])
             if word == 0:
-                self.store_pair(base + (self.tile_m * dim + 2 * here), work.row_max[r] * scale, total)
+                self.store_pair(base + (self.tile_m * dim + 2 * here), self.top_of(work.row_max[r], work), total)
 
     @cute.jit
     def store_pair(self, target, a, b):
@@ -552,12 +622,11 @@ class Consumers(BiasedScores):
         """Normalise and store: quads transpose their columns, so that each lane writes 16 bytes of a row."""
         lane = cute.arch.lane_idx()
         word = lane % 4
-        scale = self.log2_units(work)
         for r in cutlass.range_constexpr(2):
             here, head = places[r]
             rows_out, rows_lse, logit = self.row_targets(out, lse, sink, batch, head, q_start, sequences)
             total = cute.arch.warp_reduction_sum(work.row_sum[r], threads_in_group=4)
-            top = work.row_max[r] * scale  # log2 units
+            top = self.top_of(work.row_max[r], work)
             shrink = Float32(1.0)
             if const_expr(self.config.sink):
                 top, total, shrink = with_sink(top, total, logit)

@@ -65,7 +65,8 @@ class Fp8Consumers(ColumnConsumers):
         acc_o = partial
         if not self.config.fast:
             acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
-        absent: dict[str, Any] = dict.fromkeys(("dropout", "tile", "kept_words", "alibi"))
+        names = "dropout", "tile", "kept_words", "alibi", "distances", "largest"
+        absent: dict[str, Any] = dict.fromkeys(names)
         masked = self.config.columns
         return Fp8Rows(
             **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
@@ -141,8 +142,8 @@ class Fp8Consumers(ColumnConsumers):
     # A key tile
 
     @cute.jit
-    def step(self, work, n, last, stage, phase, masked):
-        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax.
+    def step(self, work, n, last, stage, phase, masked, place=None, rows=None):
+        """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; the last two are for tables of distances.
 
         What may be waited for or computed before is, as the other warpgroups wait for the end of this one's turn; with
         overlap O is added to and rescaled under QKᵀ.

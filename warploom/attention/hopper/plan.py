@@ -80,7 +80,7 @@ TILINGS = {
 }
 
 
-WITH_BIAS = ((64, 64), (128, 128))  # head dims of which `warploom build` prepares kernels with ALiBi
+WITH_BIAS = ((64, 64), (128, 128))  # head dims of which `warploom build` prepares kernels with a bias
 
 
 BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"right": True, "left": True})  # of what `warploom build` prepares
@@ -119,10 +119,10 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         tile = tiling.few if shape == "few" else None
     elif shape in ("brief", "square") and not features.bias:  # whose registers they leave no room for
         tile = tiling.brief if shape == "brief" else tiling.square
-    if features.bias and each and dims == (96, 96):
+    if features.bias == "alibi" and each and dims == (96, 96):
         tile = tiling.softcap  # slopes of two heads would spill, too
     tile = tile or tiling.dense
-    if features.bias and tile.pv_wait == "early" and dims > (64, 64):
+    if features.bias == "alibi" and tile.pv_wait == "early" and dims > (64, 64):
         tile = replace(tile, pv_wait="pingpong")  # 16384 keys causal: 1.01 of the time without a bias, early 1.14
     return ForwardConfig(
         features.dtype_name,
@@ -140,6 +140,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
 
 # Queries of each head in a tile that holds several; none: every tile holds one head.
 PACK_GQA: tuple[int, ...] = (8, 32)
+MANY = 128  # queries, from which on no tile holds several heads
 # Key tiles' worth of time that splitting costs: the workspace is written and read, and another kernel launched.
 SPLIT_COST = 16
 
@@ -176,7 +177,9 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     group = problem.heads_q // problem.heads_kv
     if features.columns or features.dropout:
         return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
-    each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
+    each = 0  # of heads with a table of distances each
+    if features.bias != "distance":
+        each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
 
@@ -189,16 +192,29 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
     return None
 
 
+def largest_refusal(features: Features, few: bool) -> str | None:
+    """Why the forward does not find a call's largest logits, or None; ``few``: fewer than MANY queries of grouped heads."""
+    if features.columns:
+        return "finds no largest logits under a column mask"
+    if features.dropout or features.softcap:  # whose tanh is no closer than P needs
+        return "finds no largest logits beside dropout or a softcap"
+    if few and not features.varlen:
+        return f"finds no largest logits of fewer than {MANY} queries of heads that share their keys"
+    return None
+
+
 def bias_refusal(problem: AttentionProblem) -> str | None:
     """Why the forward does not take a problem's bias, or None."""
-    if problem.bias != "alibi":
-        return "takes no bias but ALiBi"
+    if problem.bias == "tensor":
+        return "takes no bias but ALiBi and tables of distances"
     if problem.columns:
         return "takes no bias under a column mask"
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return "takes no bias past head_dim 128"
-    if problem.dtype != torch.bfloat16:  # compiled without a spill, not run on a GPU yet
-        return "takes a bias of calls in bfloat16 alone"
+    if problem.bias == "distance" and (problem.softcap or problem.dropout):
+        return "takes no table of distances beside a softcap or dropout"
+    if problem.dtype != torch.bfloat16 and problem.bias == "alibi":  # compiled without a spill, not run on a GPU yet
+        return "takes ALiBi of calls in bfloat16 alone"
     if problem.softcap and problem.dropout:
         return "takes no bias beside both a softcap and dropout"
     return None
@@ -206,8 +222,10 @@ def bias_refusal(problem: AttentionProblem) -> str | None:
 
 def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
+    if features.bias == "distance":
+        return "adds to the gradient of a table in any order" if features.deterministic and features.bias_grad else None
     if features.bias_grad:
-        return "computes no gradient of a bias"
+        return "computes no gradient of slopes"
     if max(backward_dims(features)) == 128:  # registers spill
         if features.softcap:
             return "has no kernel for a bias beside a softcap past head_dim 96"
@@ -221,8 +239,8 @@ def named_set() -> list[ForwardConfig]:
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
-    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have
-    with it.
+    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, and dense ones with a table of
+    distances, full or causal, of the head dims that models have with them.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -232,6 +250,8 @@ def named_set() -> list[ForwardConfig]:
         found[config(Features(dtype, *dims, **band | extra), long)] = None
     for dims, varlen, long in product(WITH_BIAS, (False, True), (False, True)):
         found[config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), long)] = None
+    for dims, right, long in product(WITH_BIAS, (False, True), (False, True)):
+        found[config(Features(torch.bfloat16, *dims, right=right, bias="distance"), long)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, columns=True, varlen=True), True)] = None
         found.update({config(Features(dtype, *dims, right=right), True, each): None for each in PACK_GQA[:1]})
@@ -301,7 +321,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     biased = features.bias and dims == (64, 64)
     if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
         tile_m = 64
-    if biased and deterministic:
+    if biased and (deterministic or (features.bias_grad and varlen)):
         tile_m = 64
     if (softcap or features.dropout) and tile_n == 112:
         tile_n = 96  # constants, or Philox, would spill
@@ -334,6 +354,8 @@ def waves(variant: BackwardConfig, heads: int, seqlen_k: int, shared: int) -> tu
     0.85 to 1.17, to 96 about 0.99.
     """
     if not variant.right or variant.left or variant.claims or variant.deterministic or variant.varlen or variant.columns:
+        return 0, 0
+    if variant.bias == "distance":  # whose near tiles differ from head to head
         return 0, 0
     n_blocks = -(-seqlen_k // variant.tile_n)
     if (variant.head_dim, variant.head_dim_v) != IN_WAVES or max(1, 128 // n_blocks) * shared <= schedule.L2_BYTES:
@@ -378,7 +400,8 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
-    deterministic or not; full and causal ones packed under a column mask; causal ones with ALiBi, dense or packed.
+    deterministic or not; full and causal ones packed under a column mask; causal ones with ALiBi, dense or packed; dense ones
+    with a table of distances and its gradient, full or causal.
 
     Others are compiled when first called for.
     """
@@ -403,5 +426,8 @@ def backward_set() -> list[BackwardConfig]:
             found[backward_config(features, False)] = None
     for dims, varlen, short in product(WITH_BIAS, (False, True), (False, True)):
         found[backward_config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), short)] = None
+    for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
+        features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=True)
+        found[backward_config(features, short)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
     return list(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
+from warploom.kernels.distances import head_length
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
@@ -31,15 +33,23 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     return bind(args)(*args.tensors())
 
 
-def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
+def forward_with_largest(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``forward``, and the largest logits, fp32 (batch, heads) or (sequences, heads)."""
+    batch = args.q.shape[0] if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+    largest = torch.full((batch, args.q.shape[-2]), float("-inf"), dtype=torch.float32, device=args.q.device)
+    out, lse = bind(args, largest)(*args.tensors())
+    return out, lse, largest
+
+
+def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
     Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds behind
-    those, and of documents where they start; with dropout the seed, last.
+    those, and of documents where they start; with dropout the seed, last. ``largest`` is raised to the largest logits.
     """
     if args.cu_seqlens_q is not None:
-        return _bind_packed(args)
-    if args.documents is not None:
+        return _bind_packed(args, largest)
+    if args.documents is not None and largest is None:
         return documents.bind(args, _bind_packed)
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
@@ -56,9 +66,10 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     left = None if left is None else left - (seqlen_k - end)
     right = None if right is None else right + (seqlen_k - end)
     members = heads // heads_kv
-    function, variant = _function(args, seqlen_k, (seqlen_q, members))
+    function, variant = _function(args, seqlen_k, (seqlen_q, members), largest is not None)
     m_blocks = -(-seqlen_q // variant.queries)
     if variant.columns:
+        assert largest is None
         return with_seed(args, _bind_columns(args, function, variant))
     rows = batch * (heads_kv * tile_heads(members, variant.heads_per_tile) if variant.pack_gqa else heads)
     tiles, blocks = m_blocks * rows, processors(index)
@@ -88,7 +99,7 @@ def bind(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         parts = lse if variant.split else None  # not read: of the type
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
-        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), bias, *numbers)
+        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), bias, largest, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -124,7 +135,7 @@ def _bind_columns(
             sink = sink.float().contiguous()
         counter = counter_on(device)
         columns = column_mask(*mask)
-        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, *numbers)
+        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, None, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -164,9 +175,18 @@ def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tu
     return of
 
 
-def added(args: AttentionArgs, beyond: int = 0) -> tuple[Tensor, int] | None:
-    """What a module takes of a bias: its values, and what to add to distances; ``beyond``: keys left out at the end."""
-    return None if args.bias is None else (args.bias.detach(), args.bias_origin + beyond)
+def added(args: AttentionArgs, beyond: int = 0, gradient: Tensor | None = None) -> tuple[Tensor | int, ...] | None:
+    """What a module takes of a bias: its values, room to spread out a table, and what to add to distances.
+
+    ``beyond``: keys left out at the end; ``gradient``: of a table, which is added to.
+    """
+    if args.bias is None:
+        return None
+    values, origin = args.bias.detach(), args.bias_origin + beyond
+    if args.bias_kind == "distance":
+        spread = values.new_empty(values.shape[0] * head_length(values.shape[1]))
+        return (values, spread, origin) if gradient is None else (values, spread, origin, gradient)
+    return values, origin
 
 
 def one_entry(args: AttentionArgs) -> AttentionArgs:
@@ -222,7 +242,7 @@ def _nothing_seen_packed(
     return out, lse
 
 
-def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
+def _bind_packed(args: AttentionArgs, largest: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """As ``bind``, of packed sequences, whose starts and lengths may differ too, and the vectors of their mask."""
     q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
@@ -230,7 +250,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     lse_shape, device, index = (heads, tokens), q.device, q.device.index
     if keeps_nothing(args.left, args.right):
         return partial(_nothing_seen_packed, lse_shape)
-    function, variant = _function(args, args.max_seqlen_k or 0)
+    function, variant = _function(args, args.max_seqlen_k or 0, largest=largest is not None)
     most = (tokens // variant.tile_m + cu_q.shape[0]) * heads
     numbers = numbers_of(args, args.left, args.right, blocks=min(processors(index), most))
     like_out = like((tokens, heads, head_dim_v), q.dtype, device)
@@ -256,7 +276,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
         columns = column_mask(*mask) if variant.columns else None
-        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), bias, *numbers)
+        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), bias, largest, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -325,11 +345,12 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
+    largest = lse.new_full((1, q.shape[-2]), float("-inf")) if variant.largest else None
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
     dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    launch_on(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, *numbers))
+    launch_on(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, largest, *numbers))
 
 
 def numbers_of(
@@ -350,18 +371,24 @@ def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, 
 
 
 def _function(
-    args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None
+    args: AttentionArgs, seqlen_k: int, few: tuple[int, int] | None = None, largest: bool = False
 ) -> tuple[Callable[..., None], ForwardConfig]:
-    """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may be special."""
+    """The compiled variant; ``few``: queries, and heads that share their keys, of a call whose tiles may be special.
+
+    ``largest``: which finds the largest logits too.
+    """
     features, long = Features.of_args(args), seqlen_k >= LONG
     usual = variant = config(features, long)
     if few is not None and not (features.columns or features.dropout or features.batch_invariant):
-        each = pack_gqa(*few, usual.tile_m)
+        each = 0 if largest or features.bias == "distance" else pack_gqa(*few, usual.tile_m)
         variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
+    if largest:
+        usual, variant = (replace(tiles, largest=True) for tiles in (usual, variant))
     function = _ready.get(variant.spec.name)
     if function is None:
         if variant != usual and not modules.at_hand(variant.spec):
-            return _function(args, seqlen_k)  # whose tiles take longer, but its module may be here
+            # Whose tiles take longer, but its module may be here.
+            return _function(args, seqlen_k, largest=largest)
         function = _ready[variant.spec.name] = modules.fetch(variant.spec)
         if variant.split and not torch.cuda.is_current_stream_capturing():
             _first_launch(args, function, variant)  # of what merges pieces too, which a captured call may be the first to need

@@ -34,18 +34,25 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink."""
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; dbias of a table, if asked for."""
+    gradient = _table_gradient(args)
     args = with_bounds(args, packed=True)
-    return bind(args, dlse is not None)(dout, dlse, out, lse, *args.tensors())
+    found = bind(args, dlse is not None, gradient)(dout, dlse, out, lse, *args.tensors())
+    return found if gradient is None else (*found, gradient)
 
 
-def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
+def _table_gradient(args: AttentionArgs) -> Tensor | None:
+    """Zeros that the kernel adds a table's gradient to, where it is asked for."""
+    return torch.zeros_like(args.bias) if args.bias is not None and args.bias_grad else None
+
+
+def bind(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None = None) -> Backward:
     """A backward pass made ready: takes dout, dlse, out and lse, and behind them what the forward's ``bind`` takes."""
     if args.cu_seqlens_q is not None:
-        return _bind_packed(args, with_dlse)
+        return _bind_packed(args, with_dlse, gradient)
     if args.documents is not None:
-        return documents.bind_backward(args, lambda masked: bind(masked, with_dlse))
+        return documents.bind_backward(args, lambda masked: bind(masked, with_dlse, gradient))
     seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
     left, right, masked, first, end = args.left, args.right, _masked(args), 0, seqlen_k
     if left is not None or right is not None:
@@ -58,7 +65,7 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
     if cut:
         left = None if left is None else left - (seqlen_k - end)
         right = None if right is None else right + (seqlen_k - end)
-    launch, variant, tiles = _bind_dense(args, with_dlse, first if cut else 0, keys, (left, right))
+    launch, variant, tiles = _bind_dense(args, with_dlse, first if cut else 0, keys, (left, right), gradient)
     shape = args.q.shape[0], args.q.shape[2], -1, 2, variant.tile_m
     no_sink = like((0,), args.q.dtype, args.q.device)
 
@@ -88,7 +95,12 @@ def bind(args: AttentionArgs, with_dlse: bool) -> Backward:
 
 
 def _bind_dense(
-    args: AttentionArgs, with_dlse: bool, first: int, keys: int, band: tuple[int | None, int | None]
+    args: AttentionArgs,
+    with_dlse: bool,
+    first: int,
+    keys: int,
+    band: tuple[int | None, int | None],
+    gradient: Tensor | None = None,
 ) -> tuple[Callable[..., Tensor], BackwardConfig, int]:
     """The launch of a dense call of so many keys from the first on, its variant, and tiles of queries."""
     q, k, v = args.q, args.k, args.v
@@ -116,7 +128,8 @@ def _bind_dense(
     if variant.dealt:
         split = min(MOST_SLOTS, variant.most_split(tiles, q.numel()))
     beyond = k.shape[1] - first - keys
-    return _launcher(function, variant, args, tiles, band, together, split, each, first, beyond), variant, tiles
+    launch = _launcher(function, variant, args, tiles, band, together, split, each, first, beyond, gradient)
+    return launch, variant, tiles
 
 
 def _masked(args: AttentionArgs) -> bool:
@@ -160,11 +173,13 @@ def warm(args: AttentionArgs) -> None:
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
         columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0  # a block and a coarse one
-    launch = _launcher(function, variant, one_entry(args._replace(q=q)), tiles, (args.left, args.right), 1)
+    one_token = one_entry(args._replace(q=q))
+    band = args.left, args.right
+    launch = _launcher(function, variant, one_token, tiles, band, 1, gradient=_table_gradient(one_token))
     launch((q, k, v, out, out), lse, None, gradients, starts, columns, args.dropout_seed)
 
 
-def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
+def _bind_packed(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None) -> Backward:
     """As ``bind``, of packed sequences, whose starts and lengths may differ too."""
     cu_q = args.cu_seqlens_q
     assert cu_q is not None
@@ -173,7 +188,7 @@ def _bind_packed(args: AttentionArgs, with_dlse: bool) -> Backward:
     function, variant = _function(*described(args, with_dlse))
     tiles = (args.q.shape[0] // variant.tile_m + cu_q.shape[0] - 1) * args.q.shape[1]
     together = min(args.k.shape[1], PACKED_CLAIMING_HEADS if variant.claims else PACKED_HEADS)
-    launch = _launcher(function, variant, args, tiles, (args.left, args.right), together)
+    launch = _launcher(function, variant, args, tiles, (args.left, args.right), together, gradient=gradient)
     masked = _masked(args)
     # Rows that see nothing the kernel clears under a mask, but beside a sink, where it does not know them.
     clears = args.sink is not None if masked else not _every_query_sees(args)
@@ -232,6 +247,7 @@ def _launcher(
     each: int = 1,
     first: int = 0,
     beyond: int = 0,
+    gradient: Tensor | None = None,
 ) -> Callable[..., Tensor]:
     """What allocates the workspace, launches and returns the workspace, as ``workspace_floats`` has it.
 
@@ -240,7 +256,7 @@ def _launcher(
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
-    dropout, bias = dropped(args, first), added(args, beyond)
+    dropout, bias = dropped(args, first), added(args, beyond, gradient)
     numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes

@@ -54,6 +54,15 @@ def slopes() -> tuple[Any, ...]:
     return rows(2), Int32(0)
 
 
+def distances(gradient: bool = False) -> tuple[Any, ...]:
+    """What `warploom.kernels.cute.distances` takes: a table (heads_q, entries), room to spread it out, what distances begin at.
+
+    ``gradient``: and the table's.
+    """
+    spread = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
+    return (rows(2), spread, Int32(0), *((rows(2),) if gradient else ()))
+
+
 def stream() -> Any:
     """The stream that torch works on."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -67,6 +67,20 @@ def bulk_store(target: Any, source: Any, size: int, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
+def raise_to(target: Any, x: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Raise an fp32 in global memory to ``x`` if that is larger, or NaN: one word, 7fffffff, stands for all NaN.
+
+    As words, numbers of 0 and more rise as signed ones, and those below fall as unsigned ones.
+    """
+    text = (
+        "{ .reg .pred n, p; .reg .b32 b; mov.b32 b, $1; setp.nan.f32 n, $1, $1; @n mov.b32 b, 0x7fffffff; "
+        "setp.lt.s32 p, b, 0; @!p red.relaxed.gpu.global.max.s32 [$0], b; @p red.relaxed.gpu.global.min.u32 [$0], b; }"
+    )
+    values = [target.to_llvm_ptr(loc=loc, ip=ip), Float32(x).ir_value(loc=loc, ip=ip)]
+    assembly(None, values, text, "l,f,~{memory}", side_effects=True)
+
+
+@dsl_user_op
 def load_acquire(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     text = "ld.acquire.gpu.global.b32 $0, [$1];"
     return Int32(assembly(T.i32(), [address.to_llvm_ptr(loc=loc, ip=ip)], text, "=r,l,~{memory}", side_effects=True))
