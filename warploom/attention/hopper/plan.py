@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows (64 a warpgroup) by keys, stages of the K and V rings, when PV is waited for, stages of Q, as ForwardConfig has it."""
+    """Query rows (64 a warpgroup) by keys, stages of the K and V rings, and what else ForwardConfig has of that name."""
 
     warpgroups: int
     keys: int
